@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hybridflow.controller.dispatch import Call
+from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.row_store import RowStore
@@ -27,6 +27,11 @@ class Backend(Protocol):
     @property
     def in_process(self) -> bool:
         """Whether the workers are in the driver's process, so that arguments need not be sent."""
+        ...
+
+    @property
+    def call_timeout(self) -> float:
+        """Seconds that a call may take."""
         ...
 
     @property
@@ -55,8 +60,10 @@ class Backend(Protocol):
         """
         ...
 
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Call `method` like `run`, without waiting.
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], lane: Lane = "ordered"
+    ) -> dict[int, Part]:
+        """Call `method` like `run`, without waiting, in the threads of a `lane`.
 
         Returns a part for each rank that is called; its value is None where the call does not return one.
         """

@@ -65,6 +65,11 @@ class Dealt:
     """
 
 
+Lane = Literal["ordered", "requests", "collect"]
+"""The thread of a process in which a call runs: that of all ordered calls, or one of two beside it. Calls of
+one lane keep their order.
+"""
+
 SplitFn = Callable[[Call, MeshInfo], Dealt]
 """A function from the driver's arguments to those of each rank."""
 
@@ -120,6 +125,7 @@ class Registration:
     """The columns that the method reads in every run; None for a method that is sent whole batches."""
     writes: tuple[str, ...] | None = None
     """The columns of which it returns some; None where any may come back."""
+    lane: Lane = "ordered"
 
     def columns_read(self, batch: DataProto, also: Sequence[str] = ()) -> DataProto:
         """Return the batch with the columns that the method reads, and those of `also` that the batch has.
@@ -150,18 +156,21 @@ def register(
     blocking: bool = True,
     reads: Sequence[str] | None = None,
     writes: Sequence[str] | None = None,
+    lane: Lane = "ordered",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a worker's method as callable by the driver, without a change to its static type.
 
     A method with `blocking=False` is called by `WorkerGroup.submit`, which returns a `Future` of its result.
     `reads` and `writes` name columns of the field table (`protocol/fields.py`). What a method reads in some
-    runs only is said by the group of the run (`WorkerGroup`, `also_read`).
+    runs only is said by the group of the run (`WorkerGroup`, `also_read`). A method of another `lane` than
+    "ordered" runs beside the ordered calls, so it may only touch what is made for several threads; one rank
+    is called at a time (`WorkerGroup.call_one`).
     """
     columns_read = None if reads is None else tuple(reads)
     columns_written = None if writes is None else tuple(writes)
 
     def mark(method: Callable[P, R]) -> Callable[P, R]:
-        found = Registration(dispatch_mode, blocking, columns_read, columns_written)
+        found = Registration(dispatch_mode, blocking, columns_read, columns_written, lane)
         method.__registration__ = found  # type: ignore[attr-defined]
         return method
 

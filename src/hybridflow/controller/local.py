@@ -7,10 +7,11 @@ The parts that `submit` returns are therefore already done.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.controller.dispatch import Call
+from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace_parts
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.row_store import RowStore, in_memory
@@ -22,6 +23,7 @@ class LocalBackend:
     """A backend in this process. The worker of a role is built when it is first needed."""
 
     in_process = True
+    call_timeout = math.inf
     driver_bytes = 0
     """Arguments and results are the same tensors on both sides."""
 
@@ -51,8 +53,12 @@ class LocalBackend:
         ]
         return [result for call, result in results if call.returns]
 
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Run the call at once, and return a part that holds its result or its exception."""
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], lane: Lane = "ordered"
+    ) -> dict[int, Part]:
+        """Run the call at once in the caller's thread, whatever its lane, and return a part that holds its
+        result or its exception.
+        """
         part: Part = concurrent.futures.Future()
         try:
             results = self.run(role, method, calls)

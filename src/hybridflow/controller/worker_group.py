@@ -112,8 +112,8 @@ class WorkerGroup(Generic[W]):
     def call_one(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
-        """Call a registered method on one rank, whatever its dispatch rule is."""
-        registration_of(method)
+        """Call a registered method on one rank, whatever its dispatch rule is, in its own lane."""
+        lane = registration_of(method).lane
         mesh = self.mesh
         assert 0 <= rank < mesh.world_size, f"{self.role} has no rank {rank}: there are {mesh.world_size}"
         everywhere = Dispatch.ONE_TO_ALL.split(
@@ -123,7 +123,7 @@ class WorkerGroup(Generic[W]):
         calls: list[Call | None] = [None] * mesh.world_size
         calls[rank] = replace(everywhere, returns=True)
         dealt = Dealt(calls)
-        parts = self.backend.submit(self.role, method.__name__, dealt.calls)
+        parts = self.backend.submit(self.role, method.__name__, dealt.calls, lane)
         source = Source(Dispatch.RANK_ZERO, mesh, dealt)
         return Future(
             parts, lambda results: results[0], role=self.role, method=method.__name__, source=source

@@ -47,7 +47,7 @@ def evaluate(
     prompts = [questions[index] for index in range(len(questions))]
     sampling = SamplingParams(max_tokens=max_tokens, greedy=greedy)
     batch = build_requests(prompts, sampling, n=n, seed=seed, purpose="demo_evaluation", step=0)
-    responses = [output.token_ids for output in rollout.generate(batch.requests)]
+    responses = [output.token_ids for output in rollout.generate(batch.requests).outputs]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     samples: list[dict[str, object]] = []
     scores: list[float] = []

@@ -9,12 +9,16 @@ agreed on here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.distributed.process_group import min_over, rank_and_size
 from hybridflow.errors import ConfigError, RolloutError
+
+T = TypeVar("T")
 
 _WORD = 1 << 62
 
@@ -50,6 +54,15 @@ class ReplicaRanks:
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def from_first(self, value: T | None) -> T:
+        """Return the value of the first rank, whatever the others give; all ranks call this together."""
+        if self.size > 1:
+            values = [value]
+            dist.broadcast_object_list(values, group=self.group, group_src=0, device=torch.device("cpu"))
+            value = values[0]
+        assert value is not None, "the first rank has a value"
+        return value
 
     def smallest(self, number: int) -> int:
         """Return the least of a number over the ranks, which all call this together."""

@@ -114,8 +114,9 @@ class Progress:
                 yield item
                 self.between_items()
 
-    def results(self, items: Iterator[T], total: int) -> Iterator[T]:
-        """Go through results as they come; their number is the count of the phase that is open.
+    def results(self, items: Iterator[T], total: int | None) -> Iterator[T]:
+        """Go through results as they come; their number is the count of the phase that is open, of `total`
+        where it is known.
 
         While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
         Where an exception ends the loop, a generator of results is closed at once, so that whoever makes them

@@ -340,8 +340,10 @@ class EngineSession(Protocol):
 class RolloutEngine(Protocol):
     """Engine that turns requests into outputs; it knows nothing of rewards or batches."""
 
-    def open(self) -> EngineSession:
-        """Return a session, for an `EngineReplica`; RolloutError when asleep or in use."""
+    def open(self, *, closed: bool = False) -> EngineSession:
+        """Return a session; RolloutError when asleep or in use. To a `closed` one all requests are added in
+        one call, before the first step.
+        """
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:

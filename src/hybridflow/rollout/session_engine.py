@@ -1,7 +1,7 @@
 """The part that all engines have in common which work in sessions of their own kind.
 
 open() ──► EngineSession: requests join and leave at any time ──► EngineReplica
-generate(requests) ──► a session that has these requests only, read to its end
+generate(requests) ──► a closed session, which has these requests only, read to its end
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class SessionEngine(ABC):
         """Whether `wake_up` must come before anything is generated."""
         return False
 
-    def open(self) -> EngineSession:
-        """Return a session that requests may join at any time; RolloutError when asleep or in use."""
+    def open(self, *, closed: bool = False) -> EngineSession:
+        """Return a session that requests may join at any time or, if it is `closed`, in one call before its
+        first step. RolloutError when asleep or in use.
+        """
         self._check_ready("open()")
         self._stats = RolloutStats()
-        self._session = self._new_session()
+        self._session = self._new_session(closed)
         return self._session
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
@@ -49,7 +51,7 @@ class SessionEngine(ABC):
         return self._generate(requests)
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        session = self.open()
+        session = self.open(closed=True)
         try:
             yield from session.add(requests)
             while not session.idle:
@@ -64,8 +66,8 @@ class SessionEngine(ABC):
         return self._session.abort(request_ids)
 
     @abstractmethod
-    def _new_session(self) -> EngineSession:
-        """Return a session that calls `_closed` when it is closed."""
+    def _new_session(self, closed: bool) -> EngineSession:
+        """Return a session, `closed` as in `open`, that calls `_closed` when it ends."""
 
     def _closed(self) -> None:
         self._session = None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hybridflow.workers.critic import CriticGroup, CriticWorker
     from hybridflow.workers.process_reward import ProcessRewardGroup, ProcessRewardWorker
     from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker
-    from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
+    from hybridflow.workers.rollout import RolloutWorker
+    from hybridflow.workers.rollout_group import RolloutGroup
     from hybridflow.workers.teacher import TeacherGroup
 
 _HOMES = {
@@ -26,7 +27,7 @@ _HOMES = {
     "ProcessRewardWorker": "process_reward",
     "ReferenceGroup": "reference",
     "ReferenceWorker": "reference",
-    "RolloutGroup": "rollout",
+    "RolloutGroup": "rollout_group",
     "RolloutWorker": "rollout",
     "TeacherGroup": "teacher",
 }

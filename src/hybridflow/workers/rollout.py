@@ -4,30 +4,57 @@ same process, one rank      the engine uses the actor's own module; nothing is s
 same processes, shards      shards are gathered when the engine wakes up and freed when it sleeps
 other processes             `RolloutGroup.update_from` pushes weights before a step
 engine with own weights     the same call pushes weights into the engine, wherever it is (vLLM, SGLang)
+
+Requests come and outputs go beside the ordered calls; the engine itself is stepped inside of one, `serve`.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from hybridflow.controller import Dispatch, WorkerGroup, register
+from hybridflow.controller import Dispatch, register
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.observability.progress import progress
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
+from hybridflow.rollout.turns import Turns
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
-from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.exact import ExactRollout
 
 Finished = Callable[[GenerationOutput], None]
 """Called with each output as soon as it is there."""
 
 
+@dataclass(frozen=True)
+class Served:
+    """The state of a replica after a turn."""
+
+    finished: bool
+    """Whether its session has ended, so that the engine sleeps."""
+    version: int
+    """Version of its weights, as the engine says."""
+    stats: RolloutStats
+    """Counts of the session so far."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Outputs that have finished since they were last asked for."""
+
+    outputs: list[GenerationOutput]
+    turn_is_over: bool
+    """Whether they are the last ones of a turn."""
+
+
 class RolloutWorker(ExactRollout):
     """A generation engine with the source of its weights.
 
     `pushed` is set where the weights are the engine's own and come from the actor's ranks, `owned` where they
-    come from the policy in this process; neither where the engine shares the actor's module.
+    come from the policy in this process; neither where the engine shares the actor's module. `ranks` generate
+    together; the first of them is sent the requests.
     """
 
     def __init__(
@@ -35,30 +62,83 @@ class RolloutWorker(ExactRollout):
         engine: RolloutEngine,
         pushed: RemotePush | StagedPush | None = None,
         owned: LocalPush | None = None,
+        ranks: ReplicaRanks | None = None,
     ) -> None:
         self.engine = engine
         self.pushed = pushed
         self.owned = owned
+        self.ranks = ranks or ReplicaRanks()
+        self._turns = Turns(engine, self.ranks)
+        self._outbox: queue.SimpleQueue[GenerationOutput | None] = queue.SimpleQueue()  # None ends a turn
 
-    @register(dispatch_mode=Dispatch.DP_DEAL)
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
-    ) -> list[GenerationOutput]:
-        """Answer all requests, in their order; afterwards the KV cache and gathered weights are freed.
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Have requests join before the next step, all before the same one."""
+        self._turns.inbox.submit(requests)
 
-        The engine says of each token which version of the weights has sampled it.
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Have requests end with what they have; unknown ones are passed over."""
+        self._turns.inbox.abort(request_ids)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def park(self) -> None:
+        """Have the session end before its next step; its requests go on in the next one."""
+        self._turns.inbox.park()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
+    def collect(self, seconds: float) -> Collected:
+        """Return the outputs that have finished, or wait at most `seconds` for the first."""
+        outputs: list[GenerationOutput] = []
+        wait = seconds
+        while True:
+            try:
+                output = self._outbox.get(timeout=wait)
+            except queue.Empty:
+                return Collected(outputs, turn_is_over=False)
+            if output is None:
+                return Collected(outputs, turn_is_over=True)
+            outputs.append(output)
+            wait = 0.0
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def serve(
+        self,
+        *,
+        first: bool,
+        closed: bool,
+        seconds: float,
+        total: int | None = None,
+        finished: Finished | None = None,
+    ) -> Served:
+        """Step the engine for a turn of about `seconds`, as `Turns.turn` explains.
+
+        All ranks of the role serve together, the `first` time with weights that they fetch and send to each
+        other. When the session ends, the KV cache and gathered weights are freed. Outputs go to `finished`
+        or, without it, to `collect`. `total` is the number of outputs that are awaited, for the display.
         """
+        put = finished or self._outbox.put
+        leads = self.ranks.rank == 0  # the outputs of the others are the same
         try:
             # on all ranks, also on those without a request: they send their shards to the others
-            self.engine.wake_up()
-            outputs: dict[int, GenerationOutput] = {}
-            for output in progress.results(self.engine.generate(requests), len(requests)):
-                outputs[output.request_id] = output
-                if finished is not None:
-                    finished(output)
+            if first:
+                self._turns.end()  # one that was broken off
+                self.engine.wake_up()
+            elif self._turns.finished:
+                return self._served()
+            turn = self._turns.turn(closed=closed, seconds=seconds)
+            for output in progress.results(turn, total):
+                if leads:
+                    put(output)
         finally:
-            self.engine.sleep()
-        return [outputs[request.request_id] for request in requests]
+            if self._turns.finished:
+                self.engine.sleep()
+            if leads and finished is None:
+                self._outbox.put(None)
+        return self._served()
+
+    def _served(self) -> Served:
+        return Served(self._turns.finished, self.engine.policy_version, self.engine.stats)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
@@ -90,55 +170,3 @@ class RolloutWorker(ExactRollout):
                 f"rollout rank {self.rank} was given weights of version {version} and has those of version "
                 f"{reported}: the update did not reach it"
             )
-
-    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def stats(self) -> RolloutStats:
-        """Return the statistics of the newest `generate` on this replica."""
-        return self.engine.stats
-
-
-class RolloutGroup(WorkerGroup[RolloutWorker]):
-    """The driver's view of the rollout: replicas of `tensor_model_parallel_size` ranks each."""
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
-    ) -> list[GenerationOutput]:
-        """See `RolloutWorker.generate`; requests of one prompt go to one replica, outputs keep the order of
-        requests.
-
-        `finished` hears of each output once: at once where the workers are in this process, else when all are
-        there.
-        """
-        if self.backend.in_process:
-            return self.call(RolloutWorker.generate, requests, finished=finished)
-        outputs = self.call(RolloutWorker.generate, requests)
-        if finished is not None:
-            for output in outputs:
-                finished(output)
-        return outputs
-
-    def update_from(self, actor: ActorGroup, version: int) -> None:
-        """Give all replicas the actor's weights, called `version` from now on.
-
-        Where replicas share the actor's module nothing is sent, and they learn its version. Raises
-        RolloutError where an update does not reach a replica, and where the two share processes and the
-        rollout is not on all processes of the actor.
-        """
-        if self.backend.together(actor.role, self.role):
-            if self.world_size < actor.world_size:
-                raise RolloutError(
-                    f"{self.role} has {self.world_size} of the {actor.world_size} ranks of {actor.role}, "
-                    "whose weights it shares: all must "
-                    "take part where shards are gathered. Set trainer.placement.rollout to the actor's "
-                    "pool, or to others only"
-                )
-            # a role lives on whole pools: it has no rank outside of the actor's
-            if self.world_size == actor.world_size:
-                self.call(RolloutWorker.renew_weights, version=version)
-                return
-        shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
-        self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)
-
-    def stats(self) -> RolloutStats:
-        """Return the statistics of the newest `generate` on all replicas together."""
-        return RolloutStats.join(self.call_list(RolloutWorker.stats), together=True)

@@ -68,7 +68,7 @@ def build_rollout_worker(
     source: WeightSource = GatheredTwin(actor_engine.held_weights, twin)
     if actor_engine.is_offloaded:
         source = OffloadedSource(actor_engine, source)
-    return RolloutWorker(build(twin.policy, source=source, replica=replica))
+    return RolloutWorker(build(twin.policy, source=source, replica=replica), ranks=replica)
 
 
 def _decode(
@@ -112,7 +112,7 @@ def _standalone(
             own.copy_(holding.part(name, whole[name].detach()))
         policy = twin.policy
     engine = build(policy, replica=replica)
-    return RolloutWorker(engine, RemotePush(policy, holding))
+    return RolloutWorker(engine, RemotePush(policy, holding), ranks=replica)
 
 
 def _with_own_weights(

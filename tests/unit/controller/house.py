@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from hybridflow.controller import (
     WorkerHost,
     register,
 )
+from hybridflow.controller.dispatch import Lane
 from hybridflow.controller.future import replace_parts
 from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.observability.metrics import Metrics
@@ -188,6 +190,7 @@ class InTurn:
     without processes.
     """
 
+    call_timeout = math.inf
     driver_bytes = 0
 
     def __init__(self, mesh: MeshInfo) -> None:
@@ -208,7 +211,9 @@ class InTurn:
         parts = self.submit(role, method, calls)
         return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
 
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], lane: Lane = "ordered"
+    ) -> dict[int, Part]:
         parts: dict[int, Part] = {}
         for rank, call in enumerate(calls):
             if call is not None:

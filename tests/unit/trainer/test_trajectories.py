@@ -21,6 +21,8 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.group_filter import rows_of, uids_of
+from hybridflow.workers.rollout import Finished
+from hybridflow.workers.rollout_group import Generated
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=None):
@@ -233,7 +235,7 @@ def test_a_baseline_is_the_greedy_score_of_its_own_prompt(model: Path, tmp_path:
     assert_same_rows(batch, plain)  # the greedy ones are gone and have changed no draw
     with build(config(model, tmp_path / "a" / "run", *remax)) as trainer:  # validation is greedy
         greedy, _ = trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
-        tokens = trainer.source.trajectories.rollout.stats().generated_tokens
+        tokens = trainer.source.trajectories.rollout.backend.worker("rollout").engine.stats.generated_tokens  # type: ignore[attr-defined]
     assert not torch.equal(
         greedy.batch["token_level_scores"].sum(-1), greedy.batch["token_level_scores"].sum(-1).flip(0)
     )
@@ -414,43 +416,55 @@ def test_three_steps_in_a_row_without_a_trajectory_end_the_run(model: Path, tmp_
         assert trainer.state.step == 2
 
 
-def test_a_trajectory_is_scored_while_others_are_generated(model: Path, tmp_path: Path) -> None:
+def test_a_trajectory_is_scored_while_others_are_generated(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", "reward.num_workers=1")
     note = tmp_path / "scored"
     (tmp_path / "reward.py").write_text(
         f"def compute_score(**row):\n    open({str(note)!r}, 'w').close()\n    return 1.0\n"
     )
     with build(made) as trainer:
-        engine = trainer.source.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
-        generate = engine.generate
+        rollout = trainer.source.trajectories.rollout
+        generate = rollout.generate
 
-        def waiting(requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+        def waiting(requests: Sequence[GenerationRequest], *, finished: Finished) -> Generated:
             """The second response ends only after the first one has been scored."""
-            for number, output in enumerate(generate(requests)):
+            ended = []
+
+            def wait(output: GenerationOutput) -> None:
                 deadline = time.monotonic() + 600
-                while number == 1 and not note.exists():
+                while len(ended) == 1 and not note.exists():
                     assert time.monotonic() < deadline, "the first response waits for all others"
                     time.sleep(0.02)
-                yield output
+                ended.append(output)
+                finished(output)
 
-        engine.generate = waiting
+            return generate(requests, finished=wait)
+
+        monkeypatch.setattr(rollout, "generate", waiting)
         batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted(), 1)
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 8
 
 
-def test_responses_that_could_not_be_generated_leave_the_batch(model: Path, tmp_path: Path) -> None:
+def test_responses_that_could_not_be_generated_leave_the_batch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo")) as trainer:
-        engine = trainer.source.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
-        generate = engine.generate
+        rollout = trainer.source.trajectories.rollout
+        generate = rollout.generate
 
-        def broken(requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+        def broken(requests: Sequence[GenerationRequest], *, finished: Finished) -> Generated:
             """Two responses of the first group and one of the second fail."""
-            for output in generate(requests):
+
+            def fail(output: GenerationOutput) -> None:
                 if output.request_id in (0, 1, 3):
                     output = GenerationOutput(output.request_id, [], [], "error", [], error="no memory left")
-                yield output
+                finished(output)
 
-        engine.generate = broken
+            return generate(requests, finished=fail)
+
+        monkeypatch.setattr(rollout, "generate", broken)
         batch, metrics = trainer.source.trajectories.for_training(trainer.source.admitted(), 1)
         check_rows(trainer, batch)
         with pytest.raises(RolloutError, match="of a validation failed; the first, request 0: no memory"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.client import LLMClient
 from hybridflow.trainer.ppo.build import PPOTrainer
 
 SAMPLES = 2
@@ -34,22 +36,25 @@ class TwoTurnAgent:
         text = f" = {sum(token_ids) % 97} ."
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def trajectories(self, prompts: list[PromptRow]) -> list[Trajectory]:
-        contexts = [list(prompt.prompt_token_ids) for prompt in prompts for _ in range(SAMPLES)]
-        calls: list[list[Call]] = [[] for _ in contexts]
+    async def trajectory(self, client: LLMClient, number: int, prompt: PromptRow) -> Trajectory:
+        context = list(prompt.prompt_token_ids)
+        calls = []
         for turn in range(2):
-            requests = [
-                GenerationRequest(number, Prompt(tuple(context)), TURN, derive_seed(0, "turns", number, turn))
-                for number, context in enumerate(contexts)
-            ]
-            outputs = self.rollout.generate(requests)
-            for context, made, request, output in zip(contexts, calls, requests, outputs, strict=True):
-                made.append(Call(request.prompt, output))
-                context += output.token_ids + self.tool(output.token_ids)
-        return [
-            Trajectory(*divmod(number, SAMPLES), rows_of(made), reward=float(number % 2) + number, turns=2)
-            for number, made in enumerate(calls)
-        ]
+            seed = derive_seed(0, "turns", number, turn)
+            request = GenerationRequest(2 * number + turn, Prompt(tuple(context)), TURN, seed)
+            output = await client.generate(request, sticky=number)
+            calls.append(Call(request.prompt, output))
+            context += output.token_ids + self.tool(output.token_ids)
+        reward = float(number % 2) + number
+        return Trajectory(*divmod(number, SAMPLES), rows_of(calls), reward=reward, turns=2)
+
+    def trajectories(self, prompts: list[PromptRow]) -> list[Trajectory]:
+        each = [prompt for prompt in prompts for _ in range(SAMPLES)]
+
+        async def all_at_once(client: LLMClient) -> list[Trajectory]:
+            return await asyncio.gather(*(self.trajectory(client, *pair) for pair in enumerate(each)))
+
+        return self.rollout.run(all_at_once)[0]
 
 
 def loss_by_hand(trainer: PPOTrainer, batch: DataProto) -> Tensor:

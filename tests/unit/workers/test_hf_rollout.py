@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_rollout_worker import EOS, LORA, actor_engine, actor_worker, folder, learn, model, requests, tokens  # noqa: F401
+from test_rollout_worker import (
+    EOS,
+    LORA,
+    actor_engine,
+    actor_worker,
+    folder,  # noqa: F401
+    generated,
+    learn,
+    model,
+    requests,
+    tokens,
+)
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.attention import ATTENTION_NAME
@@ -30,8 +41,8 @@ def test_it_shares_the_actors_module(folder: str) -> None:  # noqa: F811
     for version in (0, 1):
         for each in (worker, ours):
             each.renew_weights(version=version)
-        outputs = worker.generate(requests())
-        assert tokens(outputs) == tokens(ours.generate(requests()))
+        outputs = generated(worker, requests())
+        assert tokens(outputs) == tokens(generated(ours, requests()))
         assert {each for output in outputs for each in output.policy_versions} == {version}
         seen.append(tokens(outputs))
         learn(engine)  # with our attention
@@ -46,8 +57,8 @@ def test_it_takes_pushed_weights(folder: str) -> None:  # noqa: F811
     learn(engine)
     worker.update_weights([actor.export_buckets(1)], version=1)
     shared = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    outputs = worker.generate(requests())
-    assert tokens(outputs) == tokens(shared.generate(requests()))
+    outputs = generated(worker, requests())
+    assert tokens(outputs) == tokens(generated(shared, requests()))
     assert {each for output in outputs for each in output.policy_versions} == {1}
 
 
@@ -60,7 +71,7 @@ def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # 
     found = []
     for version in (0, 1):
         worker.renew_weights(version=version)
-        found.append(tokens(worker.generate(requests())))
+        found.append(tokens(generated(worker, requests())))
         learn(engine)
     assert isinstance(worker.engine, HFEngine)
     resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.model.parameters())
@@ -77,7 +88,7 @@ def test_it_generates_for_a_sharded_actor_what_one_process_does(
     alone = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     expected = []
     for _ in range(2):
-        expected.append(tokens(alone.generate(requests())))
+        expected.append(tokens(generated(alone, requests())))
         learn(engine)
     for found in two_ranks.run(generate_on_ranks, folder, lora):
         assert found["tokens"] == expected and found["resting"] == 0

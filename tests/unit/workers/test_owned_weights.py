@@ -19,6 +19,7 @@ from test_rollout_worker import (
     actor_engine,
     actor_worker,
     folder,
+    generated,
     learn,
     model,
     requests,
@@ -38,8 +39,9 @@ from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.settings import command_line, engine_arguments
 from hybridflow.workers import rollout_build
 from hybridflow.workers.actor import ActorGroup
-from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
+from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
+from hybridflow.workers.rollout_group import RolloutGroup
 from ranks import Ranks
 
 __all__ = ["folder"]
@@ -73,7 +75,7 @@ def expected(folder: str, updates: int, lora: LoraSettings | None = None) -> lis
     for _ in range(updates):
         learn(engine)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    return tokens(alone.generate(requests()))
+    return tokens(generated(alone, requests()))
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
@@ -91,7 +93,7 @@ def test_it_generates_with_what_was_pushed_before_the_step(
     actor, rollout = ActorGroup(house, "actor"), RolloutGroup(house, "rollout")
     learn(engine)
     rollout.update_from(actor, 1)
-    outputs = rollout.generate(requests())
+    outputs = rollout.generate(requests()).outputs
     assert tokens(outputs) == expected(folder, 1, lora) and {
         each for output in outputs for each in output.policy_versions
     } == {1}
@@ -102,7 +104,7 @@ def test_it_generates_with_what_was_pushed_before_the_step(
         rollout.update_from(actor, 2)
     own.update_weights = keep
     rollout.update_from(actor, 2)
-    assert tokens(rollout.generate(requests())) == expected(folder, 2, lora)
+    assert tokens(rollout.generate(requests()).outputs) == expected(folder, 2, lora)
 
 
 def push_on_ranks(rank: int, folder: str, lora: LoraSettings | None) -> Any:
@@ -110,7 +112,7 @@ def push_on_ranks(rank: int, folder: str, lora: LoraSettings | None) -> Any:
     worker = worker_of(folder, engine, lora)
     learn(engine)
     worker.renew_weights(version=1)
-    return tokens(worker.generate(requests()))
+    return tokens(generated(worker, requests()))
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,9 @@ from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync import holding, reshard
 from hybridflow.weight_sync.remote_push import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
-from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
+from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
+from hybridflow.workers.rollout_group import RolloutGroup
 from ranks import Ranks
 
 LIMITS = BatchLimits(max_tokens=64)
@@ -105,6 +107,24 @@ def tokens(outputs: list[GenerationOutput]) -> list[tuple[int, list[int]]]:
     return [(output.request_id, output.token_ids) for output in outputs]
 
 
+def generated(worker: RolloutWorker, asked: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+    """Outputs of one worker, in the order of the requests; none on the later ranks of a replica."""
+    found: dict[int, GenerationOutput] = {}
+    if worker.ranks.rank == 0:
+        worker.submit(asked)
+    state = worker.serve(
+        first=True,
+        closed=True,
+        seconds=600.0,
+        finished=lambda output: found.update({output.request_id: output}),
+    )
+    assert state.finished
+    if worker.ranks.rank > 0:
+        assert not found
+        return []
+    return [found[request.request_id] for request in asked]
+
+
 class Apart(LocalBackend):
     """One process that says it is two."""
 
@@ -130,11 +150,11 @@ def test_in_one_process_the_module_is_shared_and_nothing_moves(folder: str) -> N
     worker = rollout.backend.worker("rollout")  # type: ignore[attr-defined]
     assert isinstance(worker, RolloutWorker) and isinstance(worker.engine, NativeEngine)
     assert worker.engine.policy is engine.module and worker.pushed is None
-    before = tokens(rollout.generate(requests()))
+    before = tokens(rollout.generate(requests()).outputs)
     learn(engine)
     rollout.update_from(actor, 1)
     assert actor.backend.worker("actor")._export is None, "nothing was put together"  # type: ignore[attr-defined]
-    after = rollout.generate(requests())
+    after = rollout.generate(requests()).outputs
     assert tokens(after) != before and {
         version for output in after for version in output.policy_versions
     } == {1}
@@ -165,19 +185,19 @@ def test_a_replica_of_its_own_generates_with_what_was_pushed(folder: str) -> Non
         found = {output.request_id: output for output in together.generate(requests())}
         return tokens([found[request.request_id] for request in requests()])
 
-    outputs = rollout.generate(requests())
+    outputs = rollout.generate(requests()).outputs
     assert tokens(outputs) == wanted(), "both begin as the folder says"
     learn(engine)
-    stale = rollout.generate(requests())
+    stale = rollout.generate(requests()).outputs
     assert tokens(stale) == tokens(outputs), "it says what it has, whoever asks"
     assert {version for output in stale for version in output.policy_versions} == {0}
     rollout.update_from(actor, 1)
-    again = rollout.generate(requests())
+    again = rollout.generate(requests()).outputs
     assert tokens(again) == wanted() != tokens(outputs)
     assert {version for output in again for version in output.policy_versions} == {1}
     # a step that changed nothing (its learning rate was 0, or it was skipped) is no error
     rollout.update_from(actor, 2)
-    assert tokens(rollout.generate(requests())) == wanted()
+    assert tokens(rollout.generate(requests()).outputs) == wanted()
 
 
 def test_a_push_that_does_not_bring_the_weights_is_an_error(folder: str) -> None:
@@ -261,7 +281,7 @@ def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: li
     found = []
     for version in (0, 1):
         worker.renew_weights(version=version)
-        outputs = worker.generate(*calls[rank].args)
+        outputs = generated(worker, *calls[rank].args)
         found.append(outputs)
         assert {each for output in outputs for each in output.policy_versions} <= {version}
         learn(engine)
@@ -269,7 +289,7 @@ def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: li
         worker.engine.generate(requests())
     assert isinstance(worker.engine, NativeEngine) and worker.engine.policy is not engine.module
     resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.policy.parameters())
-    return {"outputs": found, "resting": resting, "stats": worker.stats()}
+    return {"outputs": found, "resting": resting, "stats": worker.engine.stats}
 
 
 @pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (1, True), (2, True)])
@@ -285,7 +305,7 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
     )
     ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, deal.calls)
     for version in (0, 1):
-        expected = alone.generate(requests())
+        expected = generated(alone, requests())
         results = [found["outputs"][version] for rank, found in enumerate(ranks) if mesh.is_leader(rank)]
         together = Dispatch.DP_DEAL.collect(results, mesh, deal)
         assert tokens(together) == tokens(expected)
@@ -295,7 +315,7 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
     assert [found["resting"] for found in ranks] == [0, 0]
     if tensor == 1:
         joined = RolloutStats.join([found["stats"] for found in ranks], together=True)
-        one = alone.stats()
+        one = alone.engine.stats
         assert (joined.generated_tokens, joined.prefill_tokens) == (
             one.generated_tokens,
             one.prefill_tokens,
@@ -307,7 +327,7 @@ def empty_part(rank: int, folder: str) -> int:
     worker = build_rollout_worker(
         RolloutConfig(), actor_engine=actor_engine(folder, 2), model=model(folder), eos_token_ids=EOS
     )
-    return len(worker.generate(requests()[:1] if rank == 0 else []))
+    return len(generated(worker, requests()[:1] if rank == 0 else []))
 
 
 def test_a_rank_without_requests_sends_its_shards(two_ranks: Ranks, folder: str) -> None:
@@ -323,13 +343,13 @@ def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, 
     worker = build_rollout_worker(
         config, actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=settings
     )
-    before = worker.generate(requests())
+    before = generated(worker, requests())
     learn(engine)
     own = actor.export_buckets(1)
     shares: list[WeightShare] = [own, own]
     dist.all_gather_object(shares, own)
     worker.update_weights(shares, version=1)
-    after = worker.generate(requests())
+    after = generated(worker, requests())
     learn(engine)
     with pytest.raises(RolloutError, match="version 2"):  # of rank 1's tensors none arrive
         late = actor.export_buckets(2)
@@ -350,11 +370,11 @@ def test_shards_are_pushed_to_replicas_of_their_own(
 ) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    expected = [tokens(alone.generate(requests()))]
+    expected = [tokens(generated(alone, requests()))]
     learn(engine)
-    expected.append(tokens(alone.generate(requests())))
+    expected.append(tokens(generated(alone, requests())))
     found = two_ranks.run(push_on_ranks, folder, tensor, lora)
-    for rank in found:
+    for rank in found[::tensor]:
         assert [tokens(rank["before"]), tokens(rank["after"])] == expected and expected[0] != expected[1]
     names = [name for rank in found for name in rank["names"]]
     trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]

@@ -102,10 +102,11 @@ def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() 
     sampling = SamplingParams(max_tokens=6, temperature=0.7, ignore_eos=True)
     requests = [GenerationRequest(row, Prompt((3 + row, 4)), sampling, seed=row) for row in (7, 3, 5)]
     house.rollout.update_from(house.actor, 4)
-    outputs = house.rollout.generate(requests)
+    made = house.rollout.generate(requests)
+    outputs = made.outputs
     assert [output.request_id for output in outputs] == [7, 3, 5]
     assert all(output.policy_versions == [4] * 6 for output in outputs)
-    stats = house.rollout.stats().as_metrics()
+    stats = made.stats.as_metrics()
     assert (stats["rollout/generated_tokens"], stats["rollout/max_rows"], stats["rollout/decode_steps"]) == (
         18.0,
         3.0,
@@ -114,7 +115,7 @@ def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() 
     pointers = [parameter.data_ptr() for parameter in house.policy.parameters()]
     house.actor.update(prepared(house), PLAN)
     house.rollout.update_from(house.actor, 5)
-    again = house.rollout.generate(requests)
+    again = house.rollout.generate(requests).outputs
     assert [parameter.data_ptr() for parameter in house.policy.parameters()] == pointers
     columns = make_rows(
         [list(request.prompt_token_ids) for request in requests],

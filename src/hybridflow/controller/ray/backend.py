@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hybridflow.controller.dispatch import Call
+from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace_parts
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
@@ -48,6 +48,12 @@ INLINE_BYTES = 64 * 1024
 once for all ranks that share them.
 """
 CLOSE_SECONDS = 5.0
+GROUPS = {"control": 1, "requests": 1, "collect": 1}
+"""Threads of a process beside that of the ordered calls. Each has one: several would change the order of
+calls, and a poll would hold back the requests in its thread.
+"""
+TASKS: dict[Lane, str] = {"ordered": "invoke", "requests": "invoke_request", "collect": "invoke_collect"}
+"""The method of `RankProcess` for calls of a lane."""
 
 
 class RayBackend:
@@ -85,7 +91,7 @@ class RayBackend:
             )
         self._placement = placement
         self._meshes = dict(meshes)
-        self._call_timeout = call_timeout
+        self.call_timeout = call_timeout
         self._began = time.monotonic()
         self._until = self._began + startup_timeout
         self._order = threading.Lock()
@@ -131,8 +137,10 @@ class RayBackend:
         _wait(parts)
         return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
 
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Call `method` like `run`, without waiting.
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], lane: Lane = "ordered"
+    ) -> dict[int, Part]:
+        """Call `method` like `run`, without waiting, in the threads of a `lane`.
 
         Returns a part for each rank that is called; its value is None where the call does not return one.
         """
@@ -154,7 +162,7 @@ class RayBackend:
         ranks = self._placement.ranks(role)
         processes = {rank: self._processes[ranks[rank]] for rank in arguments}
         parts = self._send(
-            role, method, "invoke", processes, arguments, self._call_timeout, "trainer.worker_timeout"
+            role, method, TASKS[lane], processes, arguments, self.call_timeout, "trainer.worker_timeout"
         )
         return dict(parts)
 
@@ -186,9 +194,7 @@ class RayBackend:
 
     def _start(self, placed: PlacedPool, runtime_env: dict[str, Any] | None) -> None:
         remote: Any = ray.remote  # its annotations lack concurrency groups
-        actor_class = remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(
-            RankProcess
-        )
+        actor_class = remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)(RankProcess)
         more: dict[str, Any] = {}
         if runtime_env:
             more["runtime_env"] = runtime_env

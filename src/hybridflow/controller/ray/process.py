@@ -2,7 +2,8 @@
 all roles placed there, and serves calls on them one after the other.
 
     driver ──invoke──► thread of the calls: decode ─► WorkerHost ─► encode ──► (failure or None, packet)
-    driver ──ping, stacks──► a second thread, which answers while a call runs
+    driver ──requests, collect──► a thread each, beside the calls
+    driver ──ping, stacks──► a further thread, which answers while a call runs
 
 Each worker process imports this module, and torch with it; neither is pickled and sent there.
 """
@@ -72,8 +73,8 @@ class Met:
 
 
 class RankProcess:
-    """The Ray actor of a device. All methods but those of the control group run in one thread, in the order
-    of the driver's calls.
+    """The Ray actor of a device. All methods without a concurrency group run in one thread, in the order of
+    the driver's calls.
     """
 
     def __init__(self, place: Place) -> None:
@@ -113,6 +114,16 @@ class RankProcess:
         which would hold back all later calls and pings.
         """
         return self._answer(lambda: self._invoke(role, method, returns, arguments, references))
+
+    @ray.method(num_returns=2, concurrency_group="requests")
+    def invoke_request(self, *call: Any) -> Answer:
+        """Do what `invoke` does, beside the ordered calls."""
+        return self._answer(lambda: self._invoke(*call))
+
+    @ray.method(num_returns=2, concurrency_group="collect")
+    def invoke_collect(self, *call: Any) -> Answer:
+        """Do what `invoke` does, beside the ordered calls and requests."""
+        return self._answer(lambda: self._invoke(*call))
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:

@@ -101,7 +101,7 @@ class HFEngine(SessionEngine):
             self.source.acquire(self._version)
         self._asleep = False
 
-    def _new_session(self) -> HFSession:
+    def _new_session(self, closed: bool) -> HFSession:
         return HFSession(
             problem=self._problem,
             batch_of=self._batch_of,

@@ -4,32 +4,26 @@ Where training shards the weights over ranks, the engine has a second module, wh
 `wake_up` and empties at `sleep`. Where ranks generate together (`ReplicaRanks`), each runs this engine on the
 same requests, in lockstep.
 
-generate(requests) ──► Session: open, add, step until all have finished, close
-open() ──► Session: requests join at any time
+open() ──► Session: requests join at any time, or all before its first step
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hybridflow.distributed.replica_ranks import ReplicaRanks
-from hybridflow.errors import HybridFlowError, RolloutError
+from hybridflow.errors import RolloutError
 from hybridflow.models.attention import PackedLayout, Scores
 from hybridflow.models.flat_decoder import ScoresSeen
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.paged_layout import BLOCK_SIZE, kernel_problem, varlen_kernel
 from hybridflow.models.policy import PolicyModel, run_backbone
-from hybridflow.rollout.base import (
-    GenerationOutput,
-    GenerationRequest,
-    RolloutStats,
-    WeightSource,
-)
+from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
@@ -39,7 +33,7 @@ from hybridflow.rollout.native.row_numbers import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
-from hybridflow.rollout.requests import refused, request_problem
+from hybridflow.rollout.requests import request_problem
 from hybridflow.rollout.session_engine import SessionEngine
 from hybridflow.rollout.unused_memory import give_back
 
@@ -166,50 +160,6 @@ class NativeEngine(SessionEngine):
             self.source.acquire(self._version)
         self._asleep = False
 
-    def _new_session(self) -> Session:
-        """Return a session that keeps finished rows as prefixes of later prompts, until it closes.
-
-        Ranks of a replica open one, and do what they do with it, together.
-        """
-        return self._open(self.max_num_seqs, lasting=True)
-
-    def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Prefill all requests that fit before the first token is decoded, as they all are here.
-
-        RolloutError when not even one row's cache fits into memory. The module is in eval mode until the last
-        output is read.
-        """
-        self._stats = RolloutStats()
-        good = []
-        for request in requests:
-            problem = self._problem(request)
-            if problem is None:
-                good.append(request)
-            else:
-                yield refused(request, problem)
-        if not good:
-            return
-        self._check_free("generate()")  # both were asked for before either began
-        problem = self._slots().problem(max(_most_tokens(request) for request in good))
-        if problem is not None:
-            raise RolloutError(problem)
-        session = self._session = self._open(min(self.max_num_seqs, len(good)), lasting=False)
-        try:
-            yield from session.add(good)
-            while not session.idle:
-                try:
-                    outputs = session.step()
-                except HybridFlowError:
-                    raise
-                except Exception as error:
-                    left = session.num_running + session.num_waiting
-                    raise RolloutError(
-                        f"the native engine failed with {left} requests left: {type(error).__name__}: {error}"
-                    ) from error
-                yield from outputs
-        finally:
-            session.close()
-
     def _problem(self, request: GenerationRequest) -> str | None:
         """Return why a request cannot be served, or None; whatever its own values raise is such a reason."""
         sampling = request.sampling
@@ -276,18 +226,19 @@ class NativeEngine(SessionEngine):
         logger.info("the KV cache is in slots: %s", problem)
         return False
 
-    def _open(self, max_rows: int, *, lasting: bool) -> Session:
-        """Open a session of at most `max_rows` rows at once.
+    def _new_session(self, closed: bool) -> Session:
+        """Return a session; ranks of a replica open one, and do what they do with it, together.
 
-        A `lasting` one decodes after each prefill pass, and keeps finished rows as prefixes of later prompts.
+        A `closed` one prefills all requests that fit before the first token is decoded. Another decodes after
+        each prefill pass, and keeps finished rows as prefixes of later prompts.
         """
         settings = BatchSettings(
             eos_token_ids=self.eos_token_ids,
-            max_rows=max_rows,
+            max_rows=self.max_num_seqs,
             max_batched_tokens=self.max_num_batched_tokens,
-            fill_first=not lasting,
+            fill_first=closed,
             reuse_prefixes=self.enable_prefix_caching,
-            keep_finished=lasting and self.enable_prefix_caching,
+            keep_finished=not closed and self.enable_prefix_caching,
             recompute=self.recompute_on_update,
             stop_texts=self._stop_texts,
         )

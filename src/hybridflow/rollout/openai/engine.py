@@ -117,7 +117,7 @@ class OpenAIEngine(SessionEngine):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Do nothing."""
 
-    def _new_session(self) -> OpenAISession:
+    def _new_session(self, closed: bool) -> OpenAISession:
         calls: Calls[GenerationOutput] = Calls(self._client, self.max_concurrent)
         return OpenAISession(calls, self._stats, answer=self._one, closed=self._closed)
 

@@ -138,7 +138,7 @@ class PushedEngine(SessionEngine):
         """End the engine's processes."""
         self.runner.close()
 
-    def _new_session(self) -> PushedSession:
+    def _new_session(self, closed: bool) -> PushedSession:
         return PushedSession(
             self.runner,
             self._stats,

@@ -99,9 +99,9 @@ class Trajectories:
             if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
                 raise DataError(self._starved(kept, generated, taken))
             first_group, prompts = next(batches)
-            rows, found = self._training_rows(first_group, prompts, step)
+            rows, found, counts = self._training_rows(first_group, prompts, step)
             metrics.update(found)
-            stats = RolloutStats.join([stats, self.rollout.stats()], together=False)
+            stats = RolloutStats.join([stats, counts], together=False)
             taken += 1
             generated += len(prompts)
             if filters.enable:
@@ -149,7 +149,7 @@ class Trajectories:
         requests = build_requests(
             prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
         )
-        trajectories, metrics = self._make(
+        trajectories, metrics, _ = self._make(
             requests, _NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False
         )
         failed = [trajectory for trajectory in trajectories if trajectory.failed]
@@ -162,7 +162,7 @@ class Trajectories:
 
     def _training_rows(
         self, first_group: int, prompts: Sequence[PromptRow], step: int
-    ) -> tuple[DataProto, Metrics]:
+    ) -> tuple[DataProto, Metrics, RolloutStats]:
         """Sample and score one generation batch, whose groups are numbered from `first_group`."""
         rollout = self.config.actor_rollout_ref.rollout
         sampling = replace(self._sampling(rollout), greedy=not rollout.do_sample)
@@ -180,7 +180,7 @@ class Trajectories:
             demonstrations = one_more_each(
                 sampled, sampling, first_row=len(requests), sample=self._demonstration_sample
             )
-        trajectories, metrics = self._make(
+        trajectories, metrics, stats = self._make(
             requests, demonstrations, timers=("gen", "reward"), failures_count=True
         )
         trajectories = self._without_failed(trajectories, metrics)
@@ -188,7 +188,7 @@ class Trajectories:
         if len(batch):
             samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
             batch = self._with_extra_rows_marked(batch, samples, metrics)
-        return batch, metrics
+        return batch, metrics, stats
 
     def _sampling(self, keys: RolloutConfig | ValKwargsConfig) -> SamplingParams:
         """Return how tokens are drawn by these keys; what ends a response is the same for all."""
@@ -265,9 +265,10 @@ class Trajectories:
         *,
         timers: tuple[str, str],
         failures_count: bool,
-    ) -> tuple[list[Trajectory], Metrics]:
+    ) -> tuple[list[Trajectory], Metrics, RolloutStats]:
         """Return responses to `requests`, then the answers of the data to `demonstrations`, scored, in this
-        order. `failures_count` is explained at `Scoring.result`.
+        order, with metrics of the reward and counts of the generation. `failures_count` is explained at
+        `Scoring.result`.
         """
         everything = requests + demonstrations
         places = {request.request_id: place for place, request in enumerate(everything.requests)}
@@ -281,9 +282,9 @@ class Trajectories:
             with self.timer(timers[0]):
                 for answer in demonstration_outputs(demonstrations):
                     ended(answer)
-                self.rollout.generate(requests.requests, finished=ended)
+                generated = self.rollout.generate(requests.requests, finished=ended)
             with self.timer(timers[1]):
-                return scoring.result(failures_count=failures_count)
+                return *scoring.result(failures_count=failures_count), generated.stats
 
     def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
         """Shape overlong rewards where `reward.reward_kwargs` asks for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -112,17 +112,23 @@ def make_broken(host: WorkerHost) -> Factories:
 
 
 def start(
-    cluster: Cluster, sizes: Mapping[str, int], pools: Mapping[str, str], make=make_workers, **settings: float
+    cluster: Cluster,
+    sizes: Mapping[str, int],
+    pools: Mapping[str, str],
+    make=make_workers,
+    rooms: Sequence[str] = (),
+    **settings: float,
 ) -> RayBackend:
     """A backend with pools of these sizes on one node each; `pools` names the pool of each role, or
-    several.
+    several. The processes can also import the test modules of other `rooms`.
     """
     names = {role: tuple(names.split()) for role, names in pools.items()}
     placement = Placement(tuple(ResourcePool(name, (size,)) for name, size in sizes.items()), names)
     meshes = {role: MeshInfo(sum(sizes[name] for name in where)) for role, where in names.items()}
     times = {"call_timeout": 60.0, "heartbeat_timeout": 30.0, "startup_timeout": 100.0} | settings
     # of this file and house.py
-    path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])}
+    folders = [*Path(__file__).parents[:2], *(Path(__file__).parents[2] / room for room in rooms)]
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     return RayBackend(
         cluster, placement, meshes, make, device="cpu", num_threads=1, runtime_env={"env_vars": path}, **times
     )

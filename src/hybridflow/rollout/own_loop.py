@@ -1,0 +1,50 @@
+"""An event loop in a thread of its own, for asynchronous work beside a thread that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LEAVE_SECONDS = 60.0
+"""Longest wait for work that was cancelled."""
+
+
+@contextmanager
+def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurrent.futures.Future[T]]:
+    """Give a future of what `work` returns or raises; where the context is left before, it is cancelled."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]]
+    started = concurrent.futures.Future()
+
+    async def main() -> T:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work()
+
+    def run() -> None:
+        try:
+            found = asyncio.run(main())
+        except BaseException as error:  # whoever asks for the result is told
+            result.set_exception(error)
+        else:
+            result.set_result(found)
+
+    thread = threading.Thread(target=run, name="event loop of the rollout", daemon=True)
+    thread.start()
+    try:
+        yield result
+    finally:
+        loop, task = started.result()
+        if not result.done() and task is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join(LEAVE_SECONDS)
+        if thread.is_alive():
+            logger.warning("asynchronous work has not ended %g s after it was cancelled", LEAVE_SECONDS)

@@ -1,0 +1,376 @@
+"""The driver's view of generation: each replica of the workers as one that many callers share.
+
+generate(list) ──submit_many──► WorkerReplica ──submit──► worker's inbox ─┐
+run(work) ──LLMClient──submit──────┘   ▲                                  │ serve, turn by turn
+                                       └── outputs, as they finish ◄──────┘
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from hybridflow.controller import Future, WorkerGroup
+from hybridflow.controller.dealing import cut_items, plan_items
+from hybridflow.errors import RolloutError
+from hybridflow.observability.progress import progress
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
+from hybridflow.rollout.client import LLMClient, ReplicaLost
+from hybridflow.rollout.engine_replica import Tap
+from hybridflow.rollout.own_loop import in_own_loop
+from hybridflow.rollout.requests import check_ids
+from hybridflow.workers.actor import ActorGroup, ActorWorker
+from hybridflow.workers.rollout import Collected, Finished, RolloutWorker, Served
+
+T = TypeVar("T")
+
+TURN_SECONDS = 60.0
+"""Longest turn of an engine, after which its process looks for other calls."""
+POLL_SECONDS = 5.0
+"""Longest wait for the next output of a replica before it is asked again."""
+
+UNWIND_SECONDS = 1.0
+"""Time for work to hear that its engines are lost, before it is cancelled."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The outputs of a list of requests."""
+
+    outputs: list[GenerationOutput]
+    """In the order of the requests."""
+    stats: RolloutStats
+    """Counts of all replicas together."""
+
+
+class WorkerReplica:
+    """A replica in the workers (`client.Replica`); its methods may be called from any thread.
+
+    Requests are answered while `RolloutGroup.run` or `generate` serves them. `rank` is the replica's first.
+    """
+
+    def __init__(self, group: RolloutGroup, rank: int) -> None:
+        self.name = f"{group.role}-{rank}"
+        self.rank = rank
+        self.version: int | None = None
+        self.failure: str | None = None
+        self._group = group
+        self._lock = threading.Lock()
+        self._answers: dict[int, concurrent.futures.Future[GenerationOutput]] = {}
+        self._sent: Future[None] | None = None  # the newest call of `submit`; earlier ones end before it
+
+    @property
+    def load(self) -> int:
+        """Number of requests without an answer."""
+        return len(self._answers)
+
+    def submit(
+        self, request: GenerationRequest, tap: Tap | None = None
+    ) -> concurrent.futures.Future[GenerationOutput]:
+        """Return a future of the output, which comes whole: `tap` gets no pieces. Errors as in
+        `submit_many`.
+        """
+        return self.submit_many([request])[0]
+
+    def submit_many(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[concurrent.futures.Future[GenerationOutput]]:
+        """Return a future of each output; all requests join before the same step.
+
+        RolloutError for an id that is running, ReplicaLost where the replica is closed.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise ReplicaLost(self.failure)
+            check_ids(requests, self._answers)
+            futures = [concurrent.futures.Future[GenerationOutput]() for _ in requests]
+            for request, future in zip(requests, futures):
+                future.set_running_or_notify_cancel()  # a caller that gives up says abort()
+                self._answers[request.request_id] = future
+            if requests:
+                self._sent = self._group.call_one(self.rank, RolloutWorker.submit, requests)
+        return futures
+
+    def wait_until_submitted(self) -> None:
+        """Return when the worker has all requests that were submitted."""
+        if self._sent is not None:
+            self._sent.result()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End these requests with what they have; unknown ones are passed over."""
+        self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids))
+
+    def pause(self) -> None:
+        """Return when no engine of the role is stepped any more; the requests keep what they have begun."""
+        self._group.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._group.resume()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Take no more requests; those without an answer get ReplicaLost."""
+        self.abort(list(self._answers))
+        self.lose(f"replica {self.name} was closed")
+
+    def answer(self, output: GenerationOutput) -> None:
+        """Give an output to whoever awaits it, if anybody does."""
+        future = self._answers.pop(output.request_id, None)
+        if future is not None:
+            future.set_result(output)
+
+    def lose(self, failure: str) -> None:
+        """Fail the requests without an answer, and refuse others, for this reason."""
+        with self._lock:
+            self.failure = failure
+            left = self._answers
+            self._answers = {}
+        for future in left.values():
+            future.set_exception(ReplicaLost(failure))
+
+
+class RolloutGroup(WorkerGroup[RolloutWorker]):
+    """The replicas of the rollout, of `tensor_model_parallel_size` ranks each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._changed = threading.Condition()
+        self._pauses = 0
+        self._serving = False
+
+    @cached_property
+    def replicas(self) -> tuple[WorkerReplica, ...]:
+        """The replicas, in the order of their ranks."""
+        return tuple(WorkerReplica(self, rank) for rank in self.mesh.leaders)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
+    ) -> Generated:
+        """Answer all requests; those of one prompt go to one replica.
+
+        `finished` hears of each output once, as soon as it is there, in the caller's thread.
+        """
+        self._open()
+        parts = [list(requests)]
+        if len(self.replicas) > 1:
+            parts = cut_items(requests, plan_items(requests, self.mesh))
+        answers = {}
+        for replica, part in zip(self.replicas, parts, strict=True):
+            for request, answer in zip(part, replica.submit_many(part)):
+                answers[request.request_id] = answer
+        for replica in self.replicas:
+            replica.wait_until_submitted()
+        stats = self._serve(
+            closed=True,
+            over=lambda: not any(replica.load for replica in self.replicas),
+            total=len(requests),
+            finished=finished,
+        )
+        return Generated([answers[request.request_id].result(0) for request in requests], stats)
+
+    def run(self, work: Callable[[LLMClient], Coroutine[Any, Any, T]]) -> tuple[T, RolloutStats]:
+        """Serve `work`, which runs in an event loop of its own thread, until it has ended.
+
+        Returns its result, and counts of all replicas together; raises what it raises. Where an engine
+        fails, `work` gets ReplicaLost, and the engine's error is raised here.
+        """
+        self._open()
+        client = LLMClient(self.replicas)
+        with in_own_loop(lambda: work(client)) as result:
+            result.add_done_callback(lambda _: self._park())
+            try:
+                stats = self._serve(closed=False, over=result.done)
+            except BaseException:
+                concurrent.futures.wait([result], UNWIND_SECONDS)  # its requests have just failed
+                raise
+        return result.result(), stats
+
+    def pause(self) -> None:
+        """Return when no engine is stepped any more; weights may then be changed."""
+        with self._changed:
+            self._pauses += 1
+        self._park()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._serving)
+
+    def resume(self) -> None:
+        """Take back one `pause`."""
+        with self._changed:
+            self._pauses -= 1
+            self._changed.notify_all()
+
+    def update_from(self, actor: ActorGroup, version: int) -> None:
+        """Give all replicas the actor's weights, called `version` from now on.
+
+        Where replicas share the actor's module nothing is sent, and they learn its version. Raises
+        RolloutError where an update does not reach a replica, and where the two share processes and the
+        rollout is not on all processes of the actor.
+        """
+        if self.backend.together(actor.role, self.role):
+            if self.world_size < actor.world_size:
+                raise RolloutError(
+                    f"{self.role} has {self.world_size} of the {actor.world_size} ranks of {actor.role}, "
+                    "whose weights it shares: all must "
+                    "take part where shards are gathered. Set trainer.placement.rollout to the actor's "
+                    "pool, or to others only"
+                )
+            # a role lives on whole pools: it has no rank outside of the actor's
+            if self.world_size == actor.world_size:
+                self.call(RolloutWorker.renew_weights, version=version)
+                return
+        shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
+        self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)
+
+    def _open(self) -> None:
+        for replica in self.replicas:
+            replica.failure = None
+
+    def _park(self) -> None:
+        for replica in self.replicas:
+            self.call_one(replica.rank, RolloutWorker.park)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _serve(
+        self,
+        *,
+        closed: bool,
+        over: Callable[[], bool],
+        total: int | None = None,
+        finished: Finished | None = None,
+    ) -> RolloutStats:
+        """Have the engines stepped in one session after the other, between which they may be paused, until it
+        is `over`; return counts of all of them.
+        """
+        stats: list[RolloutStats] = []
+        try:
+            while not stats or not over():
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._pauses or over())
+                    self._serving = True
+                stats.append(self._session(closed, total, finished))
+                self._stand()
+        except BaseException as error:
+            for replica in self.replicas:
+                replica.lose(f"generation has ended: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._stand()
+        return RolloutStats.join(stats, together=False)
+
+    def _stand(self) -> None:
+        with self._changed:
+            self._serving = False
+            self._changed.notify_all()
+
+    def _session(self, closed: bool, total: int | None, finished: Finished | None) -> RolloutStats:
+        """Have the engines stepped until they sleep; return the counts of all replicas together."""
+        turn = self._turn_here if self.backend.in_process else self._turn_there
+        first = True
+        while True:
+            served = turn(total, finished, first=first, closed=closed)
+            for replica, state in zip(self.replicas, served, strict=True):
+                replica.version = state.version
+            if all(state.finished for state in served):
+                return RolloutStats.join([state.stats for state in served], together=True)
+            first = False
+
+    def _turn_here(
+        self, total: int | None, finished: Finished | None, *, first: bool, closed: bool
+    ) -> list[Served]:
+        """Do a turn of the engine in this process, in this thread."""
+
+        def arrived(output: GenerationOutput) -> None:
+            self.replicas[0].answer(output)
+            if finished is not None:
+                finished(output)
+
+        return self.call_list(
+            RolloutWorker.serve,
+            first=first,
+            closed=closed,
+            seconds=TURN_SECONDS,
+            total=total,
+            finished=arrived,
+        )
+
+    def _turn_there(
+        self, total: int | None, finished: Finished | None, *, first: bool, closed: bool
+    ) -> list[Served]:
+        """Do a turn of the engines in other processes, and take their outputs meanwhile.
+
+        Where an exception of this thread's own leaves it, the requests are ended on the workers too.
+        """
+        turn = _Turn(self, first=first, closed=closed)
+        try:
+            for output in progress.results(turn.outputs(), total):
+                if finished is not None:
+                    finished(output)
+            return turn.result()
+        except BaseException:
+            if not turn.failed:
+                for replica in self.replicas:
+                    replica.close()
+                self._park()
+                while not turn.ended():
+                    turn = _Turn(self, first=False, closed=closed)
+            raise
+
+
+class _Turn:
+    """A call of `serve`, with a poll at each replica for the outputs that finish meanwhile."""
+
+    def __init__(self, group: RolloutGroup, *, first: bool, closed: bool) -> None:
+        self._group = group
+        seconds = min(TURN_SECONDS, group.backend.call_timeout / 4)
+        self._call = group.submit_list(RolloutWorker.serve, first=first, closed=closed, seconds=seconds)
+        self._polls = {replica: self._poll(replica) for replica in group.replicas}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has raised or was lost."""
+        parts = [
+            *self._call.parts.values(),
+            *(part for poll in self._polls.values() for part in poll.parts.values()),
+        ]
+        return any(part.done() and part.exception() is not None for part in parts)
+
+    def outputs(self) -> Iterator[GenerationOutput]:
+        """Yield outputs as they come until the turn is over; raise what a worker raised."""
+        while self._polls:
+            self._wait()
+            for replica, poll in list(self._polls.items()):
+                if not poll.done():
+                    continue
+                found = poll.result()
+                del self._polls[replica]
+                if not found.turn_is_over:
+                    self._polls[replica] = self._poll(replica)
+                for output in found.outputs:
+                    replica.answer(output)
+                    yield output
+
+    def result(self) -> list[Served]:
+        """Return the state of each replica after the turn."""
+        return self._call.result()
+
+    def ended(self) -> bool:
+        """Wait for the end of a turn whose outputs nobody wants; return whether all sessions ended."""
+        for _ in self.outputs():
+            pass
+        return all(state.finished for state in self.result())
+
+    def _poll(self, replica: WorkerReplica) -> Future[Collected]:
+        return self._group.call_one(replica.rank, RolloutWorker.collect, POLL_SECONDS)
+
+    def _wait(self) -> None:
+        """Wait for the next answer of a poll or of the call; raise where the call has failed."""
+        waiting = [part for part in self._call.parts.values() if not part.done()]
+        waiting += [part for poll in self._polls.values() for part in poll.parts.values()]
+        concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+        if any(part.done() and part.exception() is not None for part in self._call.parts.values()):
+            self._call.result()

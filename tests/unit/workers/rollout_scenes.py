@@ -1,0 +1,142 @@
+"""Ways to use a group of rollout workers, the same for every backend; the engines count up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from hybridflow.controller import Backend
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.client import LLMClient
+from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_group import RolloutGroup
+
+
+class Interrupted(BaseException):
+    """A wish to end, as by Ctrl-C."""
+
+
+def request(number: int, max_tokens: int = 5, last: int | None = None) -> GenerationRequest:
+    prompt = (1, 1000 * number if last is None else last)
+    return GenerationRequest(number, Prompt(prompt), SamplingParams(max_tokens), seed=number)
+
+
+def set_version(group: RolloutGroup, version: int) -> None:
+    group.call(RolloutWorker.renew_weights, version=version)
+
+
+def a_list_is_answered_in_its_order(group: RolloutGroup) -> None:
+    set_version(group, 3)
+    heard: list[int] = []
+    lengths = [400, 2, 7, 1, 90, 3]
+    requests = [request(number, length) for number, length in enumerate(lengths)]
+    made = group.generate(requests, finished=lambda output: heard.append(output.request_id))
+    assert [output.request_id for output in made.outputs] == list(range(6))
+    assert [len(output.token_ids) for output in made.outputs] == lengths
+    assert made.outputs[2].token_ids == list(range(2001, 2008))
+    assert all(set(output.policy_versions) == {3} for output in made.outputs)
+    assert sorted(heard) == list(range(6)) and heard[-1] == 0, "each once, the longest at last"
+    assert [replica.version for replica in group.replicas] == [3] * len(group.replicas)
+    assert group.generate([]).outputs == []
+
+
+async def talk(client: LLMClient, number: int, turns: int) -> list[int]:
+    """Each turn goes on from the last token of the one before."""
+    last = 1000 * number
+    for turn in range(turns):
+        output = await client.generate(request(100 * number + turn, 3, last), sticky=number)
+        last = output.token_ids[-1]
+    return [number, last]
+
+
+def agents_talk_side_by_side(group: RolloutGroup) -> None:
+    async def work(client: LLMClient) -> list[list[int]]:
+        assert client.failure is None
+        return await asyncio.gather(*(talk(client, number, 1 + number % 4) for number in range(20)))
+
+    ended, _ = group.run(work)
+    assert ended == [[number, 1000 * number + 3 * (1 + number % 4)] for number in range(20)]
+    assert all(replica.load == 0 for replica in group.replicas)
+
+
+def what_work_raises_is_raised(group: RolloutGroup) -> None:
+    async def work(client: LLMClient) -> None:
+        asyncio.get_running_loop().create_task(talk(client, 1, 1000))
+        await talk(client, 2, 1)
+        raise KeyError("a mistake of the agent")
+
+    with pytest.raises(KeyError, match="a mistake of the agent"):
+        group.run(work)
+    agents_talk_side_by_side(group)
+
+
+def weights_change_while_requests_run(group: RolloutGroup) -> None:
+    set_version(group, 1)
+    paused = threading.Event()
+
+    def change() -> None:
+        group.replicas[0].pause()
+        set_version(group, 2)
+        paused.set()
+        group.replicas[0].resume()
+
+    async def work(client: LLMClient) -> list[GenerationOutput]:
+        long = [asyncio.create_task(client.generate(request(number, 4000))) for number in (1, 2)]
+        await client.generate(request(3, 2))  # the others have begun
+        await asyncio.to_thread(change)
+        return list(await asyncio.gather(*long))
+
+    outputs, _ = group.run(work)
+    assert paused.is_set()
+    for number, output in enumerate(outputs, 1):
+        assert output.token_ids == list(range(1000 * number + 1, 1000 * number + 4001)), "no token is lost"
+        assert set(output.policy_versions) == {1, 2} and output.policy_versions == sorted(
+            output.policy_versions
+        )
+
+
+def a_deadline_ends_a_request(group: RolloutGroup) -> None:
+    async def work(client: LLMClient) -> GenerationOutput:
+        asyncio.get_running_loop().call_later(0.2, lambda: client.replicas[0].abort([7]))
+        with pytest.raises(Exception, match=r"request 8 had no answer of replica rollout-\d within 0.1 s"):
+            await client.generate(request(8, 1_000_000), deadline_s=0.1)
+        answer = client.replicas[0].submit(request(7, 1_000_000))
+        return await asyncio.wrap_future(answer)
+
+    output, _ = group.run(work)
+    assert output.finish_reason == "abort"
+    assert output.token_ids == list(range(7001, 7001 + len(output.token_ids)))
+
+
+def whoever_breaks_off_can_go_on(group: RolloutGroup) -> None:
+    def leave(output: GenerationOutput) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        group.generate([request(1, 100_000), request(2, 2), request(3, 3)], finished=leave)
+    outputs = group.generate([request(1, 4), request(2, 2)]).outputs
+    assert [len(output.token_ids) for output in outputs] == [4, 2]
+
+
+SCENES = [
+    a_list_is_answered_in_its_order,
+    agents_talk_side_by_side,
+    what_work_raises_is_raised,
+    weights_change_while_requests_run,
+    a_deadline_ends_a_request,
+    whoever_breaks_off_can_go_on,
+]
+
+
+def group_on(backend: Backend) -> RolloutGroup:
+    return RolloutGroup(backend, "rollout")
+
+
+def factories(host: Any) -> Any:
+    from scripted_engine import ScriptedEngine
+
+    return {"rollout": lambda info: RolloutWorker(ScriptedEngine(seconds=0.0005))}

@@ -5,8 +5,8 @@
 
 A tiny model with random weights generates `rows` responses a step, of `longest`/4 to `longest` tokens in four
 lengths. The reward function sleeps `seconds` a row, in `reward.num_workers` processes. Steps of both kinds
-take turns in one run; a line each has the seconds of generation, of waiting for rewards, and of the step. With
-several `processes` the run is under Ray.
+take turns in one run; a line each has the seconds of generation, of waiting for rewards, and of the step.
+With several `processes` the run is under Ray.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ MOMENTS = {
     "scoring": ("hybridflow.trainer.ppo.scoring:Scoring.result", 1),
     "log-probs": ("hybridflow.trainer.ppo.old_log_probs:OldLogProbs.__call__", 1),
     "update": ("hybridflow.workers.actor:ActorWorker.update_mini_batch", 1),
-    "after the update": ("hybridflow.workers.rollout:RolloutGroup.update_from", 1),
+    "after the update": ("hybridflow.workers.rollout_group:RolloutGroup.update_from", 1),
     "validation": ("hybridflow.trainer.ppo.validation:Validator.__call__", 1),
     "answers of the validation": ("hybridflow.observability.progress:Progress.results", 2),
     "log": ("hybridflow.trainer.trainer:Trainer._log", 1),

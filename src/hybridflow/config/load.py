@@ -40,9 +40,7 @@ C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
 
 class Loaded(NamedTuple, Generic[C]):
-    """A typed configuration, one printed line for each key that was rewritten or has no effect, and the paths
-    the user set.
-    """
+    """A typed configuration, a note for each key rewritten or without effect, and the paths the user set."""
 
     config: C
     notes: list[str]
@@ -114,9 +112,7 @@ def prepare_config(
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for. The last
-    key varies fastest.
-    """
+    """Return the runs of a command line with sweeps (`a=1,2`, `choice(…)`); the last key varies fastest."""
     choices: list[list[str]] = []
     for text in overrides:
         override = _parse_one(text)
@@ -245,43 +241,8 @@ def _shown(value: Any) -> str:
 def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The tree with the ${…} of defaults filled in."""
     try:
-        return {name: _filled(value, tree) for name, value in tree.items()}
-    except _NotSimple:  # OmegaConf knows every kind of ${…}, and takes ten times as long
-        pass
-    try:
         plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     assert isinstance(plain, dict), "a dict stays a dict"
     return {str(name): value for name, value in plain.items()}
-
-
-class _NotSimple(Exception):
-    """A ${…} that is not the path of a plain value, or a value that YAML does not have."""
-
-
-def _filled(value: Any, tree: Mapping[str, Any]) -> Any:
-    """A copy of `value` in which each `${path}` is the plain value at that path of `tree`; else
-    _NotSimple.
-    """
-    if isinstance(value, Mapping):
-        if not all(type(name) is str for name in value):
-            raise _NotSimple
-        return {name: _filled(each, tree) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_filled(each, tree) for each in value]
-    if isinstance(value, str) and ("$" in value or "\\" in value):
-        path = re.fullmatch(r"\$\{([a-z_0-9.]+)\}", value)
-        if path is None:
-            raise _NotSimple
-        found: Any = tree
-        for name in path[1].split("."):
-            if not isinstance(found, Mapping) or name not in found:
-                raise _NotSimple
-            found = found[name]
-        if isinstance(found, str) and ("$" in found or found == "???"):
-            raise _NotSimple
-        value = found
-    if value is not None and type(value) not in (bool, int, float, str):
-        raise _NotSimple
-    return value

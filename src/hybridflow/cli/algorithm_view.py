@@ -18,9 +18,7 @@ DEEPER = 5
 
 
 def show_algorithm(config: PPOConfig) -> None:
-    """Print for each part of a step its equation, the same with this run's numbers, the keys that set them,
-    the paper and the place in the code.
-    """
+    """Print each part of a step: equations, the same with numbers, keys, papers and places in the code."""
     console = Console()
     for number, section in enumerate(explain_algorithm(config), start=1):
         _line(console, f"{number}. {section.title}", 0, "bold")

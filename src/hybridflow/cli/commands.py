@@ -1,6 +1,4 @@
-"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts
-fast.
-"""
+"""The bodies of the commands. Each imports what it needs when it runs, so that the command starts fast."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def sft(options: argparse.Namespace) -> int:
 
 
 def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
-    """Prepare the configurations of all runs, so that a mistake in the last one shows before the first one
-    runs.
-    """
+    """Prepare the configurations of all runs: a mistake in the last one shows before the first one runs."""
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
@@ -99,9 +95,7 @@ def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given,
-    every key with its default.
-    """
+    """Print the resolved configuration as YAML, or what follows from it; without words, the defaults."""
     from hybridflow.config import PPOConfig, SFTConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml

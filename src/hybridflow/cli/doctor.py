@@ -1,6 +1,4 @@
-"""`hybridflow doctor`: versions, devices, engines and optional parts of this machine, and what a run can ask
-for.
-"""
+"""`hybridflow doctor`: versions, devices, engines, optional parts, and what a run can ask for here."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that shows that it is installed, its package, and our extra that installs
-    it.
-    """
+    """An optional part: the module that shows it is installed, its package, and the extra that has it."""
 
     name: str
     module: str
@@ -105,9 +101,7 @@ def _machine() -> Table:
 
 
 def _varlen() -> str:
-    """Return which attention over rows of any length torch has; its source is read, because importing it
-    takes seconds.
-    """
+    """Return which attention over rows torch has, by its source, because importing it takes seconds."""
     spec = importlib.util.find_spec("torch.nn.attention.varlen")
     if spec is None or spec.origin is None:
         return "torch has none: scaled_dot_product_attention"

@@ -152,9 +152,7 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
 
 
 def rewrite_value(path: str, value: Any) -> Any:
-    """Return the value that now stands for `value` at a key of the schema; `value` itself where it is no
-    alias.
-    """
+    """Return the value that now stands for `value` at a key of the schema; itself if it is no alias."""
     if not isinstance(value, (str, bool, type(None))):
         return value
     return VALUE_ALIASES.get(path, {}).get(value, value)

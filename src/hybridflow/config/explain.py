@@ -23,9 +23,7 @@ class Line(NamedTuple):
 
 
 def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Return the sequences, mini-batches and optimizer steps of a step and of the run, for any number of
-    processes.
-    """
+    """Return the sequences, mini-batches and optimizer steps of a step and of the run, over all processes."""
     if isinstance(config, PPOConfig):
         return _ppo_sizes(config, num_train_rows)
     return _sft_sizes(config, num_train_rows)
@@ -54,9 +52,7 @@ def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None
 
 
 def rows_per_step(config: PPOConfig | SFTConfig) -> int:
-    """Return the training rows that a step draws; with dynamic sampling the fewest, in whole generation
-    batches.
-    """
+    """Return the training rows that a step draws; with dynamic sampling the fewest, in whole batches."""
     data = config.data
     if not isinstance(config, PPOConfig) or not config.algorithm.filter_groups.enable:
         return data.train_batch_size

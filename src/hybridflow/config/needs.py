@@ -49,9 +49,7 @@ def rows_per_prompt(config: PPOConfig) -> int:
 
 
 def responses_per_prompt(config: PPOConfig) -> int:
-    """Return the responses to a prompt that are generated: those trained on, and a greedy one if it is asked
-    for.
-    """
+    """Return the responses to a prompt that are generated: those trained on, and a greedy one if needed."""
     facts = estimator_facts(config)
     greedy = facts.greedy_rows if facts is not None else 0
     return config.actor_rollout_ref.rollout.n + greedy

@@ -19,9 +19,7 @@ from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 BASES = ("ppo_trainer", "sft_trainer", "sft_trainer_engine")
-"""verl's names for files that hold all keys with their defaults: in a `defaults` list they stand for the
-schema.
-"""
+"""verl's names for files of all keys with their defaults: in a `defaults` list they stand for the schema."""
 
 
 def recipe_names() -> list[str]:

@@ -124,9 +124,7 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
 
 
 def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
-    """Clip bounds of the loss's paper on each side that the user left out, so that the bounds shown are in
-    force.
-    """
+    """Clip bounds of the loss's paper on each side that the user left out, so that those shown hold."""
     actor = config.actor_rollout_ref.actor
     loss = loss_facts(config)
     if loss is None or loss.clip is None:

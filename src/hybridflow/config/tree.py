@@ -29,9 +29,7 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key of the schema: its dotted path, type, default (of this place in the tree), and what `key` of
-    `schema.py` declares of it.
-    """
+    """One key of the schema: dotted path, type, default at this place, and what `schema.key` declares."""
 
     path: str
     type: Any
@@ -129,9 +127,7 @@ def to_tree(config: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the leaves of nested dicts as (dotted path, value). An empty dict is a leaf, and so is one whose
-    keys are no plain names.
-    """
+    """Return the leaves of nested dicts as (dotted path, value), with empty dicts and those of odd names."""
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         path = f"{prefix}{name}"
@@ -143,9 +139,7 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Write `value` at a dotted path, making the dicts on the way; a dict is merged into a dict that stands
-    there.
-    """
+    """Write `value` at a dotted path, making dicts on the way; a dict is merged into a dict there."""
     *parents, last = path.split(".")
     node = tree
     for name in parents:

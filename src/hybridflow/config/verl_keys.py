@@ -28,9 +28,7 @@ Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """The fate of one key with one value. `path` and `value` are those now used (for an alias one of them is
-    new), and `reason` is one sentence.
-    """
+    """The fate of a key and value; `path` and `value` are those now used, `reason` is one sentence."""
 
     kind: Kind
     path: str
@@ -80,9 +78,7 @@ def _refused_value(path: str, value: Any) -> str:
 
 
 def _same(value: Any, accepted: Any) -> bool:
-    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a pattern with
-    `*`.
-    """
+    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a `*`."""
     if isinstance(value, str) and isinstance(accepted, str):
         return fnmatch.fnmatchcase(value.lower(), accepted.lower())
     if isinstance(value, bool) != isinstance(accepted, bool):

@@ -144,9 +144,7 @@ def _column_names(part: pa.Table | Sequence[Mapping[str, Any]]) -> Iterable[str]
 
 
 def first_filled(table: pa.Table, column: str) -> int | None:
-    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a
-    row.
-    """
+    """The first row of an Arrow table whose value in `column` is neither null nor empty, or None."""
     if column not in table.column_names:
         return None
     import pyarrow.compute as pc  # here: it takes longer to import than pyarrow itself

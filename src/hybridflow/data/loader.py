@@ -62,8 +62,7 @@ class StatefulLoader(Generic[Item]):
         if num_workers and isinstance(sampler, (CurriculumSampler, StatefulSampler)):
             raise ConfigError(
                 f"data.dataloader_num_workers={num_workers} reads ahead, and {type(sampler).__name__} "
-                "decides its order as it goes: "
-                "set data.dataloader_num_workers=0"
+                "decides its order as it goes: set data.dataloader_num_workers=0"
             )
         if isinstance(sampler, CurriculumSampler) and not isinstance(sampler, StatefulSampler):
             logger.warning(
@@ -87,9 +86,7 @@ class StatefulLoader(Generic[Item]):
         return (len(self.sampler) + self.batch_size - self._least) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Item]]:
-        """Give the batches that are left of the current epoch; `state_dict` between two counts the first as
-        done.
-        """
+        """Give the rest of the current epoch; `state_dict` between two batches counts the first as done."""
         batches = self._index_batches()
         if self.num_workers:
             yield from self._read_ahead(list(batches))
@@ -100,9 +97,7 @@ class StatefulLoader(Generic[Item]):
                 yield rows
 
     def endless(self) -> Generator[list[Item], None, None]:
-        """Give the batches of this epoch and of all that follow. Raises DataError for an epoch without a
-        batch.
-        """
+        """Give the batches of this epoch and all that follow. Raises DataError for an epoch without one."""
         while True:
             batches = 0
             for batch in self:
@@ -111,8 +106,7 @@ class StatefulLoader(Generic[Item]):
             if not batches:
                 raise DataError(
                     f"epoch {self.epoch} gives no batch: {type(self.sampler).__name__} has "
-                    f"{len(self.sampler)} rows in it, and "
-                    f"{self.size_key}={self.batch_size} are needed"
+                    f"{len(self.sampler)} rows in it, and {self.size_key}={self.batch_size} are needed"
                 )
 
     def state_dict(self) -> dict[str, Any]:

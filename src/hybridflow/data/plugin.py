@@ -65,9 +65,7 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def blaming(whose: str) -> Iterator[None]:
-    """Run a user's code; what it raises becomes a ConfigError that names `whose` code it is and holds the
-    traceback.
-    """
+    """Run a user's code: what it raises becomes a ConfigError that names it and holds the traceback."""
     try:
         yield
     except HybridFlowError:

@@ -114,8 +114,7 @@ class PromptDataset:
             logger.warning(
                 "the prompts of %s are plain text and go to the model as they stand, without the chat "
                 "template of the tokenizer: where they are not templated already, set data.wrap_prompts=true "
-                "to make "
-                "each a user's message",
+                "to make each a user's message",
                 self.rows.source,
             )
 

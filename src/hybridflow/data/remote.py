@@ -150,9 +150,7 @@ def hub_folder(name: str) -> str:
 
 
 def _modelscope_variable() -> str | None:
-    """The environment variable that asks for ModelScope in place of the hub, ours or verl's; None where none
-    does.
-    """
+    """The environment variable, ours or verl's, that asks for ModelScope in place of the hub, or None."""
     for variable in MODELSCOPE:
         if os.environ.get(variable, "").lower() in _TRUE:
             return variable

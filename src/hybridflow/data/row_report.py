@@ -1,6 +1,4 @@
-"""The report on the rows while a dataset is built: progress, and the rows that cannot be used, counted and
-shown.
-"""
+"""The report on the rows while a dataset is built: progress, and unusable rows, counted and shown."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class CurriculumSampler(Protocol):
-    """A sampler that gets each finished batch (a DataProto with scores, advantages, ...) and may order the
-    rest by it.
-    """
+    """A sampler that gets each finished batch (a DataProto with scores, …) and may order the rest by it."""
 
     def update(self, batch: Any) -> None: ...
 

@@ -39,9 +39,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class SFTRow:
-    """One conversation: token ids, and 1 on those to learn (the assistant's text and its end token). `index`
-    is the row of the data.
-    """
+    """One conversation: token ids, and 1 on those to learn; `index` is the row of the data."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -94,8 +92,7 @@ class SFTDataset:
             logger.warning(
                 "the prompts of %s are plain text and are learned as they stand, without the chat template "
                 "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
-                "each "
-                "a user's message",
+                "each a user's message",
                 self.rows.source,
             )
 
@@ -154,9 +151,7 @@ class SFTDataset:
         logger.warning("%s: %s", text, done)
 
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
-        """Return the token ids and the loss mask of one row; TypeError or ValueError where it is no
-        conversation.
-        """
+        """Return token ids and loss mask of a row; TypeError or ValueError where it is no conversation."""
         config = self.config
         if self.messages_column is not None:
             messages = check_messages(row[self.messages_column])

@@ -86,9 +86,7 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
 
 
 def has_unused_template(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have
-    written.
-    """
+    """Whether the tokenizer has a chat template, and `text` none of its special tokens."""
     if not getattr(tokenizer, "chat_template", None):
         return False
     return not any(token and token in text for token in tokenizer.all_special_tokens)
@@ -101,9 +99,7 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """Render a conversation by the tokenizer's chat template; `options` are further arguments of the
-    template.
-    """
+    """Render a conversation by the tokenizer's chat template; `options` are the template's arguments."""
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,

@@ -46,9 +46,7 @@ class WarmUpOptions:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A warm model: its folder, greedy accuracy when last looked at (0 if never), steps and seconds of
-    training.
-    """
+    """A warm model: its folder, its last greedy accuracy (0 if never measured), steps and seconds."""
 
     model: Path
     accuracy: float

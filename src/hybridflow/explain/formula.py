@@ -66,9 +66,7 @@ def formula_of(
     papers: Iterable[str] = (),
     notes: tuple[str, ...] = (),
 ) -> Formula:
-    """Return the formula of a function of ours; `formula` names its arguments in braces, `papers` are numbers
-    at arxiv.org.
-    """
+    """Return the formula of our function: `formula` has arguments in braces, `papers` are of arxiv.org."""
     numbers = tuple(numbers)
     equation = written(formula, numbers, with_values=False)
     with_numbers = written(formula, numbers, with_values=True)

@@ -78,9 +78,7 @@ class Needs(NamedTuple):
 
 
 def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
-    """Estimate parameters, masters, gradients, moments, gathered weights and activations; offload moves
-    nothing where the run computes on a CPU.
-    """
+    """Estimate weights, masters, gradients, moments and activations; on a CPU offload moves nothing."""
     fsdp = engine.fsdp
     layout = engine.layout
     many = layout.world_size > 1
@@ -167,9 +165,7 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
 
 
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
-    """Return for a sharded model the bytes gathered in a pass, the bytes of their whole gradients, and how in
-    words.
-    """
+    """Return the bytes that a pass of a sharded model gathers, those of their whole gradients, and how."""
     tensor = engine.layout.tp
     reduce = max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))

@@ -55,8 +55,7 @@ class Plan:
     config: PPOConfig | SFTConfig
     placement: Placement
     engines: Mapping[str, Engine]
-    """By role; the reference of a LoRA run that is the actor's module has none, and neither has the rollout.
-    """
+    """By role; the rollout has none, and neither has a LoRA run's reference, which is the actor's module."""
 
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig) -> Plan:

@@ -36,9 +36,7 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's and those of the model's generation config, of
-    which chat models often have several.
-    """
+    """Return the tokens that end a response: the tokenizer's and those of the model's generation config."""
     import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
     return sorted({int(token) for token in [tokenizer.eos_token_id, *configured] if token is not None})

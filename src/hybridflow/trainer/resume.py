@@ -55,9 +55,7 @@ def written_by_a_run() -> Iterator[None]:
 
 
 def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
-    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`), of a run with another seed,
-    or of no run.
-    """
+    """Raise CheckpointError for the state of no run, of another kind (`ppo`, `sft`) or of another seed."""
     anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
     with written_by_a_run():
         saved = as_dict(state.get(TRAINER, {}), TRAINER)
@@ -112,18 +110,15 @@ def say_where(done: int, total: int, path: Path) -> None:
     if done >= total:
         logger.warning(
             "the run is complete: %d of %d steps are done, none is left. To train on, raise "
-            "trainer.total_epochs or "
-            "trainer.total_training_steps; to start anew, set trainer.resume_mode=disable or another "
-            "trainer.experiment_name",
+            "trainer.total_epochs or trainer.total_training_steps; to start anew, set "
+            "trainer.resume_mode=disable or another trainer.experiment_name",
             done,
             total,
         )
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn that a resumed run has other settings than it began with. Its length, its output and its machines
-    may change without a word.
-    """
+    """Warn of settings changed on resume, except those of the run's length, output and machines."""
     telling = [
         change
         for change in changed

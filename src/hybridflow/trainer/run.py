@@ -105,9 +105,7 @@ def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:
 
 
 def huggingface_writer(group: StatefulGroup[Any], tokenizer: Tokenizer) -> Callable[[Path, bool], None]:
-    """Return a function that writes a role's model, with its weights if asked, and the tokenizer into a
-    folder.
-    """
+    """Return a function that writes a role's model, its weights if asked, and the tokenizer into a folder."""
 
     def write(target: Path, with_weights: bool) -> None:
         group.write_huggingface(target, with_weights=with_weights)

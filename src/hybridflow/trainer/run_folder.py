@@ -81,9 +81,7 @@ class RunFolder:
         return self.path / "nonfinite"
 
     def write_config(self, text: str) -> list[str]:
-        """Write the resolved configuration; gives the keys whose values differ from the file that was there,
-        as `key: old → new`.
-        """
+        """Write the resolved configuration; gives what differs from the file there, as `key: old → new`."""
         path = self.path / "config.yaml"
         before: dict[str, Any] = {}
         if path.is_file():

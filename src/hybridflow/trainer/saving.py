@@ -55,9 +55,7 @@ class RunSaves:
         engines: Mapping[str, SavedEngine],
         folders: Mapping[str, Fill],
     ) -> Path:
-        """Save a step; gives where its checkpoint is, or will be when it is whole. Waits for a save that is
-        still under way.
-        """
+        """Save a step after the save under way; gives where its checkpoint is, or will be once whole."""
         self.commit(store)
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
         self._pending = store.begin(
@@ -68,9 +66,7 @@ class RunSaves:
         return store.run_dir / f"{STEP_PREFIX}{step}"
 
     def commit_done(self, store: CheckpointStore) -> None:
-        """Commit a save that is under way once all ranks have written; called between steps, free without
-        one.
-        """
+        """Commit a save under way once all ranks have written; called between steps, free without one."""
         if self._pending is not None and all(group.save_done() for group in self._writing.values()):
             self.commit(store)
 
@@ -100,18 +96,14 @@ class RunSaves:
 
     @contextmanager
     def given_up_at_the_end(self, store: CheckpointStore) -> Iterator[None]:
-        """Give up a save that is still under way when the context ends: the run has failed or lost its
-        workers.
-        """
+        """Give up a save still under way when the context ends: the run has failed or lost its workers."""
         try:
             yield
         finally:
             self.abandon(store)
 
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the save that is under way, if any: its folder is removed once nobody writes into it, or
-        after `GIVE_UP_SECONDS`.
-        """
+        """Give up the save under way, if any; its folder goes when no one writes, or in `GIVE_UP_SECONDS`."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -164,8 +156,7 @@ class RunSaves:
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written beside the run: {name}, {error}. "
-                f"{ROOM}. It does not count; those "
-                "before it are as they were"
+                f"{ROOM}. It does not count; those before it are as they were"
             ) from error
 
     def _drain(self) -> None:

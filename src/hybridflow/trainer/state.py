@@ -33,9 +33,7 @@ class RunState:
     engines: dict[str, SavedEngine]
     """The engines of a checkpoint by name; `actor` is the model that the run is about."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
-    """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests
-    that are known already.
-    """
+    """(folder, with weights): writes config, tokenizer, the actor's weights if asked; gives known digests."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state of the driver, by its name in a checkpoint."""
     joining: Mapping[str, SavedEngine] = field(default_factory=dict)
@@ -63,9 +61,7 @@ class RunState:
         return {DATA: self.source.state_dict(), TRAINER: {**own, **further}}
 
     def save(self, store: CheckpointStore) -> Path:
-        """Save the last whole step; gives where its checkpoint is or, with `checkpoint.async_save`, will be
-        when it is whole.
-        """
+        """Save the last whole step; gives where its checkpoint is or, with `async_save`, will be."""
         state = self._finished
         if not state or state[TRAINER]["step"] != self.step:
             state = self._drivers_part()

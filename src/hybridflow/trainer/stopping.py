@@ -151,9 +151,7 @@ def closing_words(config: PPOConfig | SFTConfig, where: str) -> str:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run folder that was saved last, without looking at its files; None where there is
-    none.
-    """
+    """The checkpoint of a run folder that was saved last, by its manifest alone; None without any."""
     newest: tuple[int, Path] | None = None
     for folder in step_folders(run_dir):
         try:

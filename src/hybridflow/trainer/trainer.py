@@ -103,9 +103,7 @@ class Trainer(Generic[Source, Step]):
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
-        """The validation before the first step, or the one that an interrupted run has left out after its
-        last step.
-        """
+        """Validate before the first step, or after the last one where a signal has left that out."""
         left_out = self.state.validation_due
         before_training = self.validates_first and done == 0
         if self.validator is None or not (self.only_validates or before_training or left_out):
@@ -123,9 +121,7 @@ class Trainer(Generic[Source, Step]):
         return validation
 
     def _train_step(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """One training step with all that belongs to it; gives the validation's metrics where there was one,
-        and all that was logged.
-        """
+        """Do one training step with all around it; gives the validation's metrics and all that was logged."""
         progress.step = step
         self.timer.reset()
         self.state.saves.commit_done(self.store)

@@ -49,9 +49,7 @@ def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float
 
 
 def per_token(row_loss: Tensor, mask: Tensor) -> Tensor:
-    """Return a loss per row [B] in equal parts on the row's tokens [B, R], so that their sum is the row's
-    loss.
-    """
+    """Return a loss per row [B] in equal parts on the row's tokens [B, R]; their sum is the row's loss."""
     kept = mask.bool()
     return zero_outside((row_loss / kept.sum(-1).clamp(min=1)).unsqueeze(-1).expand(kept.shape), kept)
 

@@ -176,9 +176,7 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
 
 
 def _placement(trainer: TrainerConfig) -> Iterator[str]:
-    """Problems with pools and placement whatever roles the run has; the others are refused where the
-    placement is made.
-    """
+    """Problems with pools and placement whatever roles there are; making the placement refuses the others."""
     pools = trainer.resource_pools
     for name, devices in pools.items():
         if not devices or min(devices) < 1:

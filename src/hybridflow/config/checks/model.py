@@ -60,9 +60,7 @@ def _other_models(config: PPOConfig, runs: bool) -> Iterator[str]:
 
 
 def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterator[str]:
-    """Yield one line where a role's model is not set, is written as a local folder and is none, or cannot be
-    loaded.
-    """
+    """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded."""
     if not model.path:
         yield (
             f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
@@ -148,9 +146,7 @@ def _read_json(path: Path) -> Any:
 
 
 def tokenizer_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line where data.tokenizer is a local folder without a tokenizer, or without the chat template
-    that the data's messages need.
-    """
+    """Yield one line where data.tokenizer is a local folder that lacks a tokenizer or a chat template."""
     path = config.data.tokenizer
     if not path or is_remote(path):
         return
@@ -174,9 +170,7 @@ def tokenizer_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether a tokenizer's folder holds a chat template, in a file of its own or in its
-    configuration.
-    """
+    """Return whether a tokenizer's folder holds a chat template, as a file or in its configuration."""
     if any((folder / name).exists() for name in TEMPLATE_FILES):
         return True
     content = _read_json(folder / "tokenizer_config.json")

@@ -107,9 +107,7 @@ def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
 
 
 def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """Yield one line for each folder of the run that can be neither written nor made. Nothing is made here:
-    the run may be refused yet.
-    """
+    """Yield one line for each folder that can be neither written nor made; none is made here."""
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
         folders |= {
@@ -133,9 +131,7 @@ def unwritable(key: str, folder: str | Path, error: Exception) -> str:
 
 
 def why_unwritable(key: str, folder: str | Path, error: Exception) -> str:
-    """Explain why a folder cannot be written, naming the file in its way if there is one, and what to do;
-    `key` says where folders are set.
-    """
+    """Explain why a folder cannot be written, and what to do; `key` says where folders are set."""
     whole = local(str(folder)).absolute()
     for path in (whole, *whole.parents):
         if path.exists() and not path.is_dir():

@@ -45,9 +45,7 @@ class ReasoningGymTask:
             )
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
-        """Make `size` rows of one split. Raises DataError where too few questions are outside the validation
-        split.
-        """
+        """Make `size` rows of a split. Raises DataError for too few questions outside validation's."""
         entries = self._entries(split, size, set())
         if split == "train" and self.val_size:
             held_out = {entry["question"] for entry in self._entries("validation", self.val_size, set())}

@@ -1,5 +1,4 @@
-"""Conversion of an untyped tree (nested dicts from YAML and overrides) into the frozen dataclasses, with all
-mistakes reported together.
+"""Conversion of nested dicts into the frozen dataclasses, with all mistakes reported together.
 
 {"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each key
 """
@@ -29,8 +28,7 @@ class _Mismatch(Exception):
 def convert(root: type[C], tree: Mapping[str, Any]) -> C:
     """Build `root` from nested dicts; keys that are absent take their defaults.
 
-    Raises ConfigError that lists every unknown key (with the nearest known ones), wrong type and value out of
-    bounds.
+    Raises ConfigError that lists every unknown key (and those near it), wrong type and value out of bounds.
     """
     problems: list[str] = []
     config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))

@@ -30,8 +30,7 @@ def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) ->
 
 
 def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
-    """Return the steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the
-    number of rows is not known.
+    """Return trainer.total_training_steps, or epochs × steps an epoch; None for an unknown number of rows.
 
     An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which
     groups are dropped draws further generation batches: the steps stay as many, and the data is gone through

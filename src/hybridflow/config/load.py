@@ -1,13 +1,10 @@
 """The way from a recipe and a command line to a typed configuration.
 
     recipe.yaml (and those it builds on) ─┐
-                                          ├─► Setting(path, value) ─► aliases, verl_keys ─► untyped tree ─►
-                                          convert ─► Loaded
-    key=value +key=value ~key (Hydra) ────┘                            a note for each            (OmegaConf:
-    ${…})
+                                          ├─► Setting ─► aliases, verl_keys ─► tree ─► convert ─► Loaded
+    key=value +key=value ~key (Hydra) ────┘
 
-`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run
-(`check.py`).
+`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run.
 """
 
 from __future__ import annotations
@@ -98,16 +95,15 @@ def prepare_config(
     *,
     runs: bool = True,
     needs_model: bool = True,
+    needs_files: bool = True,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
-    `runs=False` is for commands that show a run: a model's folder then needs neither weights nor a tokenizer.
-    `needs_model=False` is for commands that use no model: none has to be set. Raises ConfigError that
-    lists every problem.
+    `runs`, `needs_model` and `needs_files` are those of `check`. Raises ConfigError that lists every problem.
     """
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model)
+    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model, needs_files=needs_files)
     return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
 
 

@@ -1,7 +1,6 @@
 """The schema as a flat list of dotted paths, and operations on nested dicts and nested frozen dataclasses.
 
-PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}      read by load, verl_keys, show, the
-docs
+PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}
 nested dict ──flatten──► [("data.train_batch_size", 64), …] ──set_path──► nested dict
 config ──with_values(config, {"critic.model.path": …})──► a changed copy
 """
@@ -153,18 +152,16 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
         node[last] = value
 
 
-def delete_path(tree: dict[str, Any], path: str) -> bool:
-    """Remove the entry at a dotted path; return False where there is none."""
+def delete_path(tree: dict[str, Any], path: str) -> None:
+    """Remove the entry at a dotted path, if there is one."""
     *parents, last = path.split(".")
     node: Any = tree
     for name in parents:
         if not isinstance(node, dict):
-            return False
+            return
         node = node.get(name)
-    if not isinstance(node, dict) or last not in node:
-        return False
-    del node[last]
-    return True
+    if isinstance(node, dict):
+        node.pop(last, None)
 
 
 def get_value(config: Any, path: str) -> Any:

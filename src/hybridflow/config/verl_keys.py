@@ -1,5 +1,4 @@
-"""The fate of each key that verl documents: native, alias of another key, without effect here, or refused
-with a way out.
+"""The fate of each key that verl documents: native, alias, without effect, or refused with a way out.
 
     status(PPOConfig, "actor_rollout_ref.rollout.name", "trtllm") ──► KeyStatus("refused", …, "…: use native")
 
@@ -39,9 +38,6 @@ class KeyStatus:
 RULES: Mapping[type[Any], tuple[Rule, ...]] = {PPOConfig: PPO_RULES, SFTConfig: SFT_RULES}
 
 
-_COMPILED = {root: [(re.compile(rule.pattern), rule) for rule in rules] for root, rules in RULES.items()}
-
-
 def status(root: type[Any], path: str, value: Any) -> KeyStatus:
     """Return the fate of the key at a dotted path when it is given this value."""
     new = rewrite(root, path, value)
@@ -52,17 +48,16 @@ def status(root: type[Any], path: str, value: Any) -> KeyStatus:
     instead = rewrite_value(path, value)
     if instead is not value:
         return KeyStatus("alias", path, f"{value} is now {instead}", instead)
-    refusal = _refused_value(path, value)
-    if refusal:
-        return KeyStatus("refused", path, refusal)
+    if isinstance(value, str) and value in REFUSED_VALUES.get(path, {}):
+        return KeyStatus("refused", path, REFUSED_VALUES[path][value])
     if path.endswith(".override_config.attn_implementation"):
         return KeyStatus("no effect", path, "one attention serves training and generation")
     if path in blocks_of(root) and value is None:
         return KeyStatus("no effect", path, "the keys of the block keep their values")
     if is_native(root, path) or path in blocks_of(root):
         return KeyStatus("native", path, value=value)
-    for pattern, rule in _COMPILED[root]:
-        if pattern.fullmatch(path):
+    for rule in RULES[root]:
+        if re.fullmatch(rule.pattern, path):
             return _ruled(rule, path, value)
     return KeyStatus("unknown", path)
 
@@ -71,10 +66,6 @@ def _ruled(rule: Rule, path: str, value: Any) -> KeyStatus:
     if rule.accepted is None or any(_same(value, accepted) for accepted in rule.accepted):
         return KeyStatus("no effect", path, rule.why)
     return KeyStatus("refused", path, rule.refusal)
-
-
-def _refused_value(path: str, value: Any) -> str:
-    return REFUSED_VALUES.get(path, {}).get(value, "") if isinstance(value, str) else ""
 
 
 def _same(value: Any, accepted: Any) -> bool:

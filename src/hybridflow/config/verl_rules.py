@@ -1,5 +1,4 @@
-"""The keys of verl's reinforcement learning that the schema does not have, as data: accepted values with the
-reason, and the refusal of all others.
+"""Keys of verl's reinforcement learning outside the schema, as data: values accepted, and others refused.
 
 `verl_keys.status` reads the tables. A pattern is a regular expression of a whole dotted path. The first rule
 that matches counts, so the key that switches a feature on stands before the other keys of that feature.

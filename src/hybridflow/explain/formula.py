@@ -1,5 +1,4 @@
-"""The formula of a function for a reader: as its paper has it, the same with a run's numbers, its papers, its
-place.
+"""The formula of a function for a reader: as its paper has it, with a run's numbers, its papers, its place.
 
 formula as data (`{gamma}` where an argument stands) + numbers of the run ──formula_of──► Formula
 a user's own function ──own_formula──► Formula, with its docstring in place of the equation

@@ -71,14 +71,11 @@ def _unreadable(correction: RolloutCorrectionConfig) -> Iterator[str]:
 def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key of the correction that is set and that this run does not read."""
     correction = config.algorithm.rollout_correction
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
         if correction.rollout_is is None and f"{PATH}.{name}" in given:
             yield f"{PATH}.{name} is read only with {PATH}.rollout_is=token or sequence"
     if correction.rollout_rs is None and f"{PATH}.rollout_rs_threshold" in given:
         yield f"{PATH}.rollout_rs_threshold is read only with {PATH}.rollout_rs"
-    if not correction.bypass_mode and f"{PATH}.loss_type" in given:
-        yield f"{PATH}.loss_type is read only with {PATH}.bypass_mode=true: the policy loss is {loss}"
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} is not used by {PATH}.loss_type=ppo_clip: in bypass "

@@ -1,5 +1,4 @@
-"""The checks of data files, of a user's own code, of resume folders and of the run folder, in the file
-system.
+"""The checks of data files, of a user's own code, of resume folders and of the run folder.
 
 Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
 """
@@ -36,8 +35,7 @@ def is_written_as_path(path: str) -> bool:
 def data_problems(
     train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False
 ) -> Iterator[str]:
-    """Yield one line where files and task are both set or both missing, and for each local file that is
-    missing.
+    """Yield one line where files and task are both set or both missing, and for each missing local file.
 
     A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
     data set of a hub.

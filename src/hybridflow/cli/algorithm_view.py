@@ -1,7 +1,4 @@
-"""The output of `hybridflow explain`: the formulas of a run in the order of its step.
-
-On a terminal long lines are folded under their indent; in a pipe each stays whole.
-"""
+"""The output of `hybridflow explain`: the formulas of a run in the order of its step."""
 
 from __future__ import annotations
 

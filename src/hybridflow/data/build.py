@@ -55,8 +55,7 @@ def build_prompt_data(
     dynamic_sampling: bool = False,
     demonstrations: bool = False,
 ) -> PromptData:
-    """Build the loader of training prompts and the dataset of validation prompts; `data.seed` goes before
-    `seed`.
+    """Build the loader of training prompts and the validation prompts; `data.seed` goes before `seed`.
 
     With `dynamic_sampling` the loader gives `data.gen_batch_size` prompts at a time (null:
     `data.train_batch_size`). With `demonstrations` each training prompt has the data's own answer with it,
@@ -158,8 +157,7 @@ def _custom_dataset(
 
 
 def _rows(config: DataConfig | SFTDataConfig, split: Split, seed: int) -> Rows | None:
-    """Read the rows of one split from its files or its task, at most `*_max_samples` of them; None without
-    either.
+    """Read at most `*_max_samples` rows of a split from its files or its task; None without either.
 
     `validation_shuffle` decides the order of the validation rows; training rows stay in the data's order.
     """

@@ -1,5 +1,4 @@
-"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, with the position as plain
-data.
+"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, position as plain data.
 
     sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer
     state_dict = {epoch, position in rows, the sampler's own state}
@@ -36,8 +35,7 @@ class MapDataset(Sized, Protocol[Item_co]):
 
 
 class StatefulLoader(Generic[Item]):
-    """Batches of `batch_size` rows in the sampler's order; `epoch` and `position` (rows given in this epoch)
-    say where it stands.
+    """Batches of `batch_size` rows in the sampler's order, from `position` (in rows) in `epoch` on.
 
     With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same. `size_key` is
     the key that set the batch size, for messages. Raises DataError where `drop_last` would leave no batch,
@@ -119,8 +117,7 @@ class StatefulLoader(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
-        Raises CheckpointError where one of the checkpoint's and this run's samplers keeps a state and the
-        other does not.
+        Raises CheckpointError where only one of the checkpoint's and this run's samplers keeps a state.
         """
         stateful = isinstance(self.sampler, StatefulSampler)
         if stateful != ("sampler" in state):

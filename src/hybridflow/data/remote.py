@@ -55,8 +55,7 @@ def is_remote(address: str) -> bool:
 
 
 def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
-    """Return a local path with the content of `address`; a remote file is copied once for each of its
-    versions.
+    """Return a local path with the content of `address`; each version of a remote file is copied once.
 
     Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs
     a package.

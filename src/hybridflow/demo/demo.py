@@ -1,8 +1,6 @@
-"""The demo: a language model of 0.4 M parameters learns arithmetic chains, first by imitation, then by
-reinforcement.
+"""The demo: a model of 0.4 M parameters learns arithmetic chains by imitation, then by reinforcement.
 
-tiny model ──SFT until half right──► warm model ──GRPO, or another tiny recipe──► better model ──►
-summary.json, report.html
+tiny model ──SFT until half right──► warm model ──a tiny recipe──► better model ──► summary.json, report.html
 """
 
 from __future__ import annotations

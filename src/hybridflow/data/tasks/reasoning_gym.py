@@ -18,8 +18,7 @@ _ROUNDS = 20
 
 
 class ReasoningGymTask:
-    """Questions of the reasoning-gym task `name`; `options` are its configuration, and `system_prompt` a
-    message put before each question.
+    """Questions of the reasoning-gym task `name`, with its `options`, of which `system_prompt` is ours.
 
     The validation questions are made first, and training questions that equal one of them are left out.
     Raises ConfigError where the package is not installed, or knows neither the task nor an option.

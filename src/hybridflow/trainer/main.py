@@ -60,9 +60,7 @@ def run(config: C) -> dict[str, float]:
     return metrics
 
 
-def _load_build(
-    config: PPOConfig | SFTConfig,
-) -> Callable[..., AbstractContextManager[Trainer[Any, Any]]]:
+def _load_build(config: PPOConfig | SFTConfig) -> Callable[..., AbstractContextManager[Trainer[Any, Any]]]:
     """Import the function that builds such a run."""
     if isinstance(config, PPOConfig):
         from hybridflow.trainer.ppo import build as ppo

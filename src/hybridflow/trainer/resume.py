@@ -82,8 +82,7 @@ def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
 
 
 def parts_to_load(name: str, saved: Collection[str], contents: CheckpointContentsConfig) -> tuple[str, ...]:
-    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; a missing part is warned
-    of.
+    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; warn of missing ones.
 
     Raises CheckpointError where the model is missing.
     """

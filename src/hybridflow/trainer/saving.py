@@ -1,17 +1,15 @@
-"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run
-goes on.
+"""Saving a run: the driver's part, and each engine's state, written at once or while the run goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
-                                                 └──`async_save`──► before a later step: commit_done ─►
-                                                 store.commit
+                                                 └──`async_save`──► commit_done before a later step ──┘
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,14 +91,6 @@ class RunSaves:
         if beside:
             logger.info("the checkpoint of step %d is whole: %s", pending.step, path)
         return path
-
-    @contextmanager
-    def given_up_at_the_end(self, store: CheckpointStore) -> Iterator[None]:
-        """Give up a save still under way when the context ends: the run has failed or lost its workers."""
-        try:
-            yield
-        finally:
-            self.abandon(store)
 
     def abandon(self, store: CheckpointStore) -> None:
         """Give up the save under way, if any; its folder goes when no one writes, or in `GIVE_UP_SECONDS`."""

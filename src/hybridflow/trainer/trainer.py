@@ -77,8 +77,7 @@ class Trainer(Generic[Source, Step]):
     """Called with each batch and its step, to keep samples for readers."""
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
-        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty
-        where there was none).
+        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics or {}.
 
         Raises Stopped after a signal, with the last whole step saved where the run saves at all.
         """

@@ -53,11 +53,7 @@ class RunFacts:
 def build(
     config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
 ) -> Iterator[SFTTrainer]:
-    """Build everything a supervised run needs; processes, files and the run folder are released when the
-    context ends, also after an error.
-
-    `patience` and `signals` are those of `run.started`.
-    """
+    """Build all that a supervised run needs, until the context ends; `patience`, `signals`: `run.started`."""
     trainer = config.trainer
     with started(config, ROLES, patience=patience, signals=signals) as run:
         with progress.phase("reading tokenizer and data"):

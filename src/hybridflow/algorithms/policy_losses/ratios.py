@@ -1,8 +1,7 @@
-"""Steps that all policy losses share: the log-ratio at the beginning; weights, aggregation and metrics at the
-end.
+"""Steps that all policy losses share: the log-ratio first; weights, aggregation and metrics last.
 
-log_prob, old_log_prob, advantages, mask ──compare──► Tokens ──(a loss)──► loss per token ──share──►
-LossOutput
+log_prob, old_log_prob, advantages, mask ──token_terms──► Tokens ──(a loss)──► loss per token
+                                                                └──finish_loss──► LossOutput
 """
 
 from __future__ import annotations

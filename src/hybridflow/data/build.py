@@ -130,11 +130,6 @@ def _prompt_dataset(
 def _custom_dataset(
     spec: str, files: list[str], tokenizer: Tokenizer, config: DataConfig
 ) -> MapDataset[PromptRow]:
-    if config.task.name is not None:
-        raise ConfigError(
-            f"data.custom_cls ({spec}) reads data files, and data.task.name={config.task.name} is set too: "
-            "unset one of them"
-        )
     dataset = load_function(spec, key="data.custom_cls")(files, tokenizer, config)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(

@@ -262,11 +262,8 @@ def read_parquet(address: str, path: Path) -> pa.Table:
 
 
 def _read_json_lines(address: str, path: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(_text(address, path).split("\n"), start=1):
-        if line.strip():
-            rows.append(parse_line(address, number, line))
-    return rows
+    lines = enumerate(_text(address, path).split("\n"), start=1)
+    return [parse_line(address, number, line) for number, line in lines if line.strip()]
 
 
 def parse_line(address: str, number: int, line: str) -> Row:

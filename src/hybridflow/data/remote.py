@@ -31,16 +31,8 @@ MODELSCOPE = ("HYBRIDFLOW_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
 
 _TRUE = ("1", "true", "yes")
 _VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "modified",
-    "created",
-    "updated",
-    "md5Hash",
-    "checksum",
+    *("ETag", "etag", "mtime", "LastModified", "last_modified", "modified", "created", "updated"),
+    *("md5Hash", "checksum"),
 )
 
 
@@ -150,10 +142,7 @@ def hub_folder(name: str) -> str:
 
 def _modelscope_variable() -> str | None:
     """The environment variable, ours or verl's, that asks for ModelScope in place of the hub, or None."""
-    for variable in MODELSCOPE:
-        if os.environ.get(variable, "").lower() in _TRUE:
-            return variable
-    return None
+    return next((name for name in MODELSCOPE if os.environ.get(name, "").lower() in _TRUE), None)
 
 
 def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hybridflow.config.checks.model import TOKENIZER_FILES
+from hybridflow.config.checks.paths import is_written_as_path
 from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import DataError, ModelError
@@ -60,11 +61,7 @@ def _check_folder(path: str) -> None:
             raise ModelError(
                 f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); set data.tokenizer"
             )
-    elif (
-        path.startswith(("/", "./", "../", "~"))
-        or path.count("/") > 1
-        or ("/" in path and folder.parent.is_dir())
-    ):
+    elif is_written_as_path(path) or ("/" in path and folder.parent.is_dir()):
         raise ModelError(
             f"no folder {path} to load a tokenizer from; wanted a Hugging Face folder or a hub name such as "
             "Qwen/Qwen2.5-0.5B"

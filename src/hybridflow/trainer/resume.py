@@ -10,7 +10,6 @@ from typing import Any
 
 from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import TRAINER
-from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.errors import CheckpointError
 
@@ -31,15 +30,6 @@ SPREADS = {
     "offload_policy",
 }
 """Keys, by their last word, that say where a model is and not what it learns."""
-
-
-def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | None:
-    """Read the checkpoint that `trainer.resume_mode` asks for; None where a run starts anew."""
-    if mode == "disable":
-        return None
-    if mode == "resume_path" and path:
-        return store.load(Path(path).expanduser())
-    return store.load_latest()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hybridflow.checkpoint.layout import ACTOR, DATA, HF_FOLDER, TRAINER
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where, written_by_a_run
+from hybridflow.trainer.resume import check_belongs, parts_to_load, say_where, written_by_a_run
 from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.trainer.source import Resumable
 
@@ -74,7 +74,12 @@ class RunState:
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` asks for, if there is one."""
-        loaded = find(store, mode, path)
+        if mode == "disable":
+            return
+        if mode == "resume_path" and path:
+            loaded: Checkpoint | None = store.load(Path(path).expanduser())
+        else:
+            loaded = store.load_latest()
         if loaded is not None:
             self.restore(loaded)
             say_where(self.step, self.total_steps, loaded.path)

@@ -47,8 +47,6 @@ PARTS = (
     Part("ModelScope", "modelscope", "modelscope", "remote"),
 )
 
-LATER = (Part("training by Megatron", "megatron.core", "megatron-core", "megatron"),)
-
 
 def show_machine() -> None:
     """Print what is installed and what is missing, with the command that installs it."""
@@ -56,7 +54,6 @@ def show_machine() -> None:
     console.print(_machine())
     console.print(_engines())
     console.print(_parts())
-    console.print(_later())
 
 
 def _machine() -> Table:
@@ -88,14 +85,12 @@ def _machine() -> Table:
             card = torch.cuda.get_device_properties(index)
             table.add_row(f"CUDA device {index}", f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
         table.add_row("training engine", "fsdp2, bfloat16 with float32 masters")
+        table.add_row("CUDA graphs", "decode steps are recorded, unless rollout.enforce_eager=true")
     else:
         table.add_row("CUDA", "none: runs use the CPU in float32")
         table.add_row("training engine", "fsdp2, float32")
-    table.add_row("attention over rows of any length", _varlen())
-    if gpus:
-        table.add_row("CUDA graphs", "decode steps are recorded, unless rollout.enforce_eager=true")
-    else:
         table.add_row("CUDA graphs", "no CUDA")
+    table.add_row("attention over rows of any length", _varlen())
     table.add_row("processes of a run", _processes(gpus, cores))
     return table
 
@@ -130,7 +125,7 @@ def _engines() -> Table:
 
 def _server(name: str) -> tuple[str, str]:
     """Return the version of another project's engine, or no, and how to install it."""
-    version = _version(Part(name, name, name, name))
+    version = _version(name, name)
     if version is not None:
         return version, ""
     own = Path(f".venv-{name}/bin/python")
@@ -144,7 +139,7 @@ def _server(name: str) -> tuple[str, str]:
 
 
 def _over_http() -> tuple[str, str]:
-    if _version(Part("", "httpx", "httpx", "openai")):
+    if _version("httpx", "httpx"):
         return "yes", "Not to train with"
     return "no", "pip install -e '.[openai]'; not to train with"
 
@@ -173,26 +168,20 @@ def _processes(gpus: int, cores: int) -> str:
 def _parts() -> Table:
     table = Table("optional part", "there", "to have it", title="Optional parts", title_justify="left")
     for part in PARTS:
-        version = _version(part)
+        version = _version(part.module, part.distribution)
         if version:
             table.add_row(part.name, version, "")
         else:
             table.add_row(part.name, "no", Text(f"pip install -e '.[{part.extra}]'"))
+    table.add_row("training by Megatron", "no", "not in this version")
     return table
 
 
-def _later() -> Table:
-    table = Table("backend", "its package", "", title="Backends to come", title_justify="left")
-    for part in LATER:
-        table.add_row(part.name, _version(part) or "not installed", "not in this version")
-    return table
-
-
-def _version(part: Part) -> str | None:
-    if importlib.util.find_spec(part.module.partition(".")[0]) is None:
+def _version(module: str, distribution: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
         return None
     try:
-        return importlib.metadata.version(part.distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "yes"
 

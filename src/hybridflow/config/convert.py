@@ -25,12 +25,13 @@ class _Mismatch(Exception):
     """A value that does not have the wanted type; the text says what else was wrong with it."""
 
 
-def convert(root: type[C], tree: Mapping[str, Any]) -> C:
+def convert(root: type[C], tree: Mapping[str, Any], known_problems: Iterable[str] = ()) -> C:
     """Build `root` from nested dicts; keys that are absent take their defaults.
 
-    Raises ConfigError that lists every unknown key (and those near it), wrong type and value out of bounds.
+    Raises ConfigError that lists `known_problems` and every unknown key (and those near it), wrong type and
+    value out of bounds.
     """
-    problems: list[str] = []
+    problems = list(known_problems)
     config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
     raise_all(problems)
     return config

@@ -74,16 +74,7 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
             delete_path(tree, setting.path)
         else:
             set_path(tree, setting.path, setting.value)
-    try:
-        config = convert(root, _plain(tree))
-    except ConfigError as error:
-        problems.extend(
-            line.removeprefix("  - ")
-            for line in str(error).splitlines()
-            if not line.endswith("in the configuration:")
-        )
-        config = root()
-    raise_all(problems)
+    config = convert(root, _plain(tree, problems), problems)
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
     return Loaded(config, notes, frozenset(given))
 
@@ -234,11 +225,11 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the ${…} of defaults filled in."""
+def _plain(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The tree with the ${…} of defaults filled in; raises `problems` and its own."""
     try:
         plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+        raise_all([*problems, str(error).splitlines()[0]])
     assert isinstance(plain, dict), "a dict stays a dict"
     return {str(name): value for name, value in plain.items()}

@@ -60,7 +60,7 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     config = with_values(config, _bypass_loss(config, notes))
     config = with_values(config, _mini_batch(config, given, notes))
     config = _followed(config, PPO_FOLLOWS)
-    values = _ppo(config) | _clip_bounds(config, given, notes) | _largest_ratio(config, given, notes)
+    values = _ppo(config) | _paper_bounds(config, given, notes)
     for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model"):
         values |= _followed_model(config, block, given)
     return with_values(config, values), notes
@@ -137,36 +137,23 @@ def _ppo(config: PPOConfig) -> dict[str, Any]:
     return values
 
 
-def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
-    """Clip bounds of the loss's paper on each side that the user left out, so that those shown hold."""
+def _paper_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
+    """Clip bounds and largest ratio of the loss's paper where the user left them out."""
     actor = config.actor_rollout_ref.actor
     loss = loss_facts(config)
-    if loss is None or loss.clip is None:
-        return {}
-    own = {
-        side: bool({f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"} & given) for side in ("low", "high")
-    }
-    low, high = loss.clip
-    if own["low"]:
-        low = actor.clip_low
-    if own["high"]:
-        high = actor.clip_high
-    filled = [f"clip_ratio_{side}={bound}" for side, bound in (("low", low), ("high", high)) if not own[side]]
-    if filled:
-        notes.append(
-            f"{ACTOR}.{', '.join(filled)}: what {actor.policy_loss.loss_mode} has where none is given"
-        )
-    return {f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
-
-
-def _largest_ratio(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
-    """The loss's own `clip_ratio_c` where the user left it out."""
-    loss, path = loss_facts(config), f"{ACTOR}.clip_ratio_c"
-    if loss is None or loss.clip_c is None or path in given:
-        return {}
-    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    notes.append(f"{path}={loss.clip_c}: what {mode} has where none is given")
-    return {path: loss.clip_c}
+    values: dict[str, float] = {}
+    left_out: dict[str, float] = {}
+    if loss is not None and loss.clip is not None:
+        values = {"clip_ratio_low": actor.clip_low, "clip_ratio_high": actor.clip_high}
+        for name, bound in zip(values, loss.clip, strict=True):
+            if not {f"{ACTOR}.clip_ratio", f"{ACTOR}.{name}"} & given:
+                left_out[name] = bound
+    if loss is not None and loss.clip_c is not None and f"{ACTOR}.clip_ratio_c" not in given:
+        left_out["clip_ratio_c"] = loss.clip_c
+    if left_out:
+        shown = ", ".join(f"{name}={bound}" for name, bound in left_out.items())
+        notes.append(f"{ACTOR}.{shown}: what {actor.policy_loss.loss_mode} has where none is given")
+    return {f"{ACTOR}.{name}": bound for name, bound in (values | left_out).items()}
 
 
 def _followed_model(config: PPOConfig, block: str, given: Set[str]) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
     totals = []
     for pool in plan.placement.pools:
         needs = {
-            engine.role: engine_needs(engine, found[role], on_cpu=_on_cpu(plan))
+            engine.role: engine_needs(engine, found[role], on_cpu=plan.device.type == "cpu")
             for role, engine in plan.engines.items()
             if role in plan.placement.roles(pool.name)
         }
@@ -226,16 +226,12 @@ def _memory(plan: Plan) -> Iterator[Line]:
         lines, peak = _pool_lines(plan, pool, needs)
         totals.append(peak * pool.world_size)
         yield from lines
-    if _on_cpu(plan) and plan.num_processes > 1:
+    if plan.device.type == "cpu" and plan.num_processes > 1:
         yield Line(
             f"memory of all {plan.num_processes} processes, at most",
             format_bytes(sum(totals)),
             "on one machine they share it; the libraries take some 0.4 GiB each besides",
         )
-
-
-def _on_cpu(plan: Plan) -> bool:
-    return plan.device.type == "cpu"
 
 
 def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:

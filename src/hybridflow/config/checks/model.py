@@ -185,11 +185,8 @@ def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
 def _first_row(files: str | list[str]) -> dict[str, Any]:
     """The first row of local data files; empty where it cannot be read, which loading the data reports."""
     names = [files] if isinstance(files, str) else files
-    paths = [local(name) for name in names if not is_remote(name)]
-    if not paths or not paths[0].is_file():
-        return {}
     try:
-        row = _read_first_row(paths[0])
+        row = _read_first_row(next(local(name) for name in names if not is_remote(name)))
     except Exception:  # whatever is wrong with the file is told, by name and row, where the data is loaded
         return {}
     return row if isinstance(row, dict) else {}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridflow.config.data import TaskConfig
+from hybridflow.config.data import BaseDataConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
@@ -32,22 +32,22 @@ def is_written_as_path(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
-def data_problems(
-    train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False
-) -> Iterator[str]:
+def data_problems(data: BaseDataConfig, *, own_class: bool = False) -> Iterator[str]:
     """Yield one line where files and task are both set or both missing, and for each missing local file.
 
     A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
     data set of a hub.
     """
-    if not train_files and not task.name:
+    task = data.task
+    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    if not data.train_files and not task.name:
         yield (
             "no training data: set data.train_files to parquet, json or jsonl files, or "
             "data.task.name=arithmetic_chain"
         )
-    for key, given in (("data.train_files", train_files), ("data.val_files", val_files)):
-        if given and task.name:
-            yield f"{key}={given} and data.task.name={task.name} are both set: leave one out"
+    for key, files in given.items():
+        if files and task.name:
+            yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield (
             f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own "
@@ -55,7 +55,7 @@ def data_problems(
         )
     if task.name and not task.name.startswith("reasoning_gym:"):
         yield from plugin_problem("data.task.name", task.name)
-    for key, files in (("data.train_files", train_files), ("data.val_files", val_files)):
+    for key, files in given.items():
         for file in [files] if isinstance(files, str) else files:
             if not file or is_remote(file):
                 continue

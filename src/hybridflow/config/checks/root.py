@@ -118,25 +118,18 @@ def _token_limits(config: PPOConfig) -> Iterator[str]:
     data = config.data
     roles = config.actor_rollout_ref
     longest = data.max_prompt_length + data.max_response_length
-    limits: dict[str, int | None] = {
-        f"{ACTOR}.ppo_max_token_len_per_gpu": roles.actor.ppo_max_token_len_per_gpu,
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": roles.rollout.log_prob_max_token_len_per_gpu,
+    limits = {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": True,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": True,
+        f"{REF}.log_prob_max_token_len_per_gpu": needs_reference(config),
+        "critic.ppo_max_token_len_per_gpu": config.critic.enable,
+        "critic.forward_max_token_len_per_gpu": config.critic.enable,
+        f"{PROCESS}.ppo_max_token_len_per_gpu": config.reward.process_reward_model.enable,
+        "distillation.log_prob_max_token_len_per_gpu": needs_teacher(config),
     }
-    if needs_reference(config):
-        limits[f"{REF}.log_prob_max_token_len_per_gpu"] = roles.ref.log_prob_max_token_len_per_gpu
-    if config.critic.enable:
-        limits["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-        limits["critic.forward_max_token_len_per_gpu"] = config.critic.forward_max_token_len_per_gpu
-    if config.reward.process_reward_model.enable:
-        limits[f"{PROCESS}.ppo_max_token_len_per_gpu"] = (
-            config.reward.process_reward_model.ppo_max_token_len_per_gpu
-        )
-    if needs_teacher(config):
-        limits["distillation.log_prob_max_token_len_per_gpu"] = (
-            config.distillation.log_prob_max_token_len_per_gpu
-        )
-    for path, limit in limits.items():
-        if limit is not None and limit < longest:
+    for path, is_read in limits.items():
+        limit = get_value(config, path)
+        if is_read and limit is not None and limit < longest:
             yield (
                 f"{path}={limit} tokens cannot hold one row of "
                 f"data.max_prompt_length={data.max_prompt_length} + "
@@ -203,11 +196,10 @@ def _algorithm_plugins(config: PPOConfig) -> Iterator[str]:
 
 def _file_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Problems with data, with a user's code that makes or scores it, and with the folders of the run."""
-    data = config.data
     own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
     if isinstance(config, PPOConfig):
         yield from _data_plugins(config)
-    yield from data_problems(data.train_files, data.val_files, data.task, own_class=own_class)
+    yield from data_problems(config.data, own_class=own_class)
     yield from resume_problems(config.trainer)
     yield from folder_problems(config.trainer)
 

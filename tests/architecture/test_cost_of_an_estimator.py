@@ -50,11 +50,18 @@ RUN = """
 import torch
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.notes import ppo_notes
-from hybridflow.explain.algorithm import explain_algorithm, look
+from hybridflow.config.load import prepare_config
+from hybridflow.explain.algorithm import explain_algorithm
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator
 
-config = look(["algorithm.adv_estimator=toy", "algorithm.toy_scale=3"]).config
+config = prepare_config(
+    PPOConfig,
+    ["algorithm.adv_estimator=toy", "algorithm.toy_scale=3"],
+    runs=False,
+    needs_model=False,
+    needs_files=False,
+).config
 rewards = torch.ones(2, 4)
 batch = DataProto.from_dict(
     {"token_level_rewards": rewards, "response_mask": rewards.bool()}, {"uid": ["a", "b"]}

@@ -130,12 +130,3 @@ def kl_slope(x: float, y: float, kind: str) -> float:
         return math.copysign(1.0, x - y) if x != y else 0.0
     d = y - x
     return 1 - math.exp(d) if abs(d) < 20 and math.exp(d) - d - 1 < 10 else 0.0
-
-
-def full_kl(logits: list[float], ref_logits: list[float]) -> float:
-    def log_softmax(row: list[float]) -> list[float]:
-        top = max(row)
-        return [v - top - math.log(math.fsum(math.exp(w - top) for w in row)) for v in row]
-
-    p, q = log_softmax(logits), log_softmax(ref_logits)
-    return math.fsum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True) if a > -math.inf)

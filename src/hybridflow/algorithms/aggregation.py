@@ -19,9 +19,7 @@ LossAggMode = Literal[
 ]
 
 Ratio = tuple[Tensor, Tensor]
-"""Numerator and denominator, both detached 0-d: sums of them over micro-batches and ranks give the exact
-mean.
-"""
+"""Numerator and denominator, detached 0-d: their sums over micro-batches and ranks give the exact mean."""
 
 
 @dataclass(frozen=True)

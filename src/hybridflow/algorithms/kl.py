@@ -1,5 +1,4 @@
-"""KL divergence from the reference: estimates from log-probs, the full sum over a vocabulary, and the
-coefficient's controllers.
+"""KL divergence from the reference: estimates from log-probs, and the coefficient's controllers.
 
 Estimators are from John Schulman, "Approximating KL divergence" (2020).
 """
@@ -11,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridflow.algorithms.masked import at_least_float32, zero_outside
@@ -20,7 +18,6 @@ from hybridflow.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-_CHUNK_BYTES = 64 * 2**20
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
@@ -34,10 +31,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor 
     """
     base = kind.removesuffix("+")
     if base not in KL_KINDS:
-        way_out = ": the sum over the vocabulary needs logits, see full_kl" if base == "full" else ""
         raise ConfigError(
-            f"unknown KL estimator {kind!r}{way_out}: choose from {', '.join(KL_KINDS)}, with + for the "
-            "gradient of k2"
+            f"unknown KL estimator {kind!r}: choose from {', '.join(KL_KINDS)}, with + for the gradient of k2"
         )
     x = at_least_float32(log_prob)
     y = at_least_float32(ref_log_prob)
@@ -60,27 +55,6 @@ def _estimate(x: Tensor, y: Tensor, kind: str) -> Tensor:
         return 0.5 * (x - y).square()
     d = (y - x).clamp(-20.0, 20.0)
     return (d.expm1() - d).clamp(-10.0, 10.0)
-
-
-def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Σ_v π(v)·(log π(v) − log π_ref(v)) [M] float, nats, from logits [M, V]; a token of probability 0 counts
-    0.
-
-    Works through rows in chunks, so that its float32 copies stay small where no gradient is asked for.
-    """
-    rows = max(1, _CHUNK_BYTES // (8 * max(1, logits.shape[-1])))
-    parts = [
-        _full_kl(ours, theirs)
-        for ours, theirs in zip(torch.split(logits, rows), torch.split(ref_logits, rows), strict=True)
-    ]
-    return torch.cat(parts) if parts else at_least_float32(logits).sum(-1)
-
-
-def _full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    ours = at_least_float32(logits).log_softmax(-1)
-    theirs = at_least_float32(ref_logits).log_softmax(-1)
-    probs = ours.exp()
-    return (probs * torch.where(probs > 0, ours - theirs, 0.0)).sum(-1)
 
 
 class FixedKLController:

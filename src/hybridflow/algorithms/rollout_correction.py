@@ -70,12 +70,7 @@ def rollout_weights(
     return zero_outside(weights, mask)
 
 
-def rejection(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    rules: Iterable[Rule],
-) -> Tensor:
+def rejection(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, rules: Iterable[Rule]) -> Tensor:
     """k1 = −logr in [log lo, log hi], k2 = ½·logr² ≤ u, k3 = e^logr − 1 − logr ≤ u; logr = clamp(logπ_old −
     logπ_rollout, ±20).
 

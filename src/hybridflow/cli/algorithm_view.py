@@ -1,7 +1,4 @@
-"""The output of `hybridflow explain`: the formulas of a run in the order of its step.
-
-On a terminal long lines are folded under their indent; in a pipe each stays whole.
-"""
+"""The output of `hybridflow explain`: the formulas of a run in the order of its step."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ DEEPER = 5
 
 
 def show_algorithm(config: PPOConfig) -> None:
-    """Print for each part of a step its equation, the same with this run's numbers, the keys that set them,
-    the paper and the place in the code.
-    """
+    """Print each part of a step: equations, the same with numbers, keys, papers and places in the code."""
     console = Console()
     for number, section in enumerate(explain_algorithm(config), start=1):
         _line(console, f"{number}. {section.title}", 0, "bold")

@@ -1,6 +1,4 @@
-"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts
-fast.
-"""
+"""The bodies of the commands. Each imports what it needs when it runs, so that the command starts fast."""
 
 from __future__ import annotations
 
@@ -33,50 +31,30 @@ def demo(options: argparse.Namespace) -> int:
         try:
             summary = run_demo(wanted)
         except KeyboardInterrupt as interrupted:
-            raise Stopped(signal.SIGINT, _after_demo(wanted.folder)) from interrupted
+            where = "in the demo, which starts anew the next time; what it has made so far is in"
+            raise Stopped(signal.SIGINT, f"{where} {wanted.folder}") from interrupted
     show_summary(summary)
     return 0
 
 
-def _after_demo(folder: Path) -> str:
-    """Return what is said of a demo that was interrupted."""
-    return f"in the demo, which starts anew the next time; what it has made so far is in {folder}"
-
-
 def train(options: argparse.Namespace) -> int:
-    """Train one run, or every combination of a sweep."""
+    """Run `train` or `sft`: one run, or every combination of a sweep."""
     from hybridflow.observability.progress import progress
 
     with progress.shown():
         with progress.phase("reading the configuration"):
-            from hybridflow.config import PPOConfig
+            from hybridflow.config import PPOConfig, SFTConfig
             from hybridflow.trainer.main import run
 
-            configs = _prepared(options, PPOConfig)
-        for each in configs:
-            run(each)
-    return 0
-
-
-def sft(options: argparse.Namespace) -> int:
-    """Fine-tune one supervised run, or every combination of a sweep."""
-    from hybridflow.observability.progress import progress
-
-    with progress.shown():
-        with progress.phase("reading the configuration"):
-            from hybridflow.config import SFTConfig
-            from hybridflow.trainer.main import run
-
-            configs = _prepared(options, SFTConfig)
+            schemas: dict[str, type[Any]] = {"train": PPOConfig, "sft": SFTConfig}
+            configs = _prepared(options, schemas[options.command])
         for each in configs:
             run(each)
     return 0
 
 
 def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
-    """Prepare the configurations of all runs, so that a mistake in the last one shows before the first one
-    runs.
-    """
+    """Prepare the configurations of all runs: a mistake in the last one shows before the first one runs."""
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
@@ -99,9 +77,7 @@ def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given,
-    every key with its default.
-    """
+    """Print the resolved configuration as YAML, or what follows from it; without words, the defaults."""
     from hybridflow.config import PPOConfig, SFTConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml
@@ -124,9 +100,12 @@ def config(options: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Print the formulas of a run with its numbers."""
     from hybridflow.cli.algorithm_view import show_algorithm
-    from hybridflow.explain.algorithm import look
+    from hybridflow.config import PPOConfig
+    from hybridflow.config.load import prepare_config
 
-    prepared = look(options.overrides, recipe=options.recipe)
+    prepared = prepare_config(
+        PPOConfig, options.overrides, recipe=options.recipe, runs=False, needs_model=False, needs_files=False
+    )
     _show_notes(prepared.notes)
     show_algorithm(prepared.config)
     return 0

@@ -1,6 +1,4 @@
-"""`hybridflow doctor`: versions, devices, engines and optional parts of this machine, and what a run can ask
-for.
-"""
+"""`hybridflow doctor`: versions, devices, engines, optional parts, and what a run can ask for here."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that shows that it is installed, its package, and our extra that installs
-    it.
-    """
+    """An optional part: the module that shows it is installed, its package, and the extra that has it."""
 
     name: str
     module: str
@@ -51,8 +47,6 @@ PARTS = (
     Part("ModelScope", "modelscope", "modelscope", "remote"),
 )
 
-LATER = (Part("training by Megatron", "megatron.core", "megatron-core", "megatron"),)
-
 
 def show_machine() -> None:
     """Print what is installed and what is missing, with the command that installs it."""
@@ -60,7 +54,6 @@ def show_machine() -> None:
     console.print(_machine())
     console.print(_engines())
     console.print(_parts())
-    console.print(_later())
 
 
 def _machine() -> Table:
@@ -92,22 +85,18 @@ def _machine() -> Table:
             card = torch.cuda.get_device_properties(index)
             table.add_row(f"CUDA device {index}", f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
         table.add_row("training engine", "fsdp2, bfloat16 with float32 masters")
+        table.add_row("CUDA graphs", "decode steps are recorded, unless rollout.enforce_eager=true")
     else:
         table.add_row("CUDA", "none: runs use the CPU in float32")
         table.add_row("training engine", "fsdp2, float32")
-    table.add_row("attention over rows of any length", _varlen())
-    if gpus:
-        table.add_row("CUDA graphs", "decode steps are recorded, unless rollout.enforce_eager=true")
-    else:
         table.add_row("CUDA graphs", "no CUDA")
+    table.add_row("attention over rows of any length", _varlen())
     table.add_row("processes of a run", _processes(gpus, cores))
     return table
 
 
 def _varlen() -> str:
-    """Return which attention over rows of any length torch has; its source is read, because importing it
-    takes seconds.
-    """
+    """Return which attention over rows torch has, by its source, because importing it takes seconds."""
     spec = importlib.util.find_spec("torch.nn.attention.varlen")
     if spec is None or spec.origin is None:
         return "torch has none: scaled_dot_product_attention"
@@ -136,7 +125,7 @@ def _engines() -> Table:
 
 def _server(name: str) -> tuple[str, str]:
     """Return the version of another project's engine, or no, and how to install it."""
-    version = _version(Part(name, name, name, name))
+    version = _version(name, name)
     if version is not None:
         return version, ""
     own = Path(f".venv-{name}/bin/python")
@@ -150,7 +139,7 @@ def _server(name: str) -> tuple[str, str]:
 
 
 def _over_http() -> tuple[str, str]:
-    if _version(Part("", "httpx", "httpx", "openai")):
+    if _version("httpx", "httpx"):
         return "yes", "Not to train with"
     return "no", "pip install -e '.[openai]'; not to train with"
 
@@ -179,26 +168,20 @@ def _processes(gpus: int, cores: int) -> str:
 def _parts() -> Table:
     table = Table("optional part", "there", "to have it", title="Optional parts", title_justify="left")
     for part in PARTS:
-        version = _version(part)
+        version = _version(part.module, part.distribution)
         if version:
             table.add_row(part.name, version, "")
         else:
             table.add_row(part.name, "no", Text(f"pip install -e '.[{part.extra}]'"))
+    table.add_row("training by Megatron", "no", "not in this version")
     return table
 
 
-def _later() -> Table:
-    table = Table("backend", "its package", "", title="Backends to come", title_justify="left")
-    for part in LATER:
-        table.add_row(part.name, _version(part) or "not installed", "not in this version")
-    return table
-
-
-def _version(part: Part) -> str | None:
-    if importlib.util.find_spec(part.module.partition(".")[0]) is None:
+def _version(module: str, distribution: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
         return None
     try:
-        return importlib.metadata.version(part.distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "yes"
 

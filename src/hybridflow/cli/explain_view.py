@@ -13,9 +13,7 @@ from hybridflow.explain.run import explain_run
 
 
 def show_explanation(config: PPOConfig | SFTConfig) -> None:
-    """Print the sizes of a step, the steps of the run, its processes, and, where the models' folders are on
-    this machine, the memory that they need.
-    """
+    """Print a run's sizes, steps and processes, and the memory of models that are on this machine."""
     rows = training_rows(config)
     batch = config.data.train_batch_size
     lines = explain_run(config, rows)
@@ -37,9 +35,7 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
 
 
 def training_rows(config: PPOConfig | SFTConfig) -> int | None:
-    """Return the number of training rows before any is left out, or None where counting needs to fetch or
-    make them.
-    """
+    """Return the training rows before any is left out; None where they would have to be fetched or made."""
     own_class = isinstance(config, PPOConfig) and config.data.custom_cls.path
     if config.data.task.name or own_class or not config.data.train_files:
         return None

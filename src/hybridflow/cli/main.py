@@ -50,10 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(body=commands.demo)
 
-    for word, body, text in (
-        ("train", commands.train, "train by reinforcement learning"),
-        ("sft", commands.sft, "supervised fine-tuning"),
-    ):
+    for word, text in (("train", "train by reinforcement learning"), ("sft", "supervised fine-tuning")):
         run = words.add_parser(word, help=text)
         run.add_argument("--recipe", help=RECIPE)
         run.add_argument(
@@ -63,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
             help="run every combination of comma-separated values, one after another",
         )
         run.add_argument("overrides", nargs="*", help=OVERRIDES)
-        run.set_defaults(body=body)
+        run.set_defaults(body=commands.train)
 
     _add_looking(words)
     words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(
@@ -94,8 +91,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_looking(words: Any) -> None:
     """Add the commands that say what a run would be."""
     config = words.add_parser(
-        "config",
-        help="print the keys and values of a run, or with --explain its steps, processes and memory",
+        "config", help="print the keys and values of a run, or with --explain its steps, processes and memory"
     )
     config.add_argument("--recipe", help=RECIPE)
     config.add_argument("--sft", action="store_true", help="a supervised run")

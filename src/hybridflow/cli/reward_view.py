@@ -114,7 +114,8 @@ def _table(results: list[dict[str, Any]]) -> Table:
     for result in results:
         score = "failed"
         if not result["error"]:
-            score = " ".join([f"{result['score']:g}", *_extras(result["extras"])])
+            extras = [f"{name}={_short(str(value))}" for name, value in result["extras"].items()]
+            score = " ".join([f"{result['score']:g}", *extras])
         table.add_row(
             str(result["row"]),
             Text(str(result["data_source"])),
@@ -125,10 +126,6 @@ def _table(results: list[dict[str, Any]]) -> Table:
             f"{result['seconds']:.3f}",
         )
     return table
-
-
-def _extras(extras: dict[str, Any]) -> list[str]:
-    return [f"{name}={_short(str(value))}" for name, value in extras.items()]
 
 
 def _short(text: str) -> str:

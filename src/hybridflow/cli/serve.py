@@ -181,9 +181,7 @@ def _settings(options: argparse.Namespace, folder: Path) -> Any:
 
 
 def _model_folder(options: argparse.Namespace, folder: Path) -> str:
-    """Return the model as it was named, or the Hugging Face folder that a checkpoint was made into below
-    `folder`.
-    """
+    """Return the model as it was named, or the Hugging Face folder made of a checkpoint below `folder`."""
     from hybridflow.checkpoint.layout import ACTOR, STRUCTURE
 
     given = Path(options.model).expanduser()

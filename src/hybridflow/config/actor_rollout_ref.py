@@ -1,6 +1,4 @@
-"""`actor_rollout_ref.*`: the policy that trains, the engine that generates with it, and the reference it is
-held to.
-"""
+"""`actor_rollout_ref.*`: the policy that trains, its generation engine, and the reference it is held to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`algorithm.*`: advantage estimation, the KL terms, which groups and rows are learned from, and rollout
-correction.
-"""
+"""`algorithm.*`: advantages, the KL terms, which groups and rows are learned from, rollout correction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Facts about the maths that are needed without importing torch: names, formulas, needs and vetted defaults,
-as data.
+"""Facts about the maths that are needed without torch, as data: names, formulas, needs, vetted defaults.
 
 In a formula `{gamma}` stands for the argument `gamma`, and `{norm_by_std:this|that}` for what holds with and
 without the argument `norm_by_std`. `tests/architecture/test_names_agree.py` compares everything here with the

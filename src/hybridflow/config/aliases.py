@@ -1,5 +1,4 @@
-"""Other names of keys: those of older documents, of secondary documents, and short forms. A run prints one
-line for each that it meets.
+"""Other names of keys: older names and short forms. A run prints one line for each that it meets.
 
     "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
     "algorithm.adv_estimator", "grpo_vectorized" ──rewrite_value──► "grpo"
@@ -14,6 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config.root import PPOConfig, SFTConfig
+
+ROLLOUT = r"actor_rollout_ref\.rollout\."
+LEARNERS = r"(actor_rollout_ref\.actor|critic)\."
+MODELS = r"(actor_rollout_ref\.(?:actor|ref)|critic)\."
 
 # (regular expression of the whole path, replacement); the first that matches counts.
 PPO_ALIASES: tuple[tuple[str, str], ...] = (
@@ -35,39 +38,25 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     ),
     # rollout
     (
-        r"actor_rollout_ref\.rollout\.multi_turn\.max_turns",
-        r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
-    ),
-    (
-        r"actor_rollout_ref\.rollout\.multi_turn\.tool_server",
-        r"actor_rollout_ref.rollout.multi_turn.tool_config_path",
-    ),
-    (
-        r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",
+        ROLLOUT + r"checkpoint_engine\.update_weights_bucket_megabytes",
         r"actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
     (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
-    (r"actor_rollout_ref\.rollout\.response_length", r"data.max_response_length"),
-    (r"actor_rollout_ref\.rollout\.prompt_length", r"data.max_prompt_length"),
+    (ROLLOUT + r"response_length", r"data.max_response_length"),
+    (ROLLOUT + r"prompt_length", r"data.max_prompt_length"),
     # optimizer
-    (r"(actor_rollout_ref\.actor|critic)\.optim\.(warmup_style|lr_scheduler)", r"\1.optim.lr_scheduler_type"),
-    (r"(actor_rollout_ref\.actor|critic)\.optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
-    (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
+    (LEARNERS + r"optim\.(warmup_style|lr_scheduler)", r"\1.optim.lr_scheduler_type"),
+    (LEARNERS + r"optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
+    (LEARNERS + r"optim\.clip_grad", r"\1.grad_clip"),
     # where models are spread
-    (
-        r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config\.ulysses_sequence_parallel_size",
-        r"\1.ulysses_sequence_parallel_size",
-    ),
-    (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp\.(.+)", r"\1.fsdp_config.\2"),
+    (MODELS + r"fsdp_config\.ulysses_sequence_parallel_size", r"\1.ulysses_sequence_parallel_size"),
+    (MODELS + r"fsdp\.(.+)", r"\1.fsdp_config.\2"),
     (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),
-    (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.use_torch_compile", r"\1.fsdp_config.use_torch_compile"),
-    (
-        r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config\.dtype",
-        r"\1.fsdp_config.mixed_precision.param_dtype",
-    ),
+    (MODELS + r"use_torch_compile", r"\1.fsdp_config.use_torch_compile"),
+    (MODELS + r"fsdp_config\.dtype", r"\1.fsdp_config.mixed_precision.param_dtype"),
     (r"ray_init\.(.+)", r"ray_kwargs.ray_init.\1"),
     # sizes over all devices, deprecated; taken as the sizes per device, which they are with one
-    (r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
+    (LEARNERS + r"ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
     (r"critic\.forward_micro_batch_size", r"critic.forward_micro_batch_size_per_gpu"),
     (
         r"actor_rollout_ref\.(rollout|ref)\.log_prob_micro_batch_size",
@@ -82,7 +71,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     ),
     (r"distillation\.teacher_model\.model_path", r"distillation.teacher_model.path"),
     # checkpoints
-    (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),
+    (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
     (r"actor_rollout_ref\.model\.external_libs", r"actor_rollout_ref.model.external_lib"),
 )
@@ -124,7 +113,7 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
 
 # (regular expression of the whole path, the values with which it is another key, that key).
 ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (r"actor_rollout_ref\.rollout\.dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
+    (ROLLOUT + r"dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
     (
         r"((?:actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config|engine)\.model_dtype",
         ("bf16", "bfloat16"),
@@ -132,10 +121,7 @@ ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
 )
 
-_COMPILED = {
-    PPOConfig: [(re.compile(pattern), new) for pattern, new in PPO_ALIASES],
-    SFTConfig: [(re.compile(pattern), new) for pattern, new in SFT_ALIASES],
-}
+ALIASES = {PPOConfig: PPO_ALIASES, SFTConfig: SFT_ALIASES}
 
 
 def rewrite(root: type[Any], path: str, value: Any) -> str | None:
@@ -144,17 +130,15 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
         match = re.fullmatch(text, path)
         if match and value in values:
             return match.expand(new)
-    for pattern, new in _COMPILED[root]:
-        match = pattern.fullmatch(path)
+    for pattern, new in ALIASES[root]:
+        match = re.fullmatch(pattern, path)
         if match:
             return match.expand(new)
     return None
 
 
 def rewrite_value(path: str, value: Any) -> Any:
-    """Return the value that now stands for `value` at a key of the schema; `value` itself where it is no
-    alias.
-    """
+    """Return the value that now stands for `value` at a key of the schema; itself if it is no alias."""
     if not isinstance(value, (str, bool, type(None))):
         return value
     return VALUE_ALIASES.get(path, {}).get(value, value)

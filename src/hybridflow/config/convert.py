@@ -1,5 +1,4 @@
-"""Conversion of an untyped tree (nested dicts from YAML and overrides) into the frozen dataclasses, with all
-mistakes reported together.
+"""Conversion of nested dicts into the frozen dataclasses, with all mistakes reported together.
 
 {"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each key
 """
@@ -26,13 +25,13 @@ class _Mismatch(Exception):
     """A value that does not have the wanted type; the text says what else was wrong with it."""
 
 
-def convert(root: type[C], tree: Mapping[str, Any]) -> C:
+def convert(root: type[C], tree: Mapping[str, Any], known_problems: Iterable[str] = ()) -> C:
     """Build `root` from nested dicts; keys that are absent take their defaults.
 
-    Raises ConfigError that lists every unknown key (with the nearest known ones), wrong type and value out of
-    bounds.
+    Raises ConfigError that lists `known_problems` and every unknown key (and those near it), wrong type and
+    value out of bounds.
     """
-    problems: list[str] = []
+    problems = list(known_problems)
     config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
     raise_all(problems)
     return config

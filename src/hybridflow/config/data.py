@@ -48,8 +48,8 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Prompts: where they come from and how they become batches."""
+class BaseDataConfig:
+    """Where rows come from and how they are read: the keys that every kind of run has."""
 
     train_files: str | list[str] = key(
         [],
@@ -60,9 +60,29 @@ class DataConfig:
         [], "Validation data, in files of the same kinds; empty: nothing is validated."
     )
     task: TaskConfig = group(TaskConfig)
-    tokenizer: str | None = key(None, "Tokenizer folder or hub name; null: the actor model's.")
     train_max_samples: int = key(-1, "Largest number of training rows that are used; -1: all.", minimum=-1)
     val_max_samples: int = key(-1, "Largest number of validation rows that are used; -1: all.", minimum=-1)
+    wrap_prompts: bool = key(
+        False, "Make a prompt that is a plain text into a user's message, rendered by the chat template."
+    )
+    shuffle: bool = key(True, "Shuffle the training rows anew in each epoch, by the seed.")
+    trust_remote_code: bool = key(False, "Run the code that comes with the tokenizer.")
+    dataloader_num_workers: int = key(
+        0, "Processes that read rows ahead; 0: rows are read in the trainer's process.", minimum=0
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "Extra arguments of the chat template, for example {enable_thinking: false}."
+    )
+    cache_dir: str | None = key(
+        None, "Folder in which copies of remote files are kept; null: ~/.cache/hybridflow."
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig(BaseDataConfig):
+    """Prompts, and how they become batches."""
+
+    tokenizer: str | None = key(None, "Tokenizer folder or hub name; null: the actor model's.")
     prompt_key: str = key(
         "prompt", "Column with the prompt: a list of messages, or a text that is already templated."
     )
@@ -77,9 +97,6 @@ class DataConfig:
     train_batch_size: int = key(
         1024, "Prompts in one training step; each gets actor_rollout_ref.rollout.n responses.", minimum=1
     )
-    wrap_prompts: bool = key(
-        False, "Make a prompt that is a plain text into a user's message, rendered by the chat template."
-    )
     gen_batch_size: int | None = key(
         None, "Prompts in one generation batch of dynamic sampling; null: train_batch_size.", minimum=1
     )
@@ -89,7 +106,6 @@ class DataConfig:
         argument="is_demonstration",
     )
     val_batch_size: int | None = key(None, "Prompts in one validation batch; null: all at once.", minimum=1)
-    shuffle: bool = key(True, "Shuffle the training rows anew in each epoch, by the seed.")
     seed: int | None = key(None, "Seed of the shuffling; null: trainer.seed.")
     validation_shuffle: bool = key(False, "Shuffle the validation rows.")
     filter_overlong_prompts: bool = key(
@@ -100,33 +116,14 @@ class DataConfig:
         "What happens to a prompt longer than max_prompt_length that is not left out: error stops the run, "
         "left, right and middle cut tokens there.",
     )
-    trust_remote_code: bool = key(False, "Run the code that comes with the tokenizer.")
     custom_cls: CustomClassConfig = group(CustomClassConfig)
     sampler: SamplerConfig = group(SamplerConfig)
-    dataloader_num_workers: int = key(
-        0, "Processes that read rows ahead; 0: rows are read in the trainer's process.", minimum=0
-    )
-    apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "Extra arguments of the chat template, for example {enable_thinking: false}."
-    )
-    cache_dir: str | None = key(
-        None, "Folder in which copies of remote files are kept; null: ~/.cache/hybridflow."
-    )
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
-    """Conversations: where they come from and how they become batches."""
+class SFTDataConfig(BaseDataConfig):
+    """Conversations, and how they become batches."""
 
-    train_files: str | list[str] = key(
-        [],
-        "Training data: one or several parquet, json or jsonl files, local or at an address such as hdfs:// "
-        "or s3://.",
-    )
-    val_files: str | list[str] = key(
-        [], "Validation data, in files of the same kinds; empty: nothing is validated."
-    )
-    task: TaskConfig = group(TaskConfig)
     tokenizer: str | None = key(None, "Tokenizer folder or hub name; null: the model's.")
     train_batch_size: int = key(256, "Conversations in one optimizer step.", minimum=1)
     micro_batch_size_per_gpu: int | None = key(
@@ -152,19 +149,3 @@ class SFTDataConfig:
     messages_key: str = key("messages", "Column with the list of messages.")
     prompt_key: str = key("prompt", "Column with the prompt, in data without a column of messages.")
     response_key: str = key("response", "Column with the response, in data without a column of messages.")
-    train_max_samples: int = key(-1, "Largest number of training rows that are used; -1: all.", minimum=-1)
-    val_max_samples: int = key(-1, "Largest number of validation rows that are used; -1: all.", minimum=-1)
-    shuffle: bool = key(True, "Shuffle the rows anew in each epoch, by the seed.")
-    trust_remote_code: bool = key(False, "Run the code that comes with the tokenizer.")
-    apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "Extra arguments of the chat template, for example {enable_thinking: false}."
-    )
-    dataloader_num_workers: int = key(
-        0, "Processes that read rows ahead; 0: rows are read in the trainer's process.", minimum=0
-    )
-    cache_dir: str | None = key(
-        None, "Folder in which copies of remote files are kept; null: ~/.cache/hybridflow."
-    )
-    wrap_prompts: bool = key(
-        False, "Make a prompt that is a plain text into a user's message, rendered by the chat template."
-    )

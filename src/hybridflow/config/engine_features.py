@@ -1,8 +1,6 @@
-"""The features of each generation engine, in one table: docs/rollout/engines.md is made from it, and runs are
-refused by it.
+"""The features of each generation engine, by which docs/rollout/engines.md is made and runs are refused.
 
-    ENGINES × FEATURES ──TABLE──► Cell: "yes", "unshown" with what was missing to show it, or "no" with the
-                                  reason and the way out
+    ENGINES × FEATURES ──TABLE──► Cell: "yes", "unshown" with what was missing, or "no" with the way out
 
 No entry is a promise: `tests/conformance/shown_by.py` names the test that shows each "yes".
 """

@@ -23,17 +23,14 @@ class Line(NamedTuple):
 
 
 def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Return the sequences, mini-batches and optimizer steps of a step and of the run, for any number of
-    processes.
-    """
+    """Return the sequences, mini-batches and optimizer steps of a step and of the run, over all processes."""
     if isinstance(config, PPOConfig):
         return _ppo_sizes(config, num_train_rows)
     return _sft_sizes(config, num_train_rows)
 
 
 def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
-    """Return the steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the
-    number of rows is not known.
+    """Return trainer.total_training_steps, or epochs × steps an epoch; None for an unknown number of rows.
 
     An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which
     groups are dropped draws further generation batches: the steps stay as many, and the data is gone through
@@ -54,9 +51,7 @@ def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None
 
 
 def rows_per_step(config: PPOConfig | SFTConfig) -> int:
-    """Return the training rows that a step draws; with dynamic sampling the fewest, in whole generation
-    batches.
-    """
+    """Return the training rows that a step draws; with dynamic sampling the fewest, in whole batches."""
     data = config.data
     if not isinstance(config, PPOConfig) or not config.algorithm.filter_groups.enable:
         return data.train_batch_size

@@ -1,8 +1,6 @@
-"""The flags of Hydra on a command line: a user's own YAML file is read as a recipe, and the others are
-refused in a sentence.
+"""The flags of Hydra: a user's own YAML file is read as a recipe, and the others are refused in a sentence.
 
-    ["--config-path=conf", "--config-name", "mine", "data.seed=1"] ──read_flags──► ["data.seed=1"],
-    "conf/mine.yaml"
+["--config-path=conf", "--config-name=mine", "data.seed=1"] ──read_flags──► [data.seed=1], conf/mine.yaml
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ def help_text(module: str) -> str:
 def read_flags(words: Sequence[str], recipe: str | Path | None = None) -> tuple[list[str], str | Path | None]:
     """Return the overrides among the words of a command line, and the recipe that the flags or `recipe` name.
 
-    Raises ConfigError for a flag that is none of Hydra's, for one that means nothing here, and for a file
-    that is not there.
+    Raises ConfigError for an unknown flag, one that means nothing here, and a file that is not there.
     """
     overrides: list[str] = []
     given: dict[str, str] = {}

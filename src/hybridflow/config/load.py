@@ -1,13 +1,10 @@
 """The way from a recipe and a command line to a typed configuration.
 
     recipe.yaml (and those it builds on) ─┐
-                                          ├─► Setting(path, value) ─► aliases, verl_keys ─► untyped tree ─►
-                                          convert ─► Loaded
-    key=value +key=value ~key (Hydra) ────┘                            a note for each            (OmegaConf:
-    ${…})
+                                          ├─► Setting ─► aliases, verl_keys ─► tree ─► convert ─► Loaded
+    key=value +key=value ~key (Hydra) ────┘
 
-`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run
-(`check.py`).
+`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
 
 class Loaded(NamedTuple, Generic[C]):
-    """A typed configuration, one printed line for each key that was rewritten or has no effect, and the paths
-    the user set.
-    """
+    """A typed configuration, a note for each key rewritten or without effect, and the paths the user set."""
 
     config: C
     notes: list[str]
@@ -79,16 +74,7 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
             delete_path(tree, setting.path)
         else:
             set_path(tree, setting.path, setting.value)
-    try:
-        config = convert(root, _plain(tree))
-    except ConfigError as error:
-        problems.extend(
-            line.removeprefix("  - ")
-            for line in str(error).splitlines()
-            if not line.endswith("in the configuration:")
-        )
-        config = root()
-    raise_all(problems)
+    config = convert(root, _plain(tree, problems), problems)
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
     return Loaded(config, notes, frozenset(given))
 
@@ -100,23 +86,20 @@ def prepare_config(
     *,
     runs: bool = True,
     needs_model: bool = True,
+    needs_files: bool = True,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
-    `runs=False` is for commands that show a run: a model's folder then needs neither weights nor a tokenizer.
-    `needs_model=False` is for commands that use no model: none has to be set. Raises ConfigError that
-    lists every problem.
+    `runs`, `needs_model` and `needs_files` are those of `check`. Raises ConfigError that lists every problem.
     """
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model)
+    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model, needs_files=needs_files)
     return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for. The last
-    key varies fastest.
-    """
+    """Return the runs of a command line with sweeps (`a=1,2`, `choice(…)`); the last key varies fastest."""
     choices: list[list[str]] = []
     for text in overrides:
         override = _parse_one(text)
@@ -242,46 +225,11 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the ${…} of defaults filled in."""
-    try:
-        return {name: _filled(value, tree) for name, value in tree.items()}
-    except _NotSimple:  # OmegaConf knows every kind of ${…}, and takes ten times as long
-        pass
+def _plain(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The tree with the ${…} of defaults filled in; raises `problems` and its own."""
     try:
         plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+        raise_all([*problems, str(error).splitlines()[0]])
     assert isinstance(plain, dict), "a dict stays a dict"
     return {str(name): value for name, value in plain.items()}
-
-
-class _NotSimple(Exception):
-    """A ${…} that is not the path of a plain value, or a value that YAML does not have."""
-
-
-def _filled(value: Any, tree: Mapping[str, Any]) -> Any:
-    """A copy of `value` in which each `${path}` is the plain value at that path of `tree`; else
-    _NotSimple.
-    """
-    if isinstance(value, Mapping):
-        if not all(type(name) is str for name in value):
-            raise _NotSimple
-        return {name: _filled(each, tree) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_filled(each, tree) for each in value]
-    if isinstance(value, str) and ("$" in value or "\\" in value):
-        path = re.fullmatch(r"\$\{([a-z_0-9.]+)\}", value)
-        if path is None:
-            raise _NotSimple
-        found: Any = tree
-        for name in path[1].split("."):
-            if not isinstance(found, Mapping) or name not in found:
-                raise _NotSimple
-            found = found[name]
-        if isinstance(found, str) and ("$" in found or found == "???"):
-            raise _NotSimple
-        value = found
-    if value is not None and type(value) not in (bool, int, float, str):
-        raise _NotSimple
-    return value

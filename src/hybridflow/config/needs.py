@@ -1,4 +1,4 @@
-"""The other roles that a run needs, and the defaults of a paper, by the names of its estimator and its loss.
+"""The roles and models that a run needs, by the names of its estimator and its loss.
 
 There are no facts about a user's own function (`path.py:name`), so nothing is assumed of it and nothing
 refused.
@@ -6,10 +6,12 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
-from hybridflow.config.root import PPOConfig
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
 
 
 def estimator_facts(config: PPOConfig) -> EstimatorFacts | None:
@@ -41,6 +43,23 @@ def needs_teacher(config: PPOConfig) -> bool:
     return estimator is not None and estimator.teacher
 
 
+def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig, FSDPConfig | None]]:
+    """Yield (path of the block, the block, its sharding) of each model that the run builds."""
+    if isinstance(config, SFTConfig):
+        yield "model", config.model, config.engine
+        return
+    roles = config.actor_rollout_ref
+    critic = config.critic
+    process = config.reward.process_reward_model
+    yield "actor_rollout_ref.model", roles.model, roles.actor.fsdp_config
+    if critic.enable:
+        yield "critic.model", critic.model, critic.fsdp_config
+    if process.enable:
+        yield "reward.process_reward_model.model", process.model, roles.actor.fsdp_config
+    if needs_teacher(config):
+        yield "distillation.teacher_model", config.distillation.teacher_model, None
+
+
 def rows_per_prompt(config: PPOConfig) -> int:
     """Return the rows of a prompt that are trained on: its responses, and the data's own answer if read."""
     facts = estimator_facts(config)
@@ -49,9 +68,7 @@ def rows_per_prompt(config: PPOConfig) -> int:
 
 
 def responses_per_prompt(config: PPOConfig) -> int:
-    """Return the responses to a prompt that are generated: those trained on, and a greedy one if it is asked
-    for.
-    """
+    """Return the responses to a prompt that are generated: those trained on, and a greedy one if needed."""
     facts = estimator_facts(config)
     greedy = facts.greedy_rows if facts is not None else 0
     return config.actor_rollout_ref.rollout.n + greedy

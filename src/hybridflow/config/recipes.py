@@ -1,7 +1,6 @@
 """Recipes: YAML files that hold only the keys that differ from the defaults, and may build on others.
 
-"grpo", "tiny/grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list
-merged below it
+"grpo", "tiny/grpo" or path/to/run.yaml ──read_recipe──► nested dict, over the recipes of its `defaults`
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 BASES = ("ppo_trainer", "sft_trainer", "sft_trainer_engine")
-"""verl's names for files that hold all keys with their defaults: in a `defaults` list they stand for the
-schema.
-"""
+"""verl's names for files of all keys with their defaults: in a `defaults` list they stand for the schema."""
 
 
 def recipe_names() -> list[str]:
@@ -30,8 +27,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
-    """Return the file of a recipe: a path to a YAML file, or a name (`grpo`, `tiny/grpo`, `../grpo`) beside
-    another recipe or in the package.
+    """Return the file of a recipe: a YAML file by path, or a name beside another recipe or in the package.
 
     Raises ConfigError where there is none.
     """
@@ -69,8 +65,7 @@ def recipe_hint(word: str) -> str:
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:
-    """Return a recipe merged over those named in its `defaults` list, in order. Its own keys come at `_self_`
-    in the list, or else last.
+    """Return a recipe merged over those of its `defaults` list; its own keys come at `_self_`, or last.
 
     ${…} is left in place. Raises ConfigError for a missing or unreadable recipe and for a circle.
     """
@@ -97,15 +92,14 @@ def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
     order = list(parents)
     if "_self_" not in order:
         order.append("_self_")
-    layers = [own if name == "_self_" else _parent(name, path, through) for name in order]
+    layers = []
+    for name in order:
+        if name == "_self_":
+            layers.append(own)
+        elif name not in BASES or (path.parent / f"{name}.yaml").is_file():
+            layers.append(_read(find_recipe(name, path.parent), (*through, path)))
     merged = OmegaConf.to_container(
         OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)), resolve=False
     )
     assert isinstance(merged, dict), "dicts merge into a dict"
     return {str(key): value for key, value in merged.items()}
-
-
-def _parent(name: str, path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
-    if name in BASES and not (path.parent / f"{name}.yaml").is_file():
-        return {}
-    return _read(find_recipe(name, path.parent), (*through, path))

@@ -23,9 +23,7 @@ class RoleKeys:
     model: str
     """The block of its model."""
     layout: str = ACTOR
-    """The block that says how the model is spread over ranks; a role without one of its own is spread as the
-    actor is.
-    """
+    """The block that says how the model is spread over ranks; by default as the actor is."""
     updates: str = ""
     """The block of its mini-batches, its optimizer and its checkpoint; '' for a role that does not learn."""
 
@@ -41,9 +39,7 @@ ROLE_KEYS: Mapping[str, RoleKeys] = {
 
 
 def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelConfig]:
-    """Return (how it is sharded, ranks that share the tokens of a row, its model) of a role that has an
-    engine.
-    """
+    """Return (sharding, ranks that share the tokens of a row, model) of a role that has an engine."""
     keys = ROLE_KEYS[role]
     layout = get_value(config, keys.layout)
     return layout.fsdp_config, layout.ulysses_sequence_parallel_size or 1, get_value(config, keys.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, field
+from dataclasses import MISSING, field
 from typing import Any
 
 
@@ -48,9 +48,4 @@ def group(cls: type[Any], **defaults: Any) -> Any:
     return field(default_factory=lambda: cls(**defaults))
 
 
-def meaning(f: Field[Any]) -> str:
-    """Return the one-line meaning of a declared key ('' for a block)."""
-    return str(f.metadata.get("meaning", ""))
-
-
-__all__ = ["MISSING", "group", "key", "meaning"]
+__all__ = ["MISSING", "group", "key"]

@@ -18,9 +18,7 @@ COMMENT_COLUMN = 64
 
 
 def to_yaml(config: PPOConfig | SFTConfig, only_changed: bool = False) -> str:
-    """Return all keys as YAML with comments. `only_changed`: only those that differ from their defaults and
-    do not follow from another key.
-    """
+    """Return the keys as YAML with comments; `only_changed`: those that were set, as `is_changed` says."""
     infos = keys_of(type(config))
     shown = {path: info for path, info in infos.items() if not only_changed or is_changed(config, info)}
     if not shown:
@@ -29,9 +27,7 @@ def to_yaml(config: PPOConfig | SFTConfig, only_changed: bool = False) -> str:
 
 
 def is_changed(config: PPOConfig | SFTConfig, info: KeyInfo) -> bool:
-    """Return whether a key was set: its value is neither the default nor the one that `resolve` derives from
-    other keys.
-    """
+    """Return whether a key was set: its value is neither its default nor derived from other keys."""
     value = get_value(config, info.path)
     if value == info.default:
         return False

@@ -38,8 +38,7 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
         return bounds[0], bounds[1]
     raise ConfigError(
         f"{_KEY}.rollout_is_threshold got {threshold!r}: set a number above 0 (weights are truncated above "
-        "it), for example 2.0, "
-        "or 'lo_hi' with 0 ≤ lo < hi (weights outside become 0), for example '0.5_5.0'"
+        "it), for example 2.0, or 'lo_hi' with 0 ≤ lo < hi (weights outside become 0), for example '0.5_5.0'"
     )
 
 
@@ -60,8 +59,7 @@ def parse_rejection(options: str, thresholds: float | str | None) -> list[Rule]:
     if len(given) != len(names):
         raise ConfigError(
             f"{_KEY}.rollout_rs={options} has {len(names)} options, but rollout_rs_threshold={thresholds} "
-            f"has {len(given)} thresholds: "
-            "set one for each option, by comma"
+            f"has {len(given)} thresholds: set one for each option, by comma"
         )
     return [_rule(name, threshold) for name, threshold in zip(names, given, strict=True)]
 
@@ -85,9 +83,7 @@ def _rule(name: str, threshold: str) -> Rule:
 
 
 def _numbers(threshold: float | str) -> tuple[float, ...]:
-    """The numbers of `a` or `a_b`; none where one of them is no number. float() alone would read '0.5_5' as
-    0.55.
-    """
+    """The numbers of `a` or `a_b`, or none; float() alone would read '0.5_5' as 0.55."""
     try:
         return tuple(float(part) for part in str(threshold).split("_"))
     except ValueError:

@@ -11,14 +11,14 @@ Tracker = Literal["console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
-    """Length of the run, machines, logging, validation and checkpoints."""
+class BaseTrainerConfig:
+    """Length of the run, machines, logging and checkpoints: the keys that every kind of run has."""
 
     project_name: str = key("hybridflow", "Name of the project, for trackers and for the run folder.")
     experiment_name: str = key("run", "Name of the experiment, for trackers and for the run folder.")
     default_local_dir: str = key(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "Run folder, which holds the configuration, metrics, samples, the report and checkpoints.",
+        "Run folder, which holds the configuration, metrics, the report, checkpoints and any samples.",
     )
     logger: str | list[Tracker] = key(
         ["console", "tensorboard"],
@@ -49,16 +49,6 @@ class TrainerConfig:
         "Where the roles run: local is this one process, ray is a process for each device, auto chooses by "
         "the number of devices.",
     )
-    resource_pools: dict[str, list[int]] = key(
-        {},
-        "Pools of devices by name, each a list of the devices on each of its nodes, for example {train: "
-        "[4], gen: [4]}; {}: one pool of all devices.",
-    )
-    placement: dict[str, str | list[str]] = key(
-        {},
-        "Pool of each role, for example {rollout: gen}. A role that is not named is in the first pool; "
-        "rollout may have several.",
-    )
     balance_batch: bool = key(
         True, "Deal rows to ranks so that each has about as many tokens; false: as many rows."
     )
@@ -79,8 +69,6 @@ class TrainerConfig:
     seed: int = key(
         1, "Seed of the run. Every random draw is keyed by it, the purpose, the step and the row."
     )
-    val_before_train: bool = key(True, "Validate before the first step.")
-    val_only: bool = key(False, "Validate once, and end the run.")
     test_freq: int = key(
         -1,
         "Validate every so many steps, and at the end; -1: only at the end, and not at all with "
@@ -97,12 +85,30 @@ class TrainerConfig:
         "anew; resume_path goes on from resume_from_path.",
     )
     resume_from_path: str | None = key(None, "The global_step_N folder of resume_mode=resume_path.")
-    critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
     max_nonfinite_steps: int = key(
         3,
         "Stop the run when this many optimizer steps in a row were skipped because a number was not finite.",
         minimum=1,
     )
+
+
+@dataclass(frozen=True)
+class TrainerConfig(BaseTrainerConfig):
+    """A PPO run: pools of devices, validation by generated answers, and samples."""
+
+    resource_pools: dict[str, list[int]] = key(
+        {},
+        "Pools of devices by name, each a list of the devices on each of its nodes, for example {train: "
+        "[4], gen: [4]}; {}: one pool of all devices.",
+    )
+    placement: dict[str, str | list[str]] = key(
+        {},
+        "Pool of each role, for example {rollout: gen}. A role that is not named is in the first pool; "
+        "rollout may have several.",
+    )
+    val_before_train: bool = key(True, "Validate before the first step.")
+    val_only: bool = key(False, "Validate once, and end the run.")
+    critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
     rollout_data_dir: str | None = key(
         None, "Folder into which the samples of each step are written as JSON lines; null: none."
     )
@@ -115,59 +121,11 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
-class SFTTrainerConfig:
-    """Length of the run, machines, logging, validation and checkpoints."""
+class SFTTrainerConfig(BaseTrainerConfig):
+    """A supervised run, which validates and saves at least at its end."""
 
     project_name: str = key("hybridflow-sft", "Name of the project, for trackers and for the run folder.")
-    experiment_name: str = key("run", "Name of the experiment, for trackers and for the run folder.")
-    default_local_dir: str = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "Run folder, which holds the configuration, metrics, the report and checkpoints.",
-    )
-    logger: str | list[Tracker] = key(
-        ["console", "tensorboard"],
-        "Trackers that get the metrics. jsonl is always written into the run folder.",
-    )
     total_epochs: int = key(1, "Passes over the training data.", minimum=1)
-    total_training_steps: int | None = key(
-        None, "Number of training steps after which the run ends; null: total_epochs decides.", minimum=1
-    )
-    nnodes: int = key(1, "Number of machines.", minimum=1)
-    n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Device that computes; auto: cuda where there is one, else cpu."
-    )
-    num_threads: int | None = key(
-        None,
-        "CPU threads of torch in each process; null: torch chooses. Results repeat to the bit only with the "
-        "same number.",
-        minimum=1,
-    )
-    controller: Literal["auto", "local", "ray"] = key(
-        "auto",
-        "Where the model runs: local is this one process, ray is a process for each device, auto chooses by "
-        "the number of devices.",
-    )
-    balance_batch: bool = key(
-        True, "Deal rows to ranks so that each has about as many tokens; false: as many rows."
-    )
-    max_restarts: int = key(
-        0,
-        "How often a run that lost workers rebuilds them and goes on from the newest checkpoint; 0: it ends.",
-        minimum=0,
-    )
-    worker_timeout: float = key(
-        3600.0, "Seconds that one call of the workers may take; then they count as lost.", above=0
-    )
-    heartbeat_timeout: float = key(
-        10.0, "Seconds without a sign of life after which a worker process counts as lost.", above=0
-    )
-    startup_timeout: float = key(
-        300.0, "Seconds that worker processes may take to start and load their models.", above=0
-    )
-    seed: int = key(
-        1, "Seed of the run. Every random draw is keyed by it, the purpose, the step and the row."
-    )
     test_freq: int = key(
         -1,
         "Compute the validation loss every so many steps, and at the end; -1: only at the end.",
@@ -175,20 +133,6 @@ class SFTTrainerConfig:
     )
     save_freq: int = key(
         -1, "Save a checkpoint every so many steps, and at the end; -1: only at the end.", minimum=-1
-    )
-    max_ckpt_to_keep: int | None = key(
-        None, "Number of checkpoints that are kept; older ones are removed. null: keep all.", minimum=1
-    )
-    resume_mode: Literal["auto", "disable", "resume_path"] = key(
-        "auto",
-        "auto goes on from the newest whole checkpoint of the run folder, if there is one; disable starts "
-        "anew; resume_path goes on from resume_from_path.",
-    )
-    resume_from_path: str | None = key(None, "The global_step_N folder of resume_mode=resume_path.")
-    max_nonfinite_steps: int = key(
-        3,
-        "Stop the run when this many optimizer steps in a row were skipped because a number was not finite.",
-        minimum=1,
     )
     grad_clip: float | None = key(
         1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0

@@ -1,7 +1,6 @@
 """The schema as a flat list of dotted paths, and operations on nested dicts and nested frozen dataclasses.
 
-PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}      read by load, verl_keys, show, the
-docs
+PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}
 nested dict ──flatten──► [("data.train_batch_size", 64), …] ──set_path──► nested dict
 config ──with_values(config, {"critic.model.path": …})──► a changed copy
 """
@@ -29,9 +28,7 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key of the schema: its dotted path, type, default (of this place in the tree), and what `key` of
-    `schema.py` declares of it.
-    """
+    """One key of the schema: dotted path, type, default at this place, and what `schema.key` declares."""
 
     path: str
     type: Any
@@ -129,9 +126,7 @@ def to_tree(config: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the leaves of nested dicts as (dotted path, value). An empty dict is a leaf, and so is one whose
-    keys are no plain names.
-    """
+    """Return the leaves of nested dicts as (dotted path, value), with empty dicts and those of odd names."""
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         path = f"{prefix}{name}"
@@ -143,9 +138,7 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Write `value` at a dotted path, making the dicts on the way; a dict is merged into a dict that stands
-    there.
-    """
+    """Write `value` at a dotted path, making dicts on the way; a dict is merged into a dict there."""
     *parents, last = path.split(".")
     node = tree
     for name in parents:
@@ -159,18 +152,16 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
         node[last] = value
 
 
-def delete_path(tree: dict[str, Any], path: str) -> bool:
-    """Remove the entry at a dotted path; return False where there is none."""
+def delete_path(tree: dict[str, Any], path: str) -> None:
+    """Remove the entry at a dotted path, if there is one."""
     *parents, last = path.split(".")
     node: Any = tree
     for name in parents:
         if not isinstance(node, dict):
-            return False
+            return
         node = node.get(name)
-    if not isinstance(node, dict) or last not in node:
-        return False
-    del node[last]
-    return True
+    if isinstance(node, dict):
+        node.pop(last, None)
 
 
 def get_value(config: Any, path: str) -> Any:

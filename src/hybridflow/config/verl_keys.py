@@ -1,5 +1,4 @@
-"""The fate of each key that verl documents: native, alias of another key, without effect here, or refused
-with a way out.
+"""The fate of each key that verl documents: native, alias, without effect, or refused with a way out.
 
     status(PPOConfig, "actor_rollout_ref.rollout.name", "trtllm") ──► KeyStatus("refused", …, "…: use native")
 
@@ -28,9 +27,7 @@ Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """The fate of one key with one value. `path` and `value` are those now used (for an alias one of them is
-    new), and `reason` is one sentence.
-    """
+    """The fate of a key and value; `path` and `value` are those now used, `reason` is one sentence."""
 
     kind: Kind
     path: str
@@ -39,9 +36,6 @@ class KeyStatus:
 
 
 RULES: Mapping[type[Any], tuple[Rule, ...]] = {PPOConfig: PPO_RULES, SFTConfig: SFT_RULES}
-
-
-_COMPILED = {root: [(re.compile(rule.pattern), rule) for rule in rules] for root, rules in RULES.items()}
 
 
 def status(root: type[Any], path: str, value: Any) -> KeyStatus:
@@ -54,17 +48,16 @@ def status(root: type[Any], path: str, value: Any) -> KeyStatus:
     instead = rewrite_value(path, value)
     if instead is not value:
         return KeyStatus("alias", path, f"{value} is now {instead}", instead)
-    refusal = _refused_value(path, value)
-    if refusal:
-        return KeyStatus("refused", path, refusal)
+    if isinstance(value, str) and value in REFUSED_VALUES.get(path, {}):
+        return KeyStatus("refused", path, REFUSED_VALUES[path][value])
     if path.endswith(".override_config.attn_implementation"):
         return KeyStatus("no effect", path, "one attention serves training and generation")
     if path in blocks_of(root) and value is None:
         return KeyStatus("no effect", path, "the keys of the block keep their values")
     if is_native(root, path) or path in blocks_of(root):
         return KeyStatus("native", path, value=value)
-    for pattern, rule in _COMPILED[root]:
-        if pattern.fullmatch(path):
+    for rule in RULES[root]:
+        if re.fullmatch(rule.pattern, path):
             return _ruled(rule, path, value)
     return KeyStatus("unknown", path)
 
@@ -75,14 +68,8 @@ def _ruled(rule: Rule, path: str, value: Any) -> KeyStatus:
     return KeyStatus("refused", path, rule.refusal)
 
 
-def _refused_value(path: str, value: Any) -> str:
-    return REFUSED_VALUES.get(path, {}).get(value, "") if isinstance(value, str) else ""
-
-
 def _same(value: Any, accepted: Any) -> bool:
-    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a pattern with
-    `*`.
-    """
+    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a `*`."""
     if isinstance(value, str) and isinstance(accepted, str):
         return fnmatch.fnmatchcase(value.lower(), accepted.lower())
     if isinstance(value, bool) != isinstance(accepted, bool):

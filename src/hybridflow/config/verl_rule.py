@@ -42,6 +42,11 @@ def off(pattern: str, refusal: str) -> Rule:
     return Rule(pattern, OFF, "the feature is off", refusal)
 
 
+def only(pattern: str, accepted: tuple[Any, ...], why: str) -> Rule:
+    """Return the rule of keys whose other values are refused for the reason why these have no effect."""
+    return Rule(pattern, accepted, why, f"{why}: leave it out")
+
+
 def seed(pattern: str) -> Rule:
     """Return the rule of a seed apart from the run's: verl's defaults pass, any other choice is refused."""
     return Rule(pattern, (None, 42, 1, 0), "trainer.seed seeds every draw of the run", SEED)
@@ -60,11 +65,8 @@ def sharding(block: str) -> tuple[Rule, ...]:
         ),
         seed(rf"{block}\.seed"),
         ignored(rf"{block}\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
-        Rule(
-            rf"{block}\.mixed_precision\.buffer_dtype",
-            FLOAT32,
-            "buffers are float32",
-            "buffers (rotary positions) stay in float32: leave it out",
+        only(
+            rf"{block}\.mixed_precision\.buffer_dtype", FLOAT32, "buffers (rotary positions) stay in float32"
         ),
         ignored(rf"{block}\.use_orig_params", "FSDP2 always keeps the original parameters"),
     )
@@ -93,9 +95,7 @@ HYDRA: tuple[Rule, ...] = (
         r"hydra\.searchpath",
         "the names of a `defaults` list are looked up beside the file and among the recipes",
     ),
-    Rule(
-        r"hydra\.job\.chdir", OFF, "the working directory stays", "the working directory stays: leave it out"
-    ),
+    only(r"hydra\.job\.chdir", OFF, "the working directory stays"),
     Rule(
         r"hydra\.mode",
         (None, "RUN"),
@@ -117,28 +117,16 @@ HYDRA: tuple[Rule, ...] = (
 )
 
 OPTIMIZER: tuple[Rule, ...] = (
-    Rule(
-        r"(.+\.)?optim\.optimizer",
-        (None, "AdamW"),
-        "AdamW is the optimizer",
-        "AdamW is the optimizer: set AdamW",
-    ),
-    Rule(
-        r"(.+\.)?optim\.optimizer_impl",
-        (None, "torch.optim"),
-        "AdamW is torch's",
-        "the optimizer is torch's AdamW: set torch.optim",
-    ),
+    only(r"(.+\.)?optim\.optimizer", (None, "AdamW"), "the optimizer is AdamW"),
+    only(r"(.+\.)?optim\.optimizer_impl", (None, "torch.optim"), "the optimizer is torch's AdamW"),
     off(
         r"(.+\.)?optim\.override_optimizer_config(\..+)?",
         "set betas, eps and weight_decay of the optim block",
     ),
-    Rule(
+    only(
         r"(.+\.)?optim\.zero_indexed_step",
         (None, False),
-        "the schedule counts optimizer steps from 1",
-        "the schedule counts optimizer steps from 1, so that no step of a warm-up has learning rate 0: "
-        "leave it out",
+        "the schedule counts optimizer steps from 1, so that no step of a warm-up has learning rate 0",
     ),
     off(r"(.+\.)?optim\.init_lr_ratio", "a warm-up starts at lr / lr_warmup_steps: leave it out"),
 )

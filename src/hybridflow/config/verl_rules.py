@@ -1,5 +1,4 @@
-"""The keys of verl's reinforcement learning that the schema does not have, as data: accepted values with the
-reason, and the refusal of all others.
+"""Keys of verl's reinforcement learning outside the schema, as data: values accepted, and others refused.
 
 `verl_keys.status` reads the tables. A pattern is a regular expression of a whole dotted path. The first rule
 that matches counts, so the key that switches a feature on stands before the other keys of that feature.
@@ -24,6 +23,7 @@ from hybridflow.config.verl_rule import (
     Rule,
     ignored,
     off,
+    only,
     seed,
     sharding,
 )
@@ -101,7 +101,7 @@ MODEL: tuple[Rule, ...] = (
     ),
     off(r"(.+\.)?lora\.adapter_path", "set actor_rollout_ref.model.lora_adapter_path"),
     ignored(r".+\.lora\..+", "it is read only with Megatron's lora.rank, which is off"),
-    Rule(r".+\.peft_type", (*OFF, "lora"), "adapters are LoRA", "adapters are LoRA: leave it out"),
+    only(r".+\.peft_type", (*OFF, "lora"), "adapters are LoRA"),
     off(r".+\.target_parameters", "adapters go to linear layers: set target_modules"),
     FUSED_BACKEND,
     ignored(r".+\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
@@ -123,12 +123,10 @@ MODEL: tuple[Rule, ...] = (
     off(r".+\.mtp\.(enable|enable_train|enable_rollout)", LATER),
     ignored(r".+\.mtp\..+", "it is read only with mtp.enable, which is off"),
     Rule(r".+\.router_replay\..+", (*OFF, "disabled"), "the feature is off", LATER),
-    Rule(
+    only(
         r"actor_rollout_ref\.ref\.model(\..+)?",
         OFF,
-        "the reference is the actor's first weights",
-        "the reference is the actor's first weights, and one of its own comes in a later version: leave it "
-        "out",
+        "the reference is the actor's first weights, and one of its own comes in a later version",
     ),
 )
 
@@ -164,11 +162,8 @@ ENGINE: tuple[Rule, ...] = (
         "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "
         "the same role",
     ),
-    Rule(
-        r".+\.megatron\..+",
-        OFF_OR_ONE,
-        "the training engine is FSDP2",
-        "the training engine is FSDP2, and Megatron comes in a later version: leave it out",
+    only(
+        r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2, and Megatron comes in a later version"
     ),
     Rule(
         r"(critic|actor_rollout_ref\.ref|reward\.reward_model)\.strategy",
@@ -190,11 +185,10 @@ ENGINE: tuple[Rule, ...] = (
 )
 
 ROLLOUTS: tuple[Rule, ...] = (
-    Rule(
+    only(
         ROLLOUT + r"mode",
         (None, "async", "sync"),
         "each step waits for all of its responses, however the engine serves them",
-        "each step waits for all of its responses: leave it out",
     ),
     Rule(
         ROLLOUT + r"(data|expert|pipeline_model|decode_context|prefill_context)_parallel_size",
@@ -220,11 +214,10 @@ ROLLOUTS: tuple[Rule, ...] = (
         ROLLOUT + r"engine_kwargs\..+", "it is read only by that engine, which this version does not have"
     ),
     ignored(ROLLOUT + r"calculate_log_probs", "the engine always returns log-probs"),
-    Rule(
+    only(
         ROLLOUT + r"logprobs_mode",
         (None, "processed_logprobs"),
-        "log-probs are those of the distribution at `temperature`",
-        "log-probs are always those of the distribution at `temperature`: leave it out",
+        "log-probs are always those of the distribution at `temperature`",
     ),
     seed(ROLLOUT + r"seed"),
     off(
@@ -260,12 +253,8 @@ ROLLOUTS: tuple[Rule, ...] = (
 
 
 def _column(name: str, default: str) -> Rule:
-    return Rule(
-        rf"data\.{name}",
-        (*OFF, default),
-        "models are text models in this version",
-        "models are text models in this version, and such a column is not read: leave it out",
-    )
+    why = "models are text models in this version, and such a column is not read"
+    return only(rf"data\.{name}", (*OFF, default), why)
 
 
 DATA: tuple[Rule, ...] = (

@@ -16,6 +16,7 @@ from hybridflow.config.verl_rule import (
     Rule,
     ignored,
     off,
+    only,
     sharding,
 )
 
@@ -25,17 +26,11 @@ SFT_RULES: tuple[Rule, ...] = (
         r"(data\.|model\.)?(use_dynamic_bsz|use_remove_padding)",
         "sequences are always packed up to the token limit",
     ),
-    Rule(
-        r"data\.pad_mode",
-        (None, "no_padding"),
-        "sequences are always packed",
-        "sequences are always packed: leave it out",
-    ),
-    Rule(
+    only(r"data\.pad_mode", (None, "no_padding"), "sequences are always packed"),
+    only(
         r"data\.(multiturn\.)?(tools_key|enable_thinking_key)",
         (*OFF, "tools", "enable_thinking"),
-        "such columns are not read in this version",
-        "columns of tools and of thinking are not read in this version: leave it out",
+        "columns of tools and of thinking are not read in this version",
     ),
     ignored(
         r"data\.multiturn\..+",

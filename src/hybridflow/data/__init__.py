@@ -1,5 +1,4 @@
-"""The data room: files and procedural tasks in, tokenised prompts and conversations out, in an order that can
-be resumed.
+"""The data room: files and tasks in, tokenised prompts and conversations out, in an order that resumes.
 
     files.py / tasks/ ──rows──► prompts.py (PromptRow) ─┐
                        └──────► sft.py (SFTRow) ────────┴─► samplers.py ─► loader.py ─► batches of rows

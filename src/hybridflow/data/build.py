@@ -55,8 +55,7 @@ def build_prompt_data(
     dynamic_sampling: bool = False,
     demonstrations: bool = False,
 ) -> PromptData:
-    """Build the loader of training prompts and the dataset of validation prompts; `data.seed` goes before
-    `seed`.
+    """Build the loader of training prompts and the validation prompts; `data.seed` goes before `seed`.
 
     With `dynamic_sampling` the loader gives `data.gen_batch_size` prompts at a time (null:
     `data.train_batch_size`). With `demonstrations` each training prompt has the data's own answer with it,
@@ -131,11 +130,6 @@ def _prompt_dataset(
 def _custom_dataset(
     spec: str, files: list[str], tokenizer: Tokenizer, config: DataConfig
 ) -> MapDataset[PromptRow]:
-    if config.task.name is not None:
-        raise ConfigError(
-            f"data.custom_cls ({spec}) reads data files, and data.task.name={config.task.name} is set too: "
-            "unset one of them"
-        )
     dataset = load_function(spec, key="data.custom_cls")(files, tokenizer, config)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
@@ -158,8 +152,7 @@ def _custom_dataset(
 
 
 def _rows(config: DataConfig | SFTDataConfig, split: Split, seed: int) -> Rows | None:
-    """Read the rows of one split from its files or its task, at most `*_max_samples` of them; None without
-    either.
+    """Read at most `*_max_samples` rows of a split from its files or its task; None without either.
 
     `validation_shuffle` decides the order of the validation rows; training rows stay in the data's order.
     """

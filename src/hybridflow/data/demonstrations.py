@@ -2,8 +2,7 @@
 
     PromptRow + its column data.demonstration_key ──as in sft.py──► PromptRow with demonstration_token_ids
 
-The answers are tokenised once, while the dataset is built, so that what cannot be used is counted and shown
-before training.
+The answers are tokenised while the dataset is built, so what cannot be used is counted and shown then.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from hybridflow.data.tokenizer import Tokenizer
 
 
 class DemonstratedPrompts:
-    """The prompts of `dataset` that come with an answer; item i is its PromptRow with
-    `demonstration_token_ids`.
+    """The prompts of `dataset` with an answer; item i is its PromptRow with `demonstration_token_ids`.
 
     Rows without a usable answer, and answers over `data.max_response_length`, are left out, counted and
     shown. Raises DataError where that leaves none.
@@ -35,15 +33,11 @@ class DemonstratedPrompts:
         key = config.demonstration_key
         limit = config.max_response_length
         self.report = RowReport(f"the training data's answers (data.demonstration_key={key})", len(dataset))
-        for index in range(len(dataset)):
-            self.report.seen(index)
-            try:
-                answer = encode_demonstration(tokenizer, dataset[index], config)
-            except (
-                Exception
-            ) as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
-                self.report.failed(index, error)
-                continue
+
+        def encode(index: int, _: int) -> list[int]:
+            return encode_demonstration(tokenizer, dataset[index], config)
+
+        for index, answer in self.report.encoded(range(len(dataset)), encode):
             if len(answer) > limit:
                 self.report.failed(
                     index, f"the answer has {len(answer)} tokens, more than data.max_response_length={limit}"
@@ -63,8 +57,7 @@ class DemonstratedPrompts:
 
 
 def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig) -> list[int]:
-    """Return the token ids of the answer in column `data.demonstration_key`, which SFT would learn, end token
-    included.
+    """Return the token ids of the answer that SFT would learn, end token included.
 
     The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises
     TypeError or ValueError where it holds neither, or other messages than the prompt's.

@@ -1,11 +1,9 @@
-"""Checks of the data files that need neither torch nor a tokenizer, made in about a second before a run
-begins.
+"""Checks of the data files that need neither torch nor a tokenizer, made in about a second before a run.
 
     data.train_files, data.val_files ──schema, first rows, sources──► check_data ──► DataError, or SplitFacts
 
 Whatever takes longer is left to the datasets, which read every row: remote files, large json files, rows
-beyond the first. A user's own dataset class (`data.custom_cls`) reads its files itself, so nothing is checked
-for it.
+beyond the first. Nothing is checked for a user's own dataset class, which reads its files itself.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridflow.config.data import DataConfig, SFTDataConfig, TaskConfig
+from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.data.files import (
     JSON_LINES,
@@ -31,9 +29,9 @@ from hybridflow.data.files import (
     refuse_no_bytes,
     unreadable_parquet,
 )
-from hybridflow.data.messages import check_messages, choose_column, messages_column, prompt_of
+from hybridflow.data.messages import check_messages, messages_column, prompt_of
 from hybridflow.data.remote import local_file
-from hybridflow.data.row_schema import complete_row, source_of
+from hybridflow.data.row_schema import complete_row, require_conversations, require_prompts, source_of
 from hybridflow.errors import DataError
 
 FIRST_ROWS = 64
@@ -78,7 +76,10 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
     """
     data = config.data
     if data.task.name:
-        return _task_facts(data.task)
+        if data.task.name != "arithmetic_chain" and not data.task.name.startswith("reasoning_gym:"):
+            return []  # nothing is known of a user's own task
+        columns = ["data_source", "prompt", "reward_model", "extra_info"]
+        return [SplitFacts("data.task.name", data.task.name, columns, [data.task.name])]
     if isinstance(data, DataConfig) and data.custom_cls.path:
         return []
     found = []
@@ -88,7 +89,11 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
             continue
         source = ", ".join(look.rows.source for look in looks)
         columns = list(dict.fromkeys(name for look in looks for name in look.rows.columns))
-        _check_columns(Rows([[dict.fromkeys(columns)]], source), data)
+        whole = Rows([[dict.fromkeys(columns)]], source)
+        if isinstance(data, DataConfig):
+            require_prompts(whole, data)
+        else:
+            require_conversations(whole, data)
         without_truth = {}
         for look in looks:
             look.rows.refuse_media()
@@ -100,15 +105,6 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         sources = list(dict.fromkeys(name for look in looks for name in look.sources))
         found.append(SplitFacts(key, source, columns, sources, without_truth))
     return found
-
-
-def _task_facts(task: TaskConfig) -> list[SplitFacts]:
-    """Facts of the built-in tasks; nothing is known of a user's own."""
-    name = str(task.name)
-    if name != "arithmetic_chain" and not name.startswith("reasoning_gym:"):
-        return []
-    columns = ["data_source", "prompt", "reward_model", "extra_info"]
-    return [SplitFacts("data.task.name", name, columns, [name])]
 
 
 def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:
@@ -156,16 +152,6 @@ def _sources(rows: Iterable[Row], data: DataConfig | SFTDataConfig) -> list[str]
     if isinstance(data, SFTDataConfig):
         return []
     return list(dict.fromkeys(source_of(row, data) for row in rows))
-
-
-def _check_columns(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
-    if isinstance(data, DataConfig):
-        rows.require(choose_column(rows.columns, data.prompt_key), hint="set data.prompt_key")
-        if data.reward_fn_key != "data_source":
-            rows.require(data.reward_fn_key, hint="set data.reward_fn_key")
-    elif messages_column(rows.columns, data.messages_key, data.prompt_key, data.response_key) is None:
-        hint = f"wanted data.messages_key={data.messages_key}, or both data.prompt_key and data.response_key"
-        rows.require(data.prompt_key, data.response_key, hint=hint)
 
 
 def _check_first_rows(rows: Rows, data: DataConfig | SFTDataConfig) -> None:

@@ -34,8 +34,7 @@ READ_ROWS = 1024
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change
-    it.
+    """Rows of one or more files as one sequence; a row is a new dict, which a caller may change.
 
     `columns` are the names that any of the files has; a row holds those of its own file. `source` says where
     the rows came from. Raises DataError for a row whose values cannot be read.
@@ -95,11 +94,8 @@ class Rows(Sequence[Row]):
     def take(self, indices: Sequence[int]) -> Rows:
         """The rows at `indices`, in that order."""
         parts: list[Any] = []
-        for which, group in itertools.groupby(
-            indices, key=lambda index: bisect.bisect_right(self._ends, index)
-        ):
+        for (which, start), group in itertools.groupby(indices, key=self._locate):
             part = self._parts[which]
-            start = sum(self._ends[which - 1 : which])
             local = [index - start for index in group]
             if isinstance(part, pa.Table):
                 parts.append(part.take(local))
@@ -144,9 +140,7 @@ def _column_names(part: pa.Table | Sequence[Mapping[str, Any]]) -> Iterable[str]
 
 
 def first_filled(table: pa.Table, column: str) -> int | None:
-    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a
-    row.
-    """
+    """The first row of an Arrow table whose value in `column` is neither null nor empty, or None."""
     if column not in table.column_names:
         return None
     import pyarrow.compute as pc  # here: it takes longer to import than pyarrow itself
@@ -211,8 +205,7 @@ def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -
 
 
 def count_rows(files: str | Sequence[str]) -> int | None:
-    """Count the rows of the files, of parquet by its footer alone; None where a file would have to be fetched
-    first.
+    """Count the rows of the files, of parquet by its footer alone; None where one would have to be fetched.
 
     Raises DataError as `load_rows` does.
     """
@@ -269,11 +262,8 @@ def read_parquet(address: str, path: Path) -> pa.Table:
 
 
 def _read_json_lines(address: str, path: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(_text(address, path).split("\n"), start=1):
-        if line.strip():
-            rows.append(parse_line(address, number, line))
-    return rows
+    lines = enumerate(_text(address, path).split("\n"), start=1)
+    return [parse_line(address, number, line) for number, line in lines if line.strip()]
 
 
 def parse_line(address: str, number: int, line: str) -> Row:

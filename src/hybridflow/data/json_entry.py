@@ -1,5 +1,4 @@
-"""A procedural task's entry as JSON text and back, with tuples, sets and keys that are no strings, which JSON
-lacks.
+"""A procedural task's entry as JSON text and back, with what JSON lacks: tuples, sets, keys of any type.
 
     entry ──encode_entry──► text in extra_info ──decode_entry──► an equal entry
 

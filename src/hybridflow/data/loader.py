@@ -1,5 +1,4 @@
-"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, with the position as plain
-data.
+"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, position as plain data.
 
     sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer
     state_dict = {epoch, position in rows, the sampler's own state}
@@ -36,8 +35,7 @@ class MapDataset(Sized, Protocol[Item_co]):
 
 
 class StatefulLoader(Generic[Item]):
-    """Batches of `batch_size` rows in the sampler's order; `epoch` and `position` (rows given in this epoch)
-    say where it stands.
+    """Batches of `batch_size` rows in the sampler's order, from `position` (in rows) in `epoch` on.
 
     With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same. `size_key` is
     the key that set the batch size, for messages. Raises DataError where `drop_last` would leave no batch,
@@ -62,8 +60,7 @@ class StatefulLoader(Generic[Item]):
         if num_workers and isinstance(sampler, (CurriculumSampler, StatefulSampler)):
             raise ConfigError(
                 f"data.dataloader_num_workers={num_workers} reads ahead, and {type(sampler).__name__} "
-                "decides its order as it goes: "
-                "set data.dataloader_num_workers=0"
+                "decides its order as it goes: set data.dataloader_num_workers=0"
             )
         if isinstance(sampler, CurriculumSampler) and not isinstance(sampler, StatefulSampler):
             logger.warning(
@@ -87,9 +84,7 @@ class StatefulLoader(Generic[Item]):
         return (len(self.sampler) + self.batch_size - self._least) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Item]]:
-        """Give the batches that are left of the current epoch; `state_dict` between two counts the first as
-        done.
-        """
+        """Give the rest of the current epoch; `state_dict` between two batches counts the first as done."""
         batches = self._index_batches()
         if self.num_workers:
             yield from self._read_ahead(list(batches))
@@ -100,9 +95,7 @@ class StatefulLoader(Generic[Item]):
                 yield rows
 
     def endless(self) -> Generator[list[Item], None, None]:
-        """Give the batches of this epoch and of all that follow. Raises DataError for an epoch without a
-        batch.
-        """
+        """Give the batches of this epoch and all that follow. Raises DataError for an epoch without one."""
         while True:
             batches = 0
             for batch in self:
@@ -111,8 +104,7 @@ class StatefulLoader(Generic[Item]):
             if not batches:
                 raise DataError(
                     f"epoch {self.epoch} gives no batch: {type(self.sampler).__name__} has "
-                    f"{len(self.sampler)} rows in it, and "
-                    f"{self.size_key}={self.batch_size} are needed"
+                    f"{len(self.sampler)} rows in it, and {self.size_key}={self.batch_size} are needed"
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,8 +117,7 @@ class StatefulLoader(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
-        Raises CheckpointError where one of the checkpoint's and this run's samplers keeps a state and the
-        other does not.
+        Raises CheckpointError where only one of the checkpoint's and this run's samplers keeps a state.
         """
         stateful = isinstance(self.sampler, StatefulSampler)
         if stateful != ("sampler" in state):

@@ -1,8 +1,7 @@
 """Objects of the user's own code: "path/to/file.py:name" or "package.module:name" in, the object out.
 
 A user's reward, estimator, policy loss, dataset, sampler or task is named in this form everywhere.
-A file is imported once per content: the same path gives the same module (and so the same classes) in one
-process.
+A file is imported once per content: the same path gives the same module and classes in one process.
 """
 
 from __future__ import annotations
@@ -27,21 +26,20 @@ logger = logging.getLogger(__name__)
 WANTED = "wanted path/to/file.py:name or package.module:name"
 
 
-def load_object(spec: str, *, key: str = "") -> Any:
+def load_object(spec: str, *, key: str) -> Any:
     """Return the object that `spec` names; `key` is the configuration key to name in messages.
 
     Raises ConfigError if the file or module does not exist, raises while it is imported, or has no such name.
     """
-    where = _prefix(key)
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name or "/" in name or "\\" in name or name.endswith(".py"):
-        raise ConfigError(f"{where}got {spec!r}, {WANTED}")
+        raise ConfigError(f"{key}: got {spec!r}, {WANTED}")
     module = load_module(location, key=key)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-            raise ConfigError(f"{where}{location} has no name {name!r}; it defines: {names}")
+            raise ConfigError(f"{key}: {location} has no name {name!r}; it defines: {names}")
         found = getattr(found, part)
     return found
 
@@ -65,9 +63,7 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def blaming(whose: str) -> Iterator[None]:
-    """Run a user's code; what it raises becomes a ConfigError that names `whose` code it is and holds the
-    traceback.
-    """
+    """Run a user's code: what it raises becomes a ConfigError that names it and holds the traceback."""
     try:
         yield
     except HybridFlowError:
@@ -76,49 +72,40 @@ def blaming(whose: str) -> Iterator[None]:
         raise ConfigError(f"{whose} raised\n{''.join(traceback.format_exception(error)).strip()}") from error
 
 
-def _prefix(key: str) -> str:
-    """The begin of a message that names a configuration key, if there is one to name."""
-    if not key:
-        return ""
-    return f"{key}: "
-
-
-def load_module(location: str, *, key: str = "") -> ModuleType:
+def load_module(location: str, *, key: str) -> ModuleType:
     """Import a Python file (a path that ends in .py) or a module by its dotted name.
 
     Raises ConfigError if it does not exist or raises while it is imported.
     """
     check_location(location, key=key)
-    where = _prefix(key)
     if location.endswith(".py"):
-        return _load_file(Path(location).expanduser(), where)
+        return _load_file(Path(location).expanduser(), key)
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name and (location == error.name or location.startswith(error.name + ".")):
             raise ConfigError(
-                f"{where}no module named {error.name!r}; for a file, write its path with .py at the end"
+                f"{key}: no module named {error.name!r}; for a file, write its path with .py at the end"
             ) from error
-        raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
+        raise ConfigError(f"{key}: importing {location} failed: {_last_line(error)}") from error
     except Exception as error:  # a user's module: anything may come out of it
-        raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
+        raise ConfigError(f"{key}: importing {location} failed: {_last_line(error)}") from error
 
 
-def check_location(location: str, *, key: str = "") -> None:
+def check_location(location: str, *, key: str) -> None:
     """Raise ConfigError if a Python file does not exist, or a path is none of a Python file.
 
     Nothing is imported, so a module's dotted name is not looked for.
     """
-    where = _prefix(key)
     if location.endswith(".py"):
         path = Path(location).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{where}no file {path} (looked in {Path.cwd()})")
+            raise ConfigError(f"{key}: no file {path} (looked in {Path.cwd()})")
     elif "/" in location or "\\" in location:
-        raise ConfigError(f"{where}{location} is not a Python file (its name must end in .py); {WANTED}")
+        raise ConfigError(f"{key}: {location} is not a Python file (its name must end in .py); {WANTED}")
 
 
-def _load_file(path: Path, where: str) -> ModuleType:
+def _load_file(path: Path, key: str) -> ModuleType:
     path = path.resolve()
     content = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
     name = f"hybridflow_plugin_{path.stem}_{content}"
@@ -132,7 +119,7 @@ def _load_file(path: Path, where: str) -> ModuleType:
         file_spec.loader.exec_module(module)
     except Exception as error:  # a user's file: anything may come out of it
         del sys.modules[name]
-        raise ConfigError(f"{where}importing {path} failed: {_last_line(error)}") from error
+        raise ConfigError(f"{key}: importing {path} failed: {_last_line(error)}") from error
     logger.info("loaded %s", path)
     return module
 

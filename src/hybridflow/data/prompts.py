@@ -18,16 +18,9 @@ from hybridflow.config.data import DataConfig
 from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.messages import Message, check_messages, choose_column
 from hybridflow.data.ragged import RaggedInts
-from hybridflow.data.row_report import SHOWN, RowReport
-from hybridflow.data.row_schema import complete_row, note_missing_columns
-from hybridflow.data.tokenizer import (
-    Tokenizer,
-    encode_prompt,
-    encode_rendered,
-    has_unused_template,
-    render_chat,
-    require_chat_template,
-)
+from hybridflow.data.row_report import RowReport
+from hybridflow.data.row_schema import complete_row, note_missing_columns, require_prompts
+from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_chat
 from hybridflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -82,7 +75,6 @@ class PromptDataset:
         """Return the token ids of one prompt.
 
         Messages are rendered by the chat template with the generation prompt; a string is taken as it stands.
-
         Raises TypeError or ValueError where the prompt is neither, and whatever the template raises.
         """
         if isinstance(prompt, str):
@@ -101,58 +93,34 @@ class PromptDataset:
         config = self.config
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
-        column = choose_column(self.rows.columns, config.prompt_key)
-        self.rows.require(column, hint="set data.prompt_key")
+        require_prompts(self.rows, config)
         self.rows.refuse_media()
-        if config.reward_fn_key != "data_source":
-            self.rows.require(config.reward_fn_key, hint="set data.reward_fn_key")
         note_missing_columns(self.rows.source, self.rows.columns, config)
-        first = self.rows[0].get(column)
-        if not isinstance(first, str) or config.wrap_prompts:
-            require_chat_template(self.tokenizer)
-        elif has_unused_template(self.tokenizer, first):
-            logger.warning(
-                "the prompts of %s are plain text and go to the model as they stand, without the chat "
-                "template of the tokenizer: where they are not templated already, set data.wrap_prompts=true "
-                "to make "
-                "each a user's message",
-                self.rows.source,
-            )
+        first = self.rows[0].get(choose_column(self.rows.columns, config.prompt_key))
+        check_template(
+            self.tokenizer, self.rows.source, first, wrap=config.wrap_prompts, use="go to the model"
+        )
 
     def _encode_all(self) -> None:
         limit = self.config.max_prompt_length
-        overlong = []
-        longest = 0
-        for index, row in enumerate(self.rows):
-            self.report.seen(index)
-            try:
-                ids = self.encode(complete_row(row, index, self.config)["raw_prompt"])
-            except (
-                Exception
-            ) as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
-                self.report.failed(index, error)
-                continue
-            longest = max(longest, len(ids))
-            if len(ids) > limit:
-                overlong.append(index)
+        report = self.report
+
+        def encode(index: int, row: Row) -> list[int]:
+            return self.encode(complete_row(row, index, self.config)["raw_prompt"])
+
+        for index, ids in report.encoded(self.rows, encode):
+            if report.is_overlong(index, len(ids), limit):
                 if self.config.filter_overlong_prompts:
                     continue
                 ids = truncate(ids, limit, self.config.truncation)
             self._kept.append(index)
             self._ids.append(ids)
-        self.num_overlong = len(overlong)
-        self.report.close()
-        self._report_overlong(overlong, longest)
+        self.num_overlong = len(report.overlong)
+        report.close()
+        if report.overlong:
+            self._say_overlong(report.overlong_rows("prompts", "data.max_prompt_length", limit))
 
-    def _report_overlong(self, overlong: list[int], longest: int) -> None:
-        if not overlong:
-            return
-        first = ", ".join(str(index) for index in overlong[:SHOWN])
-        text = (
-            f"{len(overlong)} of {len(self.rows)} prompts of {self.rows.source} are longer than "
-            "data.max_prompt_length="
-            f"{self.config.max_prompt_length} tokens (the longest has {longest}; first rows: {first})"
-        )
+    def _say_overlong(self, text: str) -> None:
         if self.config.filter_overlong_prompts:
             if not self._kept:
                 raise DataError(
@@ -168,16 +136,14 @@ class PromptDataset:
             logger.warning("%s: cut (data.truncation=%s)", text, self.config.truncation)
 
 
-def truncate_middle(ids: list[int], limit: int) -> list[int]:
-    """Return the first and the last `limit` / 2 tokens (the last get the odd one)."""
-    head = limit // 2
-    return ids[:head] + ids[len(ids) - (limit - head) :]
-
-
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """Return the tokens that `data.truncation` leaves: left, right or middle says which are cut."""
+    """Return the tokens that `data.truncation` leaves: left, right or middle says which are cut.
+
+    Of a cut in the middle the first and the last `limit` / 2 tokens are left (the last get the odd one).
+    """
     if side == "middle":
-        return truncate_middle(ids, limit)
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
     if side == "left":
         return ids[len(ids) - limit :]
     return ids[:limit]

@@ -31,16 +31,8 @@ MODELSCOPE = ("HYBRIDFLOW_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
 
 _TRUE = ("1", "true", "yes")
 _VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "modified",
-    "created",
-    "updated",
-    "md5Hash",
-    "checksum",
+    *("ETag", "etag", "mtime", "LastModified", "last_modified", "modified", "created", "updated"),
+    *("md5Hash", "checksum"),
 )
 
 
@@ -55,8 +47,7 @@ def is_remote(address: str) -> bool:
 
 
 def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
-    """Return a local path with the content of `address`; a remote file is copied once for each of its
-    versions.
+    """Return a local path with the content of `address`; each version of a remote file is copied once.
 
     Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs
     a package.
@@ -150,13 +141,8 @@ def hub_folder(name: str) -> str:
 
 
 def _modelscope_variable() -> str | None:
-    """The environment variable that asks for ModelScope in place of the hub, ours or verl's; None where none
-    does.
-    """
-    for variable in MODELSCOPE:
-        if os.environ.get(variable, "").lower() in _TRUE:
-            return variable
-    return None
+    """The environment variable, ours or verl's, that asks for ModelScope in place of the hub, or None."""
+    return next((name for name in MODELSCOPE if os.environ.get(name, "").lower() in _TRUE), None)
 
 
 def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:

@@ -1,11 +1,11 @@
-"""The report on the rows while a dataset is built: progress, and the rows that cannot be used, counted and
-shown.
-"""
+"""The report on the rows while a dataset is built: progress, and unusable rows, counted and shown."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from hybridflow.errors import DataError
 
@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 3
 PROGRESS_SECONDS = 10.0
+
+Raw = TypeVar("Raw")
+Encoded = TypeVar("Encoded")
 
 
 class RowReport:
@@ -26,7 +29,37 @@ class RowReport:
         self.total = total
         self.num_failed = 0
         self.reasons: list[str] = []
+        self.overlong: list[int] = []
+        self.longest = 0
         self._next_line = time.monotonic() + PROGRESS_SECONDS
+
+    def encoded(
+        self, rows: Iterable[Raw], encode: Callable[[int, Raw], Encoded]
+    ) -> Iterator[tuple[int, Encoded]]:
+        """Give (index, what `encode` makes of it) of each row; a row at which it raises is counted."""
+        for index, row in enumerate(rows):
+            self.seen(index)
+            try:
+                result = encode(index, row)
+            except Exception as error:  # templates are the tokenizer's own code, and rows are the user's
+                self.failed(index, error)
+                continue
+            yield index, result
+
+    def is_overlong(self, index: int, length: int, limit: int) -> bool:
+        """Note the length of a row, in tokens; return whether it is more than `limit`."""
+        self.longest = max(self.longest, length)
+        if length > limit:
+            self.overlong.append(index)
+        return length > limit
+
+    def overlong_rows(self, what: str, key: str, limit: int) -> str:
+        """Return in words how many rows are overlong, and which; `key` sets the limit."""
+        first = ", ".join(str(index) for index in self.overlong[:SHOWN])
+        return (
+            f"{len(self.overlong)} of {self.total} {what} of {self.source} are longer than {key}={limit} "
+            f"tokens (the longest has {self.longest}; first rows: {first})"
+        )
 
     def failed(self, index: int, reason: BaseException | str) -> None:
         """Count the row at `index`; the first few are kept to be shown."""

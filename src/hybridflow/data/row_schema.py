@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from hybridflow.config.data import DataConfig
-from hybridflow.data.files import Row
-from hybridflow.data.messages import choose_column, prompt_of
+from hybridflow.config.data import DataConfig, SFTDataConfig
+from hybridflow.data.files import Row, Rows
+from hybridflow.data.messages import choose_column, messages_column, prompt_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,27 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
     row["raw_prompt"] = prompt_of(row[choose_column(row, config.prompt_key)], wrap=config.wrap_prompts)
     return row
+
+
+def require_prompts(rows: Rows, config: DataConfig) -> None:
+    """Raise DataError where a column is missing that the keys name."""
+    rows.require(choose_column(rows.columns, config.prompt_key), hint="set data.prompt_key")
+    if config.reward_fn_key != "data_source":
+        rows.require(config.reward_fn_key, hint="set data.reward_fn_key")
+
+
+def require_conversations(rows: Rows, config: SFTDataConfig) -> str | None:
+    """Return the column of whole conversations, or None where prompts and responses have their own.
+
+    Raises DataError where there is neither.
+    """
+    column = messages_column(rows.columns, config.messages_key, config.prompt_key, config.response_key)
+    if column is None:
+        hint = (
+            f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and data.response_key"
+        )
+        rows.require(config.prompt_key, config.response_key, hint=hint)
+    return column
 
 
 def source_of(row: Row, config: DataConfig) -> str:

@@ -28,9 +28,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class CurriculumSampler(Protocol):
-    """A sampler that gets each finished batch (a DataProto with scores, advantages, ...) and may order the
-    rest by it.
-    """
+    """A sampler that gets each finished batch (a DataProto with scores, …) and may order the rest by it."""
 
     def update(self, batch: Any) -> None: ...
 
@@ -39,10 +37,9 @@ class CurriculumSampler(Protocol):
 class StatefulSampler(Protocol):
     """A sampler that keeps its own place in an epoch.
 
-    After `load_state_dict`, `iter(sampler)` goes on where the saved epoch stood.
-
-    The state is plain data (numbers, strings, lists, dicts, tensors). Samplers without these methods are
-    fast-forwarded instead, which is exact where the order depends on (seed, epoch) alone.
+    After `load_state_dict`, `iter(sampler)` goes on where the saved epoch stood. The state is plain data
+    (numbers, strings, lists, dicts, tensors). Samplers without these methods are fast-forwarded instead,
+    which is exact where the order depends on (seed, epoch) alone.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

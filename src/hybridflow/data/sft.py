@@ -18,18 +18,12 @@ from typing import Any
 
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.files import Row, Rows, as_rows
-from hybridflow.data.messages import Message, check_messages, messages_column, prompt_of
+from hybridflow.data.messages import Message, check_messages, prompt_of
 from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
-from hybridflow.data.row_report import SHOWN, RowReport
-from hybridflow.data.tokenizer import (
-    Tokenizer,
-    encode_prompt,
-    encode_rendered,
-    has_unused_template,
-    render_chat,
-    require_chat_template,
-)
+from hybridflow.data.row_report import RowReport
+from hybridflow.data.row_schema import require_conversations
+from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_chat
 from hybridflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -39,9 +33,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class SFTRow:
-    """One conversation: token ids, and 1 on those to learn (the assistant's text and its end token). `index`
-    is the row of the data.
-    """
+    """One conversation: token ids, and 1 on those to learn; `index` is the row of the data."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -78,70 +70,36 @@ class SFTDataset:
         config = self.config
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
-        keys = (config.messages_key, config.prompt_key, config.response_key)
-        self.messages_column = messages_column(self.rows.columns, *keys)
-        if self.messages_column is None:
-            hint = (
-                f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and "
-                "data.response_key"
-            )
-            self.rows.require(config.prompt_key, config.response_key, hint=hint)
+        self.messages_column = require_conversations(self.rows, config)
         self.rows.refuse_media()
         first = self.rows[0].get(config.prompt_key)
-        if self.messages_column is not None or not isinstance(first, str) or config.wrap_prompts:
-            require_chat_template(self.tokenizer)
-        elif has_unused_template(self.tokenizer, first):
-            logger.warning(
-                "the prompts of %s are plain text and are learned as they stand, without the chat template "
-                "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
-                "each "
-                "a user's message",
-                self.rows.source,
-            )
+        wrap = config.wrap_prompts or self.messages_column is not None
+        check_template(self.tokenizer, self.rows.source, first, wrap=wrap, use="are learned")
 
     def _encode_all(self) -> None:
-        overlong = []
-        longest = 0
         limit = self.config.max_length
-        for index, row in enumerate(self.rows):
-            self.report.seen(index)
-            try:
-                ids, mask = self.encode(row)
-            except (
-                Exception
-            ) as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
-                self.report.failed(index, error)
-                continue
-            longest = max(longest, len(ids))
-            if len(ids) > limit:
-                overlong.append(index)
+        report = self.report
+        for index, (ids, mask) in report.encoded(self.rows, lambda _, row: self.encode(row)):
+            reason = "the assistant says nothing"
+            if report.is_overlong(index, len(ids), limit):
                 # error: all of them are named once all rows are read
                 if self.config.truncation in ("drop", "error"):
                     continue
                 ids = truncate(ids, limit, self.config.truncation)
                 mask = truncate(mask, limit, self.config.truncation)
+                reason = "nothing left to learn after truncation"
             if not any(mask[1:]):  # the first token has nothing before it to be predicted from
-                reason = "the assistant says nothing"
-                if overlong[-1:] == [index]:
-                    reason = "nothing left to learn after truncation"
-                self.report.failed(index, reason)
+                report.failed(index, reason)
                 continue
             self._kept.append(index)
             self._ids.append(ids)
             self._mask.append(mask)
-        self.num_overlong = len(overlong)
-        self._report_overlong(overlong, longest)
-        self.report.close()
+        self.num_overlong = len(report.overlong)
+        if report.overlong:
+            self._say_overlong(report.overlong_rows("conversations", "data.max_length", limit))
+        report.close()
 
-    def _report_overlong(self, overlong: list[int], longest: int) -> None:
-        if not overlong:
-            return
-        first = ", ".join(str(index) for index in overlong[:SHOWN])
-        text = (
-            f"{len(overlong)} of {len(self.rows)} conversations of {self.rows.source} are longer than "
-            "data.max_length="
-            f"{self.config.max_length} tokens (the longest has {longest}; first rows: {first})"
-        )
+    def _say_overlong(self, text: str) -> None:
         if self.config.truncation == "error":
             raise DataError(f"{text}; raise it, or set data.truncation=left, right or drop")
         if not self._kept:
@@ -154,9 +112,7 @@ class SFTDataset:
         logger.warning("%s: %s", text, done)
 
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
-        """Return the token ids and the loss mask of one row; TypeError or ValueError where it is no
-        conversation.
-        """
+        """Return token ids and loss mask of a row; TypeError or ValueError where it is no conversation."""
         config = self.config
         if self.messages_column is not None:
             messages = check_messages(row[self.messages_column])
@@ -195,8 +151,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], template_options: dict[str, Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation by the chat template, and a mask with 1 on the assistant's
-    tokens.
+    """Return the token ids of a conversation by the chat template, and a mask, 1 on the assistant's.
 
     Where the template marks these tokens ({% generation %}) its marks count; else they are the text that each
     assistant turn adds to the text rendered before it. Raises ValueError where the template rewrites earlier
@@ -225,8 +180,7 @@ def assistant_spans(
     text: str,
     template_options: dict[str, Any] | None = None,
 ) -> list[tuple[int, int]]:
-    """Return (begin, end), in characters, of each of the assistant's turns in `text`, the rendered
-    conversation.
+    """Return (begin, end), in characters, of each assistant's turn in `text`, the rendered conversation.
 
     Raises ValueError where the text rendered so far is no beginning of the whole.
     """

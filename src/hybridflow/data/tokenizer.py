@@ -1,9 +1,7 @@
-"""The tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways from text to
-tokens.
+"""The tokenizer: a folder or hub name in, a tokenizer with a pad token out; two ways from text to tokens.
 
 messages ──render_chat──► text ──encode_rendered──► token ids    the template writes every special token
-string   ──encode_prompt──────────────────────────► token ids    the first token that the tokenizer wants is
-                                                                 added where it is missing
+string   ──encode_prompt──────────────────────────► token ids    a missing first token is added
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hybridflow.config.checks.model import TOKENIZER_FILES
+from hybridflow.config.checks.paths import is_written_as_path
 from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import DataError, ModelError
@@ -62,11 +61,7 @@ def _check_folder(path: str) -> None:
             raise ModelError(
                 f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); set data.tokenizer"
             )
-    elif (
-        path.startswith(("/", "./", "../", "~"))
-        or path.count("/") > 1
-        or ("/" in path and folder.parent.is_dir())
-    ):
+    elif is_written_as_path(path) or ("/" in path and folder.parent.is_dir()):
         raise ModelError(
             f"no folder {path} to load a tokenizer from; wanted a Hugging Face folder or a hub name such as "
             "Qwen/Qwen2.5-0.5B"
@@ -75,23 +70,29 @@ def _check_folder(path: str) -> None:
         logger.info("%s is no folder here, so it is taken for a name on the model hub", path)
 
 
-def require_chat_template(tokenizer: Tokenizer) -> None:
-    """Raise DataError, naming the remedies, where the tokenizer cannot turn messages into text."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
-            "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja beside "
-            "it, or give prompts as strings that are already templated"
-        )
+def check_template(tokenizer: Tokenizer, source: str, first: object, *, wrap: bool, use: str) -> None:
+    """Look whether the tokenizer's chat template fits the first prompt of `source`.
 
-
-def has_unused_template(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have
-    written.
+    Raises DataError, naming the remedies, where messages (or a text, with `wrap`) need a template and there
+    is none. Warns of a text that has none of the special tokens which the template could have written; `use`
+    says what becomes of it.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return False
-    return not any(token and token in text for token in tokenizer.all_special_tokens)
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(first, str) or wrap:
+        if not template:
+            raise DataError(
+                f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
+                "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja "
+                "beside it, or give prompts as strings that are already templated"
+            )
+    elif template and not any(token and token in first for token in tokenizer.all_special_tokens):
+        logger.warning(
+            "the prompts of %s are plain text and %s as they stand, without the chat template of the "
+            "tokenizer: where they are not templated already, set data.wrap_prompts=true to make each a "
+            "user's message",
+            source,
+            use,
+        )
 
 
 def render_chat(
@@ -101,9 +102,7 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """Render a conversation by the tokenizer's chat template; `options` are further arguments of the
-    template.
-    """
+    """Render a conversation by the tokenizer's chat template; `options` are the template's arguments."""
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,

@@ -1,8 +1,6 @@
-"""The demo: a language model of 0.4 M parameters learns arithmetic chains, first by imitation, then by
-reinforcement.
+"""The demo: a model of 0.4 M parameters learns arithmetic chains by imitation, then by reinforcement.
 
-tiny model ──SFT until half right──► warm model ──GRPO, or another tiny recipe──► better model ──►
-summary.json, report.html
+tiny model ──SFT until half right──► warm model ──a tiny recipe──► better model ──► summary.json, report.html
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
-    """Run the demo from a new model on; gives and writes the summary: accuracies before and after, seconds,
-    machine.
-    """
+    """Run the demo from a new model on; write and return the summary: accuracies, seconds, machine."""
     start = time.perf_counter()
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", seed=options.seed)
@@ -90,9 +86,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
 
 
 def reinforce(options: DemoOptions, model: Path, folder: RunFolder) -> tuple[Accuracies, Accuracies, float]:
-    """Train the warm model in the folder `model` by RL; gives its accuracies before and
-    after, and the seconds of training.
-    """
+    """Train the warm model in the folder `model` by RL; gives accuracies before and after, and seconds."""
     overrides = [
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder.path}'",

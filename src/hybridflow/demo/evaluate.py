@@ -41,9 +41,7 @@ def evaluate(
     seed: int,
     n: int = 1,
 ) -> Evaluation:
-    """Answer each question `n` times with the weights as they are and score the answers; sampled at
-    temperature 1.
-    """
+    """Answer each question `n` times with the current weights and score it; sampled at temperature 1."""
     prompts = [questions[index] for index in range(len(questions))]
     sampling = SamplingParams(max_tokens=max_tokens, greedy=greedy)
     batch = build_requests(prompts, sampling, n=n, seed=seed, purpose="demo_evaluation", step=0)

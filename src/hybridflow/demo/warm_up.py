@@ -1,5 +1,4 @@
-"""The warm-up of the tiny task: a model of random weights reads worked answers until it has some of the
-held-out questions right.
+"""The warm-up of the tiny task: a new model reads worked answers until it has some questions right.
 
 model folder ──SFT, looking at held-out accuracy now and then──► warm model folder
 """
@@ -46,9 +45,7 @@ class WarmUpOptions:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A warm model: its folder, greedy accuracy when last looked at (0 if never), steps and seconds of
-    training.
-    """
+    """A warm model: its folder, its last greedy accuracy (0 if never measured), steps and seconds."""
 
     model: Path
     accuracy: float
@@ -94,10 +91,7 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
                 some = [questions[index] for index in range(len(questions))]
                 accuracy = accuracy_on(some)
             logger.info(
-                "warm-up step %d: greedy accuracy %.3f on %d held-out questions",
-                step,
-                accuracy,
-                len(some),
+                "warm-up step %d: greedy accuracy %.3f on %d held-out questions", step, accuracy, len(some)
             )
             return accuracy >= options.accuracy and len(some) == len(questions)
 

@@ -1,7 +1,6 @@
 """The formulas of a run in the order of its step, each with the numbers of the configuration.
 
-    key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of
-    the step
+    PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of the step
 
 Neither a model nor data is needed. The formulas are data: those of estimators and losses in
 `config/algorithm_names.py`, all others in `equations.py`. The keys say which argument they set, and how
@@ -11,19 +10,13 @@ equations write it.
 from __future__ import annotations
 
 import inspect
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from hybridflow.algorithms.aggregation import aggregate
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.root import check
 from hybridflow.config.explain import explain
-from hybridflow.config.load import Loaded, load_config
 from hybridflow.config.needs import (
     estimator_facts,
     loss_facts,
@@ -31,18 +24,8 @@ from hybridflow.config.needs import (
     needs_teacher,
     rows_per_prompt,
 )
-from hybridflow.config.resolve import resolve
 from hybridflow.config.thresholds import parse_rejection
-from hybridflow.config.tree import with_values
-from hybridflow.explain.equations import (
-    AGGREGATIONS,
-    DRAWN,
-    EQUATIONS,
-    ICEPOP,
-    KL,
-    PAIR_LOSSES,
-    RESAMPLING,
-)
+from hybridflow.explain.equations import AGGREGATIONS, DRAWN, EQUATIONS, ICEPOP, KL, PAIR_LOSSES, RESAMPLING
 from hybridflow.explain.formula import Formula, Number, formula_of, own_formula, shown
 from hybridflow.explain.numbers import ACTOR, PRM, ROLLOUT, Run
 from hybridflow.trainer.ppo.columns import find_estimator
@@ -58,34 +41,8 @@ class Section:
     formulas: tuple[Formula, ...] = ()
 
 
-def look(overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[PPOConfig]:
-    """Load a configuration with derived values and check everything but what needs models, data or folders.
-
-    Raises ConfigError as `prepare_config` does.
-    """
-    loaded = load_config(PPOConfig, overrides, recipe)
-    config, notes = resolve(loaded.config, loaded.given)
-    set_aside: dict[str, Any] = {
-        "data.train_files": [],
-        "data.val_files": [],
-        "data.task.name": "arithmetic_chain",
-        "data.custom_cls.path": None,
-        "data.sampler.class_path": None,
-        "reward.custom_reward_function.path": None,
-        "trainer.default_local_dir": tempfile.gettempdir(),
-        "trainer.rollout_data_dir": None,
-        "trainer.validation_data_dir": None,
-        "trainer.resume_mode": "disable",
-        "trainer.resume_from_path": None,
-    }
-    for model in ("actor_rollout_ref.model", "critic.model", f"{PRM}.model", "distillation.teacher_model"):
-        set_aside |= {f"{model}.path": "owner/model", f"{model}.tokenizer_path": None}
-    surprises = check(with_values(config, set_aside), loaded.given, runs=False)
-    return Loaded(config, [*loaded.notes, *notes, *surprises], loaded.given)
-
-
 def explain_algorithm(config: PPOConfig) -> list[Section]:
-    """Return the parts of a step of this run, in their order; `config` comes from `look` or `prepare_config`.
+    """Return the parts of a step of this run, in their order; `config` comes from `prepare_config`.
 
     Raises ConfigError where a user's own estimator or loss cannot be loaded.
     """

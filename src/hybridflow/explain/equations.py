@@ -92,9 +92,7 @@ PAIR_LOSSES: Mapping[str, Equation] = {
         ("2305.18290",),
     ),
     "ipo": Equation(
-        ipo,
-        "The loss of each pair, [K] float: (Δ_chosen − Δ_rejected − 1/(2·{beta}))²",
-        ("2310.12036",),
+        ipo, "The loss of each pair, [K] float: (Δ_chosen − Δ_rejected − 1/(2·{beta}))²", ("2310.12036",)
     ),
 }
 """Losses of a pair by their name in `dpo_loss`."""

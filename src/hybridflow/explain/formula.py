@@ -1,5 +1,4 @@
-"""The formula of a function for a reader: as its paper has it, the same with a run's numbers, its papers, its
-place.
+"""The formula of a function for a reader: as its paper has it, with a run's numbers, its papers, its place.
 
 formula as data (`{gamma}` where an argument stands) + numbers of the run ──formula_of──► Formula
 a user's own function ──own_formula──► Formula, with its docstring in place of the equation
@@ -66,9 +65,7 @@ def formula_of(
     papers: Iterable[str] = (),
     notes: tuple[str, ...] = (),
 ) -> Formula:
-    """Return the formula of a function of ours; `formula` names its arguments in braces, `papers` are numbers
-    at arxiv.org.
-    """
+    """Return the formula of our function: `formula` has arguments in braces, `papers` are of arxiv.org."""
     numbers = tuple(numbers)
     equation = written(formula, numbers, with_values=False)
     with_numbers = written(formula, numbers, with_values=True)

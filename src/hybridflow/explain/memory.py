@@ -1,5 +1,4 @@
-"""How much memory a process needs for a model in training and for generation: what `hybridflow config
---explain` adds up.
+"""How much memory a process needs for training and generation, as `hybridflow config --explain` adds it up.
 
     Engine (how a role is spread), ModelSize ──engine_needs──► parts ──► between phases · during an update
     rollout keys, ModelSize ──generation_needs──► weights of its own, KV cache
@@ -78,9 +77,7 @@ class Needs(NamedTuple):
 
 
 def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
-    """Estimate parameters, masters, gradients, moments, gathered weights and activations; offload moves
-    nothing where the run computes on a CPU.
-    """
+    """Estimate weights, masters, gradients, moments and activations; on a CPU offload moves nothing."""
     fsdp = engine.fsdp
     layout = engine.layout
     many = layout.world_size > 1
@@ -93,13 +90,7 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     trained_bytes = wide if many else size.itemsize
     weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
     parts = [
-        Part(
-            "weights",
-            weights,
-            _weights_how(size, trained_bytes, share),
-            not weights_away,
-            weights_away,
-        )
+        Part("weights", weights, _weights_how(size, trained_bytes, share), not weights_away, weights_away)
     ]
     gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
     if gathered:
@@ -167,9 +158,7 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
 
 
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
-    """Return for a sharded model the bytes gathered in a pass, the bytes of their whole gradients, and how in
-    words.
-    """
+    """Return the bytes that a pass of a sharded model gathers, those of their whole gradients, and how."""
     tensor = engine.layout.tp
     reduce = max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
@@ -217,8 +206,7 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
 def generation_needs(
     size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool
 ) -> Needs:
-    """Estimate the memory of a process that generates `rows` rows of `longest` tokens at once by the native
-    engine.
+    """Estimate the memory of a process in which the native engine generates `rows` rows of `longest` tokens.
 
     `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
     are there all the time.

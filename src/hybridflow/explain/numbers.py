@@ -47,7 +47,7 @@ class Run:
             if info is not None and name not in options:
                 found.append(self.number(name, key_in_force(self.config, info), info.symbol))
         return found + [
-            Number(name, value, f"{options_key}.{name}", self._symbol(name))
+            Number(name, value, f"{options_key}.{name}", getattr(self.set_by_keys.get(name), "symbol", ""))
             for name, value in options.items()
         ]
 
@@ -61,7 +61,3 @@ class Run:
             for name, argument in named.items()
             if name not in known and isinstance(argument.default, (bool, int, float))
         ]
-
-    def _symbol(self, name: str) -> str:
-        info = self.set_by_keys.get(name)
-        return info.symbol if info is not None else ""

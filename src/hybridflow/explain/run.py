@@ -1,7 +1,6 @@
 """Consequences of a configuration, before anything is built: `hybridflow config --explain`.
 
-keys ─► sizes of a step (config/explain.py) keys ─► roles, placement, how each is spread: by the functions
-that the run itself calls ─► processes, rows and memory of each
+keys ─► roles and placement, by the functions that the run itself calls ─► processes, rows and memory of each
 """
 
 from __future__ import annotations
@@ -21,14 +20,7 @@ from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
-from hybridflow.explain.memory import (
-    Engine,
-    Needs,
-    Part,
-    compute_dtype,
-    engine_needs,
-    generation_needs,
-)
+from hybridflow.explain.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
@@ -38,11 +30,9 @@ from hybridflow.trainer.sft.build import sizes as sft_sizes
 
 
 def explain_run(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Return the sizes of a step, the processes and their rows, and the memory of a process where the models'
-    folders are on this machine.
+    """Return the sizes of a step, the processes, their rows, and their memory for models on this machine.
 
-    Raises ConfigError and ModelError as the run would, for a placement or a way to spread a model that cannot
-    be.
+    Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.
     """
     plan = Plan.of(config)
     return [*explain(config, num_train_rows), *_processes(plan), *_rows(plan), *_memory(plan)]
@@ -55,8 +45,7 @@ class Plan:
     config: PPOConfig | SFTConfig
     placement: Placement
     engines: Mapping[str, Engine]
-    """By role; the reference of a LoRA run that is the actor's module has none, and neither has the rollout.
-    """
+    """By role; the rollout has none, and neither has a LoRA run's reference, which is the actor's module."""
 
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig) -> Plan:
@@ -228,30 +217,21 @@ def _memory(plan: Plan) -> Iterator[Line]:
     totals = []
     for pool in plan.placement.pools:
         needs = {
-            engine.role: engine_needs(engine, found[role], on_cpu=_on_cpu(plan))
-            for role, engine in _living(plan, pool)
+            engine.role: engine_needs(engine, found[role], on_cpu=plan.device.type == "cpu")
+            for role, engine in plan.engines.items()
+            if role in plan.placement.roles(pool.name)
         }
         if isinstance(plan.config, PPOConfig) and "rollout" in plan.placement.roles(pool.name):
             needs["generation"] = _generation(plan, pool, found)
         lines, peak = _pool_lines(plan, pool, needs)
         totals.append(peak * pool.world_size)
         yield from lines
-    if _on_cpu(plan) and plan.num_processes > 1:
+    if plan.device.type == "cpu" and plan.num_processes > 1:
         yield Line(
             f"memory of all {plan.num_processes} processes, at most",
             format_bytes(sum(totals)),
             "on one machine they share it; the libraries take some 0.4 GiB each besides",
         )
-
-
-def _on_cpu(plan: Plan) -> bool:
-    return plan.device.type == "cpu"
-
-
-def _living(plan: Plan, pool: ResourcePool) -> Iterator[tuple[str, Engine]]:
-    return (
-        (role, engine) for role, engine in plan.engines.items() if role in plan.placement.roles(pool.name)
-    )
 
 
 def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:

@@ -1,1 +1,1 @@
-"""The training loops: the PPO family, supervised fine-tuning, and the demo."""
+"""The training loops: the PPO family and supervised fine-tuning."""

@@ -20,9 +20,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
-    """Return the command with its errors as exit status: 1 after one message for what the user can mend, 130
-    or 143 after SIGINT or SIGTERM.
-    """
+    """Return the command with errors as exit status: 1 for a user's, 130 or 143 after SIGINT or SIGTERM."""
 
     @functools.wraps(main)
     def call(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -50,9 +48,7 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def _lines_of(error: HybridFlowError) -> Iterator[str]:
-    """Give the lines to print: the message, where it happened, and what other ranks said; for a worker that
-    failed also its traceback and stacks.
-    """
+    """Give the message, its notes, and for a worker that failed its traceback and stacks."""
     whole = isinstance(error, WorkerError)
     if whole and not isinstance(error, WorkerLost) and isinstance(error.__cause__, WorkerTraceback):
         yield str(error.__cause__).strip()

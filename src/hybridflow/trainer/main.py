@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
+from hybridflow.data.early_checks import check_data
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
+from hybridflow.observability.trackers.build import check_trackers
+from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
-from hybridflow.trainer.before_torch import check_before_torch
 from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.stopping import stopping
 
 if TYPE_CHECKING:
@@ -38,7 +41,12 @@ def run(config: C) -> dict[str, float]:
     """
     if isinstance(config, PPOConfig):
         check_installed(config.actor_rollout_ref.rollout)
-    check_before_torch(config)
+    # what can be seen now and would stop the run later is said before torch is loaded
+    splits = check_data(config)
+    if isinstance(config, PPOConfig):
+        check_reward(config, splits)
+    check_trackers(config.trainer.logger)
+    RunFolder(config.trainer.default_local_dir).check_writable()
     if config.trainer.controller == "ray":
         from hybridflow.controller.ray.preflight import look_ahead
 
@@ -60,9 +68,7 @@ def run(config: C) -> dict[str, float]:
     return metrics
 
 
-def _load_build(
-    config: PPOConfig | SFTConfig,
-) -> Callable[..., AbstractContextManager[Trainer[Any, Any]]]:
+def _load_build(config: PPOConfig | SFTConfig) -> Callable[..., AbstractContextManager[Trainer[Any, Any]]]:
     """Import the function that builds such a run."""
     if isinstance(config, PPOConfig):
         from hybridflow.trainer.ppo import build as ppo

@@ -15,8 +15,7 @@ from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `build_policy` and `build_value`, after importing `external_lib`, which may
-    register the architecture.
+    """Return the arguments of `build_policy` and `build_value`, after importing `external_lib`.
 
     Raises ConfigError where the model asks for kernels that cannot run on `device`.
     """
@@ -36,9 +35,7 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's and those of the model's generation config, of
-    which chat models often have several.
-    """
+    """Return the tokens that end a response: the tokenizer's and those of the model's generation config."""
     import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
     return sorted({int(token) for token in [tokenizer.eos_token_id, *configured] if token is not None})

@@ -1,8 +1,7 @@
-"""Restarts of a run that has lost a worker process or a node: all workers are built anew and the run goes on
-from its newest checkpoint, as often as `trainer.max_restarts` allows.
+"""Restarts of a run that has lost workers: all are built anew, and it goes on from its newest checkpoint.
 
-    run_with_restarts(config, attempt) ──attempt(config, patience)──► result
-                      └── a WorkerLost ends an attempt, and the next one resumes
+run_with_restarts(config, attempt) ──attempt(config, patience)──► result
+                  └── a WorkerLost ends an attempt, and the next one resumes
 """
 
 from __future__ import annotations

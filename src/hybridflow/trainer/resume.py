@@ -10,7 +10,6 @@ from typing import Any
 
 from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import TRAINER
-from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.errors import CheckpointError
 
@@ -33,15 +32,6 @@ SPREADS = {
 """Keys, by their last word, that say where a model is and not what it learns."""
 
 
-def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | None:
-    """Read the checkpoint that `trainer.resume_mode` asks for; None where a run starts anew."""
-    if mode == "disable":
-        return None
-    if mode == "resume_path" and path:
-        return store.load(Path(path).expanduser())
-    return store.load_latest()
-
-
 @contextmanager
 def written_by_a_run() -> Iterator[None]:
     """Raise CheckpointError where the driver's state in a checkpoint has not the fields that a run writes."""
@@ -55,9 +45,7 @@ def written_by_a_run() -> Iterator[None]:
 
 
 def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
-    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`), of a run with another seed,
-    or of no run.
-    """
+    """Raise CheckpointError for the state of no run, of another kind (`ppo`, `sft`) or of another seed."""
     anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
     with written_by_a_run():
         saved = as_dict(state.get(TRAINER, {}), TRAINER)
@@ -84,8 +72,7 @@ def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
 
 
 def parts_to_load(name: str, saved: Collection[str], contents: CheckpointContentsConfig) -> tuple[str, ...]:
-    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; a missing part is warned
-    of.
+    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; warn of missing ones.
 
     Raises CheckpointError where the model is missing.
     """
@@ -112,18 +99,15 @@ def say_where(done: int, total: int, path: Path) -> None:
     if done >= total:
         logger.warning(
             "the run is complete: %d of %d steps are done, none is left. To train on, raise "
-            "trainer.total_epochs or "
-            "trainer.total_training_steps; to start anew, set trainer.resume_mode=disable or another "
-            "trainer.experiment_name",
+            "trainer.total_epochs or trainer.total_training_steps; to start anew, set "
+            "trainer.resume_mode=disable or another trainer.experiment_name",
             done,
             total,
         )
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn that a resumed run has other settings than it began with. Its length, its output and its machines
-    may change without a word.
-    """
+    """Warn of settings changed on resume, except those of the run's length, output and machines."""
     telling = [
         change
         for change in changed

@@ -68,16 +68,16 @@ class Run:
             total_steps=state.total_steps,
             resume_step=state.step or None,
         )
-        with closing(source), state.saves.given_up_at_the_end(store), trackers:
-            yield trackers
+        with closing(source), ExitStack() as stack:
+            stack.callback(state.saves.abandon, store)
+            yield stack.enter_context(trackers)
 
 
 @contextmanager
 def started(
     config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: float, signals: StopSignals | None
 ) -> Iterator[Run]:
-    """Hold the run folder and find devices for `roles`; both are released when the context ends, also after
-    an error.
+    """Hold the run folder and find devices for `roles`; both are released when the context ends.
 
     `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
     None: SIGINT and SIGTERM do what they do elsewhere.
@@ -94,8 +94,7 @@ def started(
 
 
 def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:
-    """Return the number of steps of a run: `trainer.total_training_steps`, or those for which the rows of
-    `trainer.total_epochs` suffice.
+    """Return `trainer.total_training_steps`, or the steps for which the rows of the epochs suffice.
 
     A step of dynamic sampling takes one or more generation batches; here it takes as few as it can.
     """
@@ -105,9 +104,7 @@ def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:
 
 
 def huggingface_writer(group: StatefulGroup[Any], tokenizer: Tokenizer) -> Callable[[Path, bool], None]:
-    """Return a function that writes a role's model, with its weights if asked, and the tokenizer into a
-    folder.
-    """
+    """Return a function that writes a role's model, its weights if asked, and the tokenizer into a folder."""
 
     def write(target: Path, with_weights: bool) -> None:
         group.write_huggingface(target, with_weights=with_weights)

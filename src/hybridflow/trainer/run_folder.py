@@ -33,11 +33,15 @@ class RunFolder:
         """Make the folder and keep other runs out while this one writes here.
 
         Raises ConfigError where the folder cannot be written, and where another run is writing into it. A run
-        that was killed holds nothing, and one that is refused before it has written anything leaves no
-        folder.
+        that was killed holds nothing, and one that has written nothing leaves no folder.
         """
-        made = self._make()
-        with self._locked() as free:
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                free = stack.enter_context(locked(self.path / LOCK))
+            except OSError as error:
+                raise ConfigError(unwritable(KEY, self.path, error)) from error
             if not free:
                 raise ConfigError(
                     f"another run is writing into {self.path}: wait for its end, or give this one its own "
@@ -57,33 +61,13 @@ class RunFolder:
         with self.held():
             pass
 
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        with ExitStack() as stack:
-            try:
-                free = stack.enter_context(locked(self.path / LOCK))
-            except OSError as error:
-                raise ConfigError(unwritable(KEY, self.path, error)) from error
-            yield free
-
-    def _make(self) -> list[Path]:
-        """Make the folder; gives those that were not there before, innermost first."""
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(unwritable(KEY, self.path, error)) from error
-        return missing
-
     @property
     def nonfinite(self) -> Path:
         """Folder for the rows of optimizer steps that were skipped."""
         return self.path / "nonfinite"
 
     def write_config(self, text: str) -> list[str]:
-        """Write the resolved configuration; gives the keys whose values differ from the file that was there,
-        as `key: old → new`.
-        """
+        """Write the resolved configuration; gives what differs from the file there, as `key: old → new`."""
         path = self.path / "config.yaml"
         before: dict[str, Any] = {}
         if path.is_file():

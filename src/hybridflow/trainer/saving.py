@@ -1,17 +1,15 @@
-"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run
-goes on.
+"""Saving a run: the driver's part, and each engine's state, written at once or while the run goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
-                                                 └──`async_save`──► before a later step: commit_done ─►
-                                                 store.commit
+                                                 └──`async_save`──► commit_done before a later step ──┘
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,9 +53,7 @@ class RunSaves:
         engines: Mapping[str, SavedEngine],
         folders: Mapping[str, Fill],
     ) -> Path:
-        """Save a step; gives where its checkpoint is, or will be when it is whole. Waits for a save that is
-        still under way.
-        """
+        """Save a step after the save under way; gives where its checkpoint is, or will be once whole."""
         self.commit(store)
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
         self._pending = store.begin(
@@ -68,9 +64,7 @@ class RunSaves:
         return store.run_dir / f"{STEP_PREFIX}{step}"
 
     def commit_done(self, store: CheckpointStore) -> None:
-        """Commit a save that is under way once all ranks have written; called between steps, free without
-        one.
-        """
+        """Commit a save under way once all ranks have written; called between steps, free without one."""
         if self._pending is not None and all(group.save_done() for group in self._writing.values()):
             self.commit(store)
 
@@ -98,20 +92,8 @@ class RunSaves:
             logger.info("the checkpoint of step %d is whole: %s", pending.step, path)
         return path
 
-    @contextmanager
-    def given_up_at_the_end(self, store: CheckpointStore) -> Iterator[None]:
-        """Give up a save that is still under way when the context ends: the run has failed or lost its
-        workers.
-        """
-        try:
-            yield
-        finally:
-            self.abandon(store)
-
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the save that is under way, if any: its folder is removed once nobody writes into it, or
-        after `GIVE_UP_SECONDS`.
-        """
+        """Give up the save under way, if any; its folder goes when no one writes, or in `GIVE_UP_SECONDS`."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -164,8 +146,7 @@ class RunSaves:
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written beside the run: {name}, {error}. "
-                f"{ROOM}. It does not count; those "
-                "before it are as they were"
+                f"{ROOM}. It does not count; those before it are as they were"
             ) from error
 
     def _drain(self) -> None:

@@ -74,9 +74,7 @@ class LoaderSource(Generic[Row]):
         self._batches: Generator[list[Row], None, None] | None = None
 
     def batches(self) -> Iterator[list[Row]]:
-        """Return the batches of the loader from its place on: the same iterator until another place is
-        loaded, so that processes which read ahead are not started anew.
-        """
+        """Return the one iterator over the loader's batches, kept so that read-ahead processes start once."""
         if self._batches is None:
             self._batches = self.loader.endless()
         return self._batches

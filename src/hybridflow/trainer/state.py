@@ -15,7 +15,7 @@ from hybridflow.checkpoint.layout import ACTOR, DATA, HF_FOLDER, TRAINER
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where, written_by_a_run
+from hybridflow.trainer.resume import check_belongs, parts_to_load, say_where, written_by_a_run
 from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.trainer.source import Resumable
 
@@ -33,9 +33,7 @@ class RunState:
     engines: dict[str, SavedEngine]
     """The engines of a checkpoint by name; `actor` is the model that the run is about."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
-    """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests
-    that are known already.
-    """
+    """(folder, with weights): writes config, tokenizer, the actor's weights if asked; gives known digests."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state of the driver, by its name in a checkpoint."""
     joining: Mapping[str, SavedEngine] = field(default_factory=dict)
@@ -63,9 +61,7 @@ class RunState:
         return {DATA: self.source.state_dict(), TRAINER: {**own, **further}}
 
     def save(self, store: CheckpointStore) -> Path:
-        """Save the last whole step; gives where its checkpoint is or, with `checkpoint.async_save`, will be
-        when it is whole.
-        """
+        """Save the last whole step; gives where its checkpoint is or, with `async_save`, will be."""
         state = self._finished
         if not state or state[TRAINER]["step"] != self.step:
             state = self._drivers_part()
@@ -78,7 +74,12 @@ class RunState:
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` asks for, if there is one."""
-        loaded = find(store, mode, path)
+        if mode == "disable":
+            return
+        if mode == "resume_path" and path:
+            loaded: Checkpoint | None = store.load(Path(path).expanduser())
+        else:
+            loaded = store.load_latest()
         if loaded is not None:
             self.restore(loaded)
             say_where(self.step, self.total_steps, loaded.path)

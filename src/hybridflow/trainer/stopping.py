@@ -2,8 +2,7 @@
 
     signal ──► StopSignals ─┬─ nothing unsaved, work in progress can be thrown away ──► Stopped, at once
                             ├─ generation, scoring, validation ──► Stopped at the next point between two items
-                            └─ an update, a save ──► it is finished first; the trainer asks `requested` after
-                            it
+                            └─ an update, a save ──► it is finished first
     Stopped ──trainer──► the last whole step is saved ──command──► one sentence and the exit status
 
 A second signal ends the run at once, whatever it is doing. One that comes right after the first is taken for
@@ -17,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,11 +63,6 @@ class StopSignals:
         """Set the handlers, again where a library has set its own (Ray does when it connects)."""
         for number in self._before:
             signal.signal(number, self._on_signal)
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self._number is not None
 
     def check(self) -> None:
         """Raise Stopped if a signal has come; called where all that was done can be saved."""
@@ -151,18 +145,12 @@ def closing_words(config: PPOConfig | SFTConfig, where: str) -> str:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run folder that was saved last, without looking at its files; None where there is
-    none.
-    """
-    newest: tuple[int, Path] | None = None
+    """The checkpoint of a run folder that was saved last, by its manifest alone; None without any."""
+    found: dict[int, Path] = {}
     for folder in step_folders(run_dir):
-        try:
-            sequence = read_manifest(folder).sequence
-        except CheckpointError:
-            continue
-        if newest is None or sequence > newest[0]:
-            newest = (sequence, folder)
-    return newest[1] if newest else None
+        with suppress(CheckpointError):
+            found[read_manifest(folder).sequence] = folder
+    return found[max(found)] if found else None
 
 
 def _nothing_unsaved() -> bool:

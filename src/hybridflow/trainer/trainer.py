@@ -77,8 +77,7 @@ class Trainer(Generic[Source, Step]):
     """Called with each batch and its step, to keep samples for readers."""
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
-        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty
-        where there was none).
+        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics or {}.
 
         Raises Stopped after a signal, with the last whole step saved where the run saves at all.
         """
@@ -103,9 +102,7 @@ class Trainer(Generic[Source, Step]):
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
-        """The validation before the first step, or the one that an interrupted run has left out after its
-        last step.
-        """
+        """Validate before the first step, or after the last one where a signal has left that out."""
         left_out = self.state.validation_due
         before_training = self.validates_first and done == 0
         if self.validator is None or not (self.only_validates or before_training or left_out):
@@ -123,9 +120,7 @@ class Trainer(Generic[Source, Step]):
         return validation
 
     def _train_step(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """One training step with all that belongs to it; gives the validation's metrics where there was one,
-        and all that was logged.
-        """
+        """Do one training step with all around it; gives the validation's metrics and all that was logged."""
         progress.step = step
         self.timer.reset()
         self.state.saves.commit_done(self.store)

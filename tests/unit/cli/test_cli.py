@@ -303,7 +303,7 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(doctor, "_version", lambda part: None)
+    monkeypatch.setattr(doctor, "_version", lambda module, distribution: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".venv-sglang" / "bin").mkdir(parents=True)
     (tmp_path / ".venv-sglang" / "bin" / "python").touch()
@@ -321,7 +321,7 @@ def test_doctor_names_each_engine_and_the_way_to_it(
         "pip install -e '.[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
         and "torch has" in lines["attention over rows of any length"]
     )
-    monkeypatch.setattr(doctor, "_version", lambda part: "9.9")
+    monkeypatch.setattr(doctor, "_version", lambda module, distribution: "9.9")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "9.9" in next(line for line in shown.splitlines() if line.startswith("│ vllm"))

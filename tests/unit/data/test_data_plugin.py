@@ -13,22 +13,22 @@ from hybridflow.errors import ConfigError
 def test_object_from_file_is_loaded_once(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class A:\n    def f(self): return 3\n")
-    first = load_object(f"{file}:A")
+    first = load_object(f"{file}:A", key="data.custom_cls")
     assert first().f() == 3
-    assert load_object(f"{file}:A") is first
-    assert load_object(f"{file}:A.f") is first.f
+    assert load_object(f"{file}:A", key="data.custom_cls") is first
+    assert load_object(f"{file}:A.f", key="data.custom_cls") is first.f
 
 
 def test_changed_file_is_loaded_anew(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("VALUE = 1\n")
-    assert load_object(f"{file}:VALUE") == 1
+    assert load_object(f"{file}:VALUE", key="data.custom_cls") == 1
     file.write_text("VALUE = 2\n")
-    assert load_object(f"{file}:VALUE") == 2
+    assert load_object(f"{file}:VALUE", key="data.custom_cls") == 2
 
 
 def test_object_from_module() -> None:
-    assert load_object("math:sqrt")(9.0) == 3.0
+    assert load_object("math:sqrt", key="data.custom_cls")(9.0) == 3.0
 
 
 def test_file_with_dataclass_and_annotations_imports(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_file_with_dataclass_and_annotations_imports(tmp_path: Path) -> None:
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    "
         "x: int = 1\n"
     )
-    assert load_object(f"{file}:D")().x == 1
+    assert load_object(f"{file}:D", key="data.custom_cls")().x == 1
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_import_that_raises_shows_the_last_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("x = 1\ny = x / 0\n")
     with pytest.raises(ConfigError, match=r"ZeroDivisionError: division by zero \(at .*bad.py:2\)"):
-        load_object(f"{file}:y")
+        load_object(f"{file}:y", key="data.custom_cls")
     file.write_text("def f(:\n")
     with pytest.raises(ConfigError, match="SyntaxError"):
-        load_object(f"{file}:f")
+        load_object(f"{file}:f", key="data.custom_cls")
     file.write_text("import no_such_package_here\n")
     with pytest.raises(ConfigError, match="no_such_package_here"):
-        load_object(f"{file}:f")
+        load_object(f"{file}:f", key="data.custom_cls")
 
 
 def test_join_spec() -> None:

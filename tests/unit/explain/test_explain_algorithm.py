@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import string
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,9 +22,10 @@ from hybridflow.algorithms.rollout_correction import rollout_weights
 from hybridflow.config import PPOConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.algorithm_names import POLICY_LOSSES as POLICY_LOSS_FACTS
+from hybridflow.config.load import Loaded, prepare_config
 from hybridflow.config.recipes import recipe_names
 from hybridflow.errors import ConfigError
-from hybridflow.explain.algorithm import Section, explain_algorithm, look
+from hybridflow.explain.algorithm import Section, explain_algorithm
 from hybridflow.explain.equations import (
     AGGREGATIONS,
     DRAWN,
@@ -50,6 +51,11 @@ BESIDE_ESTIMATOR = {
     "spin": [f"{ACTOR}.policy_loss.loss_mode=dpo"],
 }
 BESIDE_LOSS = {"sppo": "sppo", "dpo": "online_dpo"}
+
+
+def look(overrides: Sequence[str], recipe: str | None = None) -> Loaded[PPOConfig]:
+    """What `hybridflow explain` shows: a run without its model and its data."""
+    return prepare_config(PPOConfig, overrides, recipe, runs=False, needs_model=False, needs_files=False)
 
 
 def sections(*overrides: str) -> dict[str, Section]:

@@ -1,6 +1,4 @@
-"""CISPO (MiniMax-M1, 2506.13585): REINFORCE whose importance weight is clipped, so that no token loses its
-gradient.
-"""
+"""CISPO (MiniMax-M1, 2506.13585): REINFORCE with a clipped importance weight; each token keeps a gradient."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How much each token's update costs in entropy: its share in the covariance of advantage and log-prob
-(2505.22617).
-"""
+"""How much each token's update costs in entropy: its part of the covariance of A and logπ (2505.22617)."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from hybridflow.algorithms.policy_losses.ratios import Tokens
 
 
 def covariance(tokens: Tokens) -> Tensor:
-    """cov_t = (A − Ā)·(logπ − mean logπ) [B, R] float, detached; means over all tokens of the mask, a whole
-    mini-batch's.
-    """
+    """cov_t = (A − Ā)·(logπ − mean logπ) [B, R] float, detached; means over the tokens of a mini-batch."""
     log_prob = tokens.log_prob.detach()
     centred = (tokens.advantages - masked_mean(tokens.advantages, tokens.mask)) * (
         log_prob - masked_mean(log_prob, tokens.mask)

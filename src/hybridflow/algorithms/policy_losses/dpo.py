@@ -1,6 +1,4 @@
-"""Pairs of sampled rows: online DPO (2402.04792) and SPIN (2401.01335), by the loss of DPO (2305.18290) or
-IPO (2310.12036).
-"""
+"""Pairs of sampled rows (online DPO 2402.04792, SPIN 2401.01335) by DPO (2305.18290) or IPO (2310.12036)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Divergence PPO by KL (DPPO, 2602.04879): a trust region on the KL between two-way distributions, the
-sampled token and all others.
-"""
+"""Divergence PPO by KL (DPPO, 2602.04879): a trust region on the KL of a token against all others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Divergence PPO by total variation (DPPO, 2602.04879): a trust region on how far the sampled token's
-probability moved.
-"""
+"""Divergence PPO by total variation (DPPO, 2602.04879): a trust region on the change of a probability."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Direct reward optimisation (DRO, 2405.19107): the policy gradient with a squared log-ratio in place of a
-clip.
-"""
+"""Direct reward optimisation (DRO, 2405.19107): the policy gradient with a squared log-ratio, no clip."""
 
 from __future__ import annotations
 

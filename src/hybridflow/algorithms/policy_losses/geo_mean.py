@@ -1,6 +1,4 @@
-"""Geometric-mean policy optimisation (GMPO, 2507.20673): the geometric mean of a response's ratios, which no
-single token can drag far.
-"""
+"""GMPO (2507.20673): the geometric mean of a response's ratios, which no single token can drag far."""
 
 from __future__ import annotations
 

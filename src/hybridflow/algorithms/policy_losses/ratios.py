@@ -1,8 +1,7 @@
-"""Steps that all policy losses share: the log-ratio at the beginning; weights, aggregation and metrics at the
-end.
+"""Steps that all policy losses share: the log-ratio first; weights, aggregation and metrics last.
 
-log_prob, old_log_prob, advantages, mask ──compare──► Tokens ──(a loss)──► loss per token ──share──►
-LossOutput
+log_prob, old_log_prob, advantages, mask ──token_terms──► Tokens ──(a loss)──► loss per token
+                                                                └──finish_loss──► LossOutput
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float
 
 
 def per_token(row_loss: Tensor, mask: Tensor) -> Tensor:
-    """Return a loss per row [B] in equal parts on the row's tokens [B, R], so that their sum is the row's
-    loss.
-    """
+    """Return a loss per row [B] in equal parts on the row's tokens [B, R]; their sum is the row's loss."""
     kept = mask.bool()
     return zero_outside((row_loss / kept.sum(-1).clamp(min=1)).unsqueeze(-1).expand(kept.shape), kept)
 

@@ -18,9 +18,7 @@ def trusted(
     mode: str | None,
     scale_factor: float | None,
 ) -> LossOutput:
-    """−A·sg[min(ρ, c)]·logπ, 0 where `outside` [B, R] bool says so; c: `clip_c`, None: no bound. Metrics as
-    `dppo_tv` lists them.
-    """
+    """−A·sg[min(ρ, c)]·logπ, 0 on `outside` [B, R] bool; c: `clip_c`, None: no bound. Metrics: `dppo_tv`."""
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio if clip_c is None else ratio.clamp(max=clip_c)
     loss = torch.where(outside, 0.0, -tokens.advantages * weight * tokens.log_prob)

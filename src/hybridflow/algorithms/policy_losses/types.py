@@ -27,9 +27,7 @@ class PolicyLoss:
     response_mask, generator, **parameters) -> columns [B, R], which the loss then takes by name.
     """
     keeps_groups: bool = False
-    """True: the rows of one prompt must be in one micro-batch, and tokens whose advantage is 0 are left out
-    of `loss_mask`.
-    """
+    """True: a micro-batch holds whole groups, and tokens whose advantage is 0 are left out of `loss_mask`."""
 
     learns_from: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """For a loss that needs other rows beside a row: a function (advantages, loss_mask, group_ids) -> [B]

@@ -1,6 +1,4 @@
-"""The loss of a reward model on pairs (Bradley and Terry 1952; InstructGPT, 2203.02155), with Llama 2's
-margin (2307.09288).
-"""
+"""The loss of a reward model on pairs (InstructGPT, 2203.02155), with Llama 2's margin (2307.09288)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Odds-ratio preference optimisation (ORPO, 2403.07691): fine-tuning on the chosen response and a preference
-at once, no reference.
-"""
+"""ORPO (2403.07691): fine-tuning on the chosen response and a preference at once, without a reference."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def orpo(
 
 
 def _log_odds(mean: Tensor) -> Tensor:
-    """Logit of e^mean, exact on both sides of ½; both branches get an argument they can bear, so that no
-    gradient is NaN.
-    """
+    """Logit of e^mean, exact on both sides of ½; each branch gets a safe argument, so no gradient is NaN."""
     mean = mean.clamp(max=-1e-6)
     near_one = mean > -math.log(2.0)
     rest = torch.where(

@@ -1,6 +1,4 @@
-"""Simple preference optimisation (SimPO, 2405.14734): no reference; means over tokens instead of sums, and a
-margin.
-"""
+"""SimPO (2405.14734): no reference; means over tokens instead of sums, and a margin."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The checks of the algorithm: which estimator goes with which loss, roles and sizes, by the facts in
-`algorithm_names.py`.
+"""The checks of the algorithm: which estimator goes with which loss, roles and sizes.
 
 Each check yields one line per problem, with both values and the way out. Nothing is known about a user's own
 estimator or loss (`path.py:name`), so nothing is refused there.
@@ -17,7 +16,6 @@ from hybridflow.config.root import PPOConfig
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROCESS = "reward.process_reward_model"
-TEACHER = "distillation.teacher_model"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 
 
@@ -64,11 +62,6 @@ def _needs(config: PPOConfig) -> Iterator[str]:
         yield (
             f"algorithm.adv_estimator={name} reads process rewards, and {PROCESS}.enable=false: leave "
             f"{PROCESS}.enable out, or set adv_estimator=rloo, which reads the outcome alone"
-        )
-    if facts.teacher and not config.distillation.teacher_model.path:
-        yield (
-            f"algorithm.adv_estimator={name} needs a teacher, and {TEACHER}.path is not set: give a Hugging "
-            "Face folder or a hub name of a model with the same tokenizer"
         )
 
 

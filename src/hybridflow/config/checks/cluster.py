@@ -147,11 +147,8 @@ def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
 def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key that is set and has less effect than it seems to have."""
     trainer = config.trainer
-    if (
-        isinstance(trainer, TrainerConfig)
-        and trainer.resource_pools
-        and ({"trainer.nnodes", "trainer.n_gpus_per_node"} & given)
-    ):
+    pools = getattr(trainer, "resource_pools", {})
+    if pools and {"trainer.nnodes", "trainer.n_gpus_per_node"} & given:
         yield (
             "trainer.nnodes and trainer.n_gpus_per_node are not read: trainer.resource_pools says which "
             "devices there are"
@@ -176,9 +173,7 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
 
 
 def _placement(trainer: TrainerConfig) -> Iterator[str]:
-    """Problems with pools and placement whatever roles the run has; the others are refused where the
-    placement is made.
-    """
+    """Problems with pools and placement whatever roles there are; making the placement refuses the others."""
     pools = trainer.resource_pools
     for name, devices in pools.items():
         if not devices or min(devices) < 1:

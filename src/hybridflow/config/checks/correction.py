@@ -24,9 +24,7 @@ _IN_YAML = re.compile(
 
 
 def quote_bounds(text: str) -> str:
-    """Return an override, or the text of a recipe, with each threshold 'lo_hi' in quotes, so that it stays a
-    text.
-    """
+    """Return an override or a recipe's text with each threshold 'lo_hi' in quotes, so that it stays text."""
     text = _IN_YAML.sub(r"\1'\2'", text)
     override = _ON_COMMAND_LINE.fullmatch(text)
     if override and re.fullmatch(r"[\d._,\s]+", override[2]):
@@ -35,9 +33,7 @@ def quote_bounds(text: str) -> str:
 
 
 def correction_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each threshold or option that does not parse or does not fit the others, and for
-    each setting that bypass mode cannot be joined with.
-    """
+    """Yield one line for each unreadable threshold or option, and for each that bypass mode excludes."""
     correction = config.algorithm.rollout_correction
     yield from _unreadable(correction)
     estimator = estimator_facts(config)
@@ -53,9 +49,8 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
     if unweighted and facts is not None and not facts.has_ratio:
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip leaves "
-            "the weights to the ratio of the loss, and "
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} has none: set "
-            f"{PATH}.loss_type=reinforce, or bypass_mode=false"
+            f"the weights to the ratio of the loss, and actor_rollout_ref.actor.policy_loss.loss_mode={loss} "
+            f"has none: set {PATH}.loss_type=reinforce, or bypass_mode=false"
         )
 
 
@@ -76,14 +71,11 @@ def _unreadable(correction: RolloutCorrectionConfig) -> Iterator[str]:
 def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key of the correction that is set and that this run does not read."""
     correction = config.algorithm.rollout_correction
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
         if correction.rollout_is is None and f"{PATH}.{name}" in given:
             yield f"{PATH}.{name} is read only with {PATH}.rollout_is=token or sequence"
     if correction.rollout_rs is None and f"{PATH}.rollout_rs_threshold" in given:
         yield f"{PATH}.rollout_rs_threshold is read only with {PATH}.rollout_rs"
-    if not correction.bypass_mode and f"{PATH}.loss_type" in given:
-        yield f"{PATH}.loss_type is read only with {PATH}.bypass_mode=true: the policy loss is {loss}"
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} is not used by {PATH}.loss_type=ppo_clip: in bypass "

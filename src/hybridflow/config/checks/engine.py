@@ -38,18 +38,14 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
             yield "min_p", f"{block}.min_p={sampling.min_p}"
         if sampling.repetition_penalty != 1:
             yield "repetition_penalty", f"{block}.repetition_penalty={sampling.repetition_penalty}"
-    if rollout.stop:
-        yield "stop", f"{ROLLOUT}.stop={rollout.stop}"
-    if rollout.stop_token_ids:
-        yield "stop_token_ids", f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}"
-    if rollout.ignore_eos:
-        yield "ignore_eos", f"{ROLLOUT}.ignore_eos=true"
+    for name in ("stop", "stop_token_ids", "quantization"):
+        if value := getattr(rollout, name):
+            yield name, f"{ROLLOUT}.{name}={value}"
+    for name in ("ignore_eos", "exact"):
+        if getattr(rollout, name) is True:
+            yield name, f"{ROLLOUT}.{name}=true"
     if rollout.tensor_model_parallel_size > 1:
         yield "tensor_parallel", f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
-    if rollout.quantization:
-        yield "quantization", f"{ROLLOUT}.quantization={rollout.quantization}"
-    if rollout.exact is True:
-        yield "exact", f"{ROLLOUT}.exact=true"
     if model.lora_rank:
         yield "lora", f"{MODEL}.lora_rank={model.lora_rank}"
     elif model.lora_adapter_path:

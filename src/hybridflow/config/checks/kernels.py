@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
-from hybridflow.config.needs import needs_teacher
+from hybridflow.config.needs import built_models
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 
 def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield one line for each model with use_liger=true that cannot have it."""
-    for block, model, fsdp in _models(config):
+    for block, model, fsdp in built_models(config):
         if not model.use_liger:
             continue
         if config.trainer.device == "cpu":
@@ -37,20 +35,3 @@ def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 "the last bits of what is computed, and nothing shows them to be the same for any number of "
                 "rows: leave one of them out"
             )
-
-
-def _models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig, FSDPConfig | None]]:
-    """Yield (path of the block, the block, its sharding) of each model that the run builds."""
-    if isinstance(config, SFTConfig):
-        yield "model", config.model, config.engine
-        return
-    roles = config.actor_rollout_ref
-    critic = config.critic
-    process = config.reward.process_reward_model
-    yield "actor_rollout_ref.model", roles.model, roles.actor.fsdp_config
-    if critic.enable:
-        yield "critic.model", critic.model, critic.fsdp_config
-    if process.enable:
-        yield "reward.process_reward_model.model", process.model, roles.actor.fsdp_config
-    if needs_teacher(config):
-        yield "distillation.teacher_model", config.distillation.teacher_model, None

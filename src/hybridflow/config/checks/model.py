@@ -1,5 +1,4 @@
-"""The checks of model folders, by looking at their files alone: config.json, weights, tokenizer, chat
-template.
+"""The checks of model folders by their files alone: config.json, weights, tokenizer, chat template.
 
 Each yields one line per problem. A hub name and an address with :// are not looked at here, and neither is a
 file's content beyond its JSON: what only transformers or torch can tell is found when the model is loaded.
@@ -14,7 +13,7 @@ from typing import Any
 
 from hybridflow.config.checks.paths import is_remote, is_written_as_path, local
 from hybridflow.config.model import ModelConfig
-from hybridflow.config.needs import needs_teacher
+from hybridflow.config.needs import built_models
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 TOKENIZER_FILES = (
@@ -27,6 +26,7 @@ TOKENIZER_FILES = (
 )
 """Files of which a tokenizer's folder has at least one."""
 INDEX = "model.safetensors.index.json"
+TEACHER = "distillation.teacher_model"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -36,33 +36,22 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
 
     `runs=False` looks at no weights and no tokenizer, for commands that only show what a run would be.
     """
-    if isinstance(config, SFTConfig):
-        yield from model_problem(config.model, "model", runs=runs)
-    else:
-        yield from model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model", runs=runs)
-        yield from _other_models(config, runs)
+    first = None
+    for block, model, _ in built_models(config):
+        if block == TEACHER and not model.path:
+            yield (
+                f"the advantage estimator of this run needs a teacher, and {TEACHER}.path is not set: give a "
+                "Hugging Face folder or a hub name of a model with the same tokenizer"
+            )
+        elif first is None or model.path != first.path:
+            yield from model_problem(model, block, runs=runs)
+        first = first or model
     if runs:
         yield from tokenizer_problems(config)
 
 
-def _other_models(config: PPOConfig, runs: bool) -> Iterator[str]:
-    """Problems of the other roles' models; one that is the actor's is not looked at twice."""
-    actor = config.actor_rollout_ref.model.path
-    critic = config.critic
-    process = config.reward.process_reward_model
-    teacher = config.distillation.teacher_model
-    if critic.enable and critic.model.path and critic.model.path != actor:
-        yield from model_problem(critic.model, "critic.model", runs=runs)
-    if process.enable and process.model.path and process.model.path != actor:
-        yield from model_problem(process.model, "reward.process_reward_model.model", runs=runs)
-    if needs_teacher(config) and teacher.path:
-        yield from model_problem(teacher, "distillation.teacher_model", runs=runs)
-
-
 def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterator[str]:
-    """Yield one line where a role's model is not set, is written as a local folder and is none, or cannot be
-    loaded.
-    """
+    """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded."""
     if not model.path:
         yield (
             f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
@@ -148,9 +137,7 @@ def _read_json(path: Path) -> Any:
 
 
 def tokenizer_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line where data.tokenizer is a local folder without a tokenizer, or without the chat template
-    that the data's messages need.
-    """
+    """Yield one line where data.tokenizer is a local folder that lacks a tokenizer or a chat template."""
     path = config.data.tokenizer
     if not path or is_remote(path):
         return
@@ -174,9 +161,7 @@ def tokenizer_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether a tokenizer's folder holds a chat template, in a file of its own or in its
-    configuration.
-    """
+    """Return whether a tokenizer's folder holds a chat template, as a file or in its configuration."""
     if any((folder / name).exists() for name in TEMPLATE_FILES):
         return True
     content = _read_json(folder / "tokenizer_config.json")
@@ -200,11 +185,8 @@ def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
 def _first_row(files: str | list[str]) -> dict[str, Any]:
     """The first row of local data files; empty where it cannot be read, which loading the data reports."""
     names = [files] if isinstance(files, str) else files
-    paths = [local(name) for name in names if not is_remote(name)]
-    if not paths or not paths[0].is_file():
-        return {}
     try:
-        row = _read_first_row(paths[0])
+        row = _read_first_row(next(local(name) for name in names if not is_remote(name)))
     except Exception:  # whatever is wrong with the file is told, by name and row, where the data is loaded
         return {}
     return row if isinstance(row, dict) else {}

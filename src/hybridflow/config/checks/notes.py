@@ -1,5 +1,4 @@
-"""Notes on a run that can run and may surprise: keys that are set and not read, and settings that have less
-effect than they seem to have.
+"""Notes on a run that may surprise: keys that are set and not read, and settings with little effect.
 
 resolved config, the paths that the user set ──ppo_notes──► one line for each
 """
@@ -13,19 +12,38 @@ from hybridflow.config.arguments import arguments_of_keys
 from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
+from hybridflow.config.tree import get_value
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROCESS = "reward.process_reward_model"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+READ_WITH = {
+    "algorithm.use_kl_in_reward": ("algorithm.kl_ctrl", "algorithm.kl_penalty"),
+    f"{ACTOR}.use_kl_loss": (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+    "algorithm.filter_groups.enable": ("algorithm.filter_groups", "data.gen_batch_size"),
+    "algorithm.use_pf_ppo": ("algorithm.pf_ppo",),
+    f"{OVERLONG}.enable": ("reward.reward_kwargs",),
+    "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.loss_type",),
+}
+"""Keys that are read only while a switch is on, by that switch."""
+WITHOUT = {
+    "algorithm.use_kl_in_reward": ": there is no KL penalty in this run's rewards",
+    f"{ACTOR}.use_kl_loss": ": there is no KL term in this run's loss",
+}
+"""What follows where a switch is off."""
 
 
 def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each setting that may surprise. `given` are the paths that the user set."""
+    for switch, paths in READ_WITH.items():
+        for path in paths:
+            if not get_value(config, switch) and is_given(path, given - {switch}):
+                yield f"{path} is read only with {switch}=true{WITHOUT.get(switch, '')}"
     yield from _rollout(config)
     yield from _names(config, given)
-    yield from _kl_and_reference(config, given)
-    yield from _features(config, given)
+    yield from _kl_and_reference(config)
+    yield from _features(config)
     yield from _roles(config, given)
     yield from correction_notes(config, given)
     if not has_validation(config) and config.trainer.test_freq > 0:
@@ -94,7 +112,7 @@ def _read_by_others(
             yield f"{path} is read by {named} only: {choice}={name}"
 
 
-def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+def _kl_and_reference(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
@@ -106,18 +124,6 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"algorithm.adv_estimator={algorithm.adv_estimator} does not read the token rewards; "
             f"{ACTOR}.use_kl_loss=true puts the KL into the loss"
         )
-    for path in ("algorithm.kl_ctrl", "algorithm.kl_penalty"):
-        if not algorithm.use_kl_in_reward and is_given(path, given):
-            yield (
-                f"{path} is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this "
-                "run's rewards"
-            )
-    for name in ("kl_loss_coef", "kl_loss_type"):
-        if not actor.use_kl_loss and f"{ACTOR}.{name}" in given:
-            yield (
-                f"{ACTOR}.{name} is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this "
-                "run's loss"
-            )
     if algorithm.ref_update_freq and _all_known(config) and not needs_reference(config):
         yield (
             f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads "
@@ -135,8 +141,8 @@ def _all_known(config: PPOConfig) -> bool:
     return estimator_facts(config) is not None and loss_facts(config) is not None
 
 
-def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """Keys of features that are switched off, and features that change each other."""
+def _features(config: PPOConfig) -> Iterator[str]:
+    """Features that change each other."""
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
     facts = estimator_facts(config)
@@ -154,21 +160,11 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             "algorithm.rollout_correction.rollout_is or rollout_rs, which compare the rollout's log-probs "
             "with those of the pass"
         )
-    if not algorithm.filter_groups.enable:
-        for path in ("algorithm.filter_groups", "data.gen_batch_size"):
-            if is_given(path, given - {"algorithm.filter_groups.enable"}):
-                yield f"{path} is read only with algorithm.filter_groups.enable=true"
-    if not algorithm.use_pf_ppo and is_given("algorithm.pf_ppo", given):
-        yield "algorithm.pf_ppo is read only with algorithm.use_pf_ppo=true"
     if algorithm.use_pf_ppo and facts is not None and facts.group:
         yield (
             f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages "
             "are computed over whole groups first, then rows are resampled by their scores"
         )
-    if not kwargs.overlong_buffer_cfg.enable and is_given(
-        "reward.reward_kwargs", given - {f"{OVERLONG}.enable"}
-    ):
-        yield f"reward.reward_kwargs is read only with {OVERLONG}.enable=true"
     if kwargs.overlong_buffer_cfg.enable and (kwargs.max_resp_len or 0) > config.data.max_response_length:
         yield (
             f"reward.reward_kwargs.max_resp_len={kwargs.max_resp_len} is more than "

@@ -1,5 +1,4 @@
-"""The checks of data files, of a user's own code, of resume folders and of the run folder, in the file
-system.
+"""The checks of data files, of a user's own code, of resume folders and of the run folder.
 
 Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
 """
@@ -11,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridflow.config.data import TaskConfig
+from hybridflow.config.data import BaseDataConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
@@ -33,23 +32,22 @@ def is_written_as_path(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
-def data_problems(
-    train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False
-) -> Iterator[str]:
-    """Yield one line where files and task are both set or both missing, and for each local file that is
-    missing.
+def data_problems(data: BaseDataConfig, *, own_class: bool = False) -> Iterator[str]:
+    """Yield one line where files and task are both set or both missing, and for each missing local file.
 
     A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
     data set of a hub.
     """
-    if not train_files and not task.name:
+    task = data.task
+    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    if not data.train_files and not task.name:
         yield (
             "no training data: set data.train_files to parquet, json or jsonl files, or "
             "data.task.name=arithmetic_chain"
         )
-    for key, given in (("data.train_files", train_files), ("data.val_files", val_files)):
-        if given and task.name:
-            yield f"{key}={given} and data.task.name={task.name} are both set: leave one out"
+    for key, files in given.items():
+        if files and task.name:
+            yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield (
             f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own "
@@ -57,7 +55,7 @@ def data_problems(
         )
     if task.name and not task.name.startswith("reasoning_gym:"):
         yield from plugin_problem("data.task.name", task.name)
-    for key, files in (("data.train_files", train_files), ("data.val_files", val_files)):
+    for key, files in given.items():
         for file in [files] if isinstance(files, str) else files:
             if not file or is_remote(file):
                 continue
@@ -107,9 +105,7 @@ def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
 
 
 def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """Yield one line for each folder of the run that can be neither written nor made. Nothing is made here:
-    the run may be refused yet.
-    """
+    """Yield one line for each folder that can be neither written nor made; none is made here."""
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
         folders |= {
@@ -133,9 +129,7 @@ def unwritable(key: str, folder: str | Path, error: Exception) -> str:
 
 
 def why_unwritable(key: str, folder: str | Path, error: Exception) -> str:
-    """Explain why a folder cannot be written, naming the file in its way if there is one, and what to do;
-    `key` says where folders are set.
-    """
+    """Explain why a folder cannot be written, and what to do; `key` says where folders are set."""
     whole = local(str(folder)).absolute()
     for path in (whole, *whole.parents):
         if path.exists() and not path.is_dir():

@@ -25,32 +25,13 @@ NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_size
 """Keys of the native engine that the hf engine does not read."""
 SET_BY_US = {
     "vllm": (
-        "worker_extension_cls",
-        "logprobs_mode",
-        "generation_config",
-        "seed",
-        "model",
-        "tensor_parallel_size",
-        "enable_sleep_mode",
-        "enable_lora",
-        "max_loras",
-        "max_lora_rank",
+        *("model", "seed", "tensor_parallel_size", "generation_config", "logprobs_mode"),
+        *("worker_extension_cls", "enable_sleep_mode", "enable_lora", "max_loras", "max_lora_rank"),
     ),
     "sglang": (
-        "model_path",
-        "random_seed",
-        "tp_size",
-        "dp_size",
-        "pp_size",
-        "host",
-        "port",
-        "enable_memory_saver",
-        "enable_weights_cpu_backup",
-        "custom_weight_loader",
-        "incremental_streaming_output",
-        "sampling_backend",
-        "sampling_defaults",
-        "speculative_algorithm",
+        *("model_path", "random_seed", "tp_size", "dp_size", "pp_size", "host", "port"),
+        *("enable_memory_saver", "enable_weights_cpu_backup", "custom_weight_loader"),
+        *("incremental_streaming_output", "sampling_backend", "sampling_defaults", "speculative_algorithm"),
     ),
 }
 """Arguments of an engine that follow from keys of this schema, or on which hybridflow relies."""

@@ -1,5 +1,4 @@
-"""Refuse a run that cannot work before anything is allocated: all problems at once, each with both values and
-the way out.
+"""Refuse a run that cannot work before anything is allocated: all problems at once, each with a way out.
 
     resolved config ──check──► notes on what may surprise, or one ConfigError
 
@@ -21,12 +20,7 @@ from hybridflow.config.checks.engine import engine_problems
 from hybridflow.config.checks.kernels import kernel_problems
 from hybridflow.config.checks.model import model_problems
 from hybridflow.config.checks.notes import has_validation, ppo_notes
-from hybridflow.config.checks.paths import (
-    data_problems,
-    folder_problems,
-    plugin_problem,
-    resume_problems,
-)
+from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
 from hybridflow.config.convert import raise_all
@@ -49,12 +43,13 @@ def check(
     *,
     runs: bool = True,
     needs_model: bool = True,
+    needs_files: bool = True,
 ) -> list[str]:
     """Cross-check a resolved configuration and return notes on what may surprise.
 
     `given` are the paths that the user set. `runs=False` looks at no weights and no tokenizer, for commands
-    that only show what a run would be; `needs_model=False` at no model at all. Raises
-    ConfigError that lists every problem.
+    that only show what a run would be; `needs_model=False` at no model at all, and `needs_files=False` at no
+    data, no code for it, and no folder. Raises ConfigError that lists every problem.
     """
     if isinstance(config, PPOConfig):
         problems = list(_ppo_problems(config))
@@ -62,6 +57,8 @@ def check(
     else:
         problems = list(_sft_problems(config))
         notes = list(cluster_notes(config, given))
+    if needs_files:
+        problems += _file_problems(config)
     if needs_model:
         problems += model_problems(config, runs=runs)
     raise_all(problems)
@@ -69,7 +66,6 @@ def check(
 
 
 def _ppo_problems(config: PPOConfig) -> Iterator[str]:
-    data = config.data
     yield from _sizes(config)
     yield from _token_limits(config)
     yield from algorithm_problems(config)
@@ -78,11 +74,8 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from engine_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)
-    yield from _plugins(config)
+    yield from _algorithm_plugins(config)
     yield from reward_problems(config.reward)
-    yield from data_problems(
-        data.train_files, data.val_files, data.task, own_class=bool(data.custom_cls.path)
-    )
     for keys in ROLE_KEYS.values():
         if keys.updates:
             yield from _optim(get_value(config, keys.updates).optim, f"{keys.updates}.optim")
@@ -93,7 +86,6 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
 def _sft_problems(config: SFTConfig) -> Iterator[str]:
     yield from _sft_sizes(config)
     yield from kernel_problems(config)
-    yield from data_problems(config.data.train_files, config.data.val_files, config.data.task)
     yield from _optim(config.optim, "optim")
     yield from _trainer(config.trainer)
     yield from sft_cluster_problems(config)
@@ -114,40 +106,30 @@ def _sizes(config: PPOConfig) -> Iterator[str]:
                 f"it to {batch} or a divisor, or leave it out"
             )
         elif batch % mini:
+            nearest = max(size for size in range(1, mini + 1) if batch % size == 0)
             yield (
                 f"data.train_batch_size={batch} × {ROLLOUT}.n={n} = {batch * n} sequences cannot be split "
                 f"into {role}.ppo_mini_batch_size={mini} prompts: use a divisor of {batch}, for example "
-                f"{_near_divisor(batch, mini)}"
+                f"{nearest}"
             )
-
-
-def _near_divisor(number: int, wanted: int) -> int:
-    return max(d for d in range(1, wanted + 1) if number % d == 0)
 
 
 def _token_limits(config: PPOConfig) -> Iterator[str]:
     data = config.data
     roles = config.actor_rollout_ref
     longest = data.max_prompt_length + data.max_response_length
-    limits: dict[str, int | None] = {
-        f"{ACTOR}.ppo_max_token_len_per_gpu": roles.actor.ppo_max_token_len_per_gpu,
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": roles.rollout.log_prob_max_token_len_per_gpu,
+    limits = {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": True,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": True,
+        f"{REF}.log_prob_max_token_len_per_gpu": needs_reference(config),
+        "critic.ppo_max_token_len_per_gpu": config.critic.enable,
+        "critic.forward_max_token_len_per_gpu": config.critic.enable,
+        f"{PROCESS}.ppo_max_token_len_per_gpu": config.reward.process_reward_model.enable,
+        "distillation.log_prob_max_token_len_per_gpu": needs_teacher(config),
     }
-    if needs_reference(config):
-        limits[f"{REF}.log_prob_max_token_len_per_gpu"] = roles.ref.log_prob_max_token_len_per_gpu
-    if config.critic.enable:
-        limits["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-        limits["critic.forward_max_token_len_per_gpu"] = config.critic.forward_max_token_len_per_gpu
-    if config.reward.process_reward_model.enable:
-        limits[f"{PROCESS}.ppo_max_token_len_per_gpu"] = (
-            config.reward.process_reward_model.ppo_max_token_len_per_gpu
-        )
-    if needs_teacher(config):
-        limits["distillation.log_prob_max_token_len_per_gpu"] = (
-            config.distillation.log_prob_max_token_len_per_gpu
-        )
-    for path, limit in limits.items():
-        if limit is not None and limit < longest:
+    for path, is_read in limits.items():
+        limit = get_value(config, path)
+        if is_read and limit is not None and limit < longest:
             yield (
                 f"{path}={limit} tokens cannot hold one row of "
                 f"data.max_prompt_length={data.max_prompt_length} + "
@@ -200,20 +182,36 @@ def _validation(config: PPOConfig) -> Iterator[str]:
             f"{path}.do_sample=true with {path}.temperature=0: set a temperature above 0, for example 1.0, "
             "or do_sample=false for greedy"
         )
+
+
+def _algorithm_plugins(config: PPOConfig) -> Iterator[str]:
+    yield from plugin_problem("algorithm.adv_estimator", config.algorithm.adv_estimator)
+    yield from plugin_problem(
+        f"{ACTOR}.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode
+    )
+    for index, term in enumerate(config.reward.terms):
+        if not isinstance(term, dict) or "name" not in term:
+            yield f"reward.terms[{index}]={term!r}: wanted {{name: …, weight: …}}"
+
+
+def _file_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Problems with data, with a user's code that makes or scores it, and with the folders of the run."""
+    own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
+    if isinstance(config, PPOConfig):
+        yield from _data_plugins(config)
+    yield from data_problems(config.data, own_class=own_class)
+    yield from resume_problems(config.trainer)
+    yield from folder_problems(config.trainer)
+
+
+def _data_plugins(config: PPOConfig) -> Iterator[str]:
+    data = config.data
+    reward = config.reward.custom_reward_function
     if config.trainer.val_only and not has_validation(config):
         yield (
             "trainer.val_only=true without validation data: set data.val_files, or data.task.val_size with "
             "data.task.name"
         )
-
-
-def _plugins(config: PPOConfig) -> Iterator[str]:
-    data = config.data
-    reward = config.reward.custom_reward_function
-    yield from plugin_problem("algorithm.adv_estimator", config.algorithm.adv_estimator)
-    yield from plugin_problem(
-        f"{ACTOR}.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode
-    )
     yield from plugin_problem("reward.custom_reward_function.path", reward.path, reward.name)
     yield from plugin_problem(
         "data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, needs_name="data.custom_cls.name"
@@ -224,9 +222,6 @@ def _plugins(config: PPOConfig) -> Iterator[str]:
         data.sampler.class_name,
         needs_name="data.sampler.class_name",
     )
-    for index, term in enumerate(config.reward.terms):
-        if not isinstance(term, dict) or "name" not in term:
-            yield f"reward.terms[{index}]={term!r}: wanted {{name: …, weight: …}}"
 
 
 def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
@@ -248,8 +243,6 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     for name in names:
         if name not in TRACKERS:
             yield f"trainer.logger={name}: there is no such tracker; there are {', '.join(TRACKERS)}"
-    yield from resume_problems(trainer)
-    yield from folder_problems(trainer)
     if (
         isinstance(trainer, TrainerConfig)
         and trainer.total_training_steps

@@ -2,8 +2,7 @@
 
     "3 + 4 - 2 + 5 = ?"  ──worked answer──►  "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"
 
-A hash of its text decides the split that a question belongs to, so the splits share no question, whatever the
-seeds and sizes.
+A hash of its text decides the split of a question: splits share none, whatever the seeds and sizes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _ATTEMPTS = 1000
 
 
 class ArithmeticChain:
-    """`hops` operations on whole numbers 0..`max_number`; no intermediate result is negative, or above
-    `max_total` where that is given.
+    """`hops` operations on whole numbers 0..`max_number`; no result is negative, or above `max_total`.
 
     Validation questions are all different; training questions are drawn independently and may repeat.
     """

@@ -18,8 +18,7 @@ _ROUNDS = 20
 
 
 class ReasoningGymTask:
-    """Questions of the reasoning-gym task `name`; `options` are its configuration, and `system_prompt` a
-    message put before each question.
+    """Questions of the reasoning-gym task `name`, with its `options`, of which `system_prompt` is ours.
 
     The validation questions are made first, and training questions that equal one of them are left out.
     Raises ConfigError where the package is not installed, or knows neither the task nor an option.
@@ -45,9 +44,7 @@ class ReasoningGymTask:
             )
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
-        """Make `size` rows of one split. Raises DataError where too few questions are outside the validation
-        split.
-        """
+        """Make `size` rows of a split. Raises DataError for too few questions outside validation's."""
         entries = self._entries(split, size, set())
         if split == "train" and self.val_size:
             held_out = {entry["question"] for entry in self._entries("validation", self.val_size, set())}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -39,36 +38,21 @@ ROLES = ("sft", "rollout")
 """The learner, and generation with its weights for whoever wants to look at its answers."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts of a run that its worker processes need."""
-
-    config: SFTConfig
-    total_steps: int
-    nonfinite: Path
-    end_tokens: tuple[int, ...]
-
-
 @contextmanager
 def build(
     config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
 ) -> Iterator[SFTTrainer]:
-    """Build everything a supervised run needs; processes, files and the run folder are released when the
-    context ends, also after an error.
-
-    `patience` and `signals` are those of `run.started`.
-    """
+    """Build all that a supervised run needs, until the context ends; `patience`, `signals`: `run.started`."""
     trainer = config.trainer
     with started(config, ROLES, patience=patience, signals=signals) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
             data = build_sft_data(config.data, tokenizer, trainer.seed)
         total_steps = steps_of(config, data.train_loader)
-        facts = RunFacts(
-            config, total_steps, run.folder.nonfinite, tuple(end_tokens(config.model, tokenizer))
-        )
+        ends = tuple(end_tokens(config.model, tokenizer))
+        factories = partial(_factories, config, total_steps, run.folder.nonfinite, ends)
         with progress.phase("starting the workers"):
-            backend = run.start(partial(_factories, facts), partial(_meshes, config))
+            backend = run.start(factories, partial(_meshes, config))
         group = SFTGroup(backend, "sft")
         pad_id = int(tokenizer.pad_token_id)
         source = ConversationSource(data.train_loader, pad_id)
@@ -120,9 +104,10 @@ def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
     return {"sft": MeshInfo(world, sizes(config, world).axes(), cost), "rollout": MeshInfo(world)}
 
 
-def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
+def _factories(
+    config: SFTConfig, total_steps: int, nonfinite: Path, ends: tuple[int, ...], process: WorkerHost
+) -> Factories:
     """The factories of one process."""
-    config = facts.config
     model = model_arguments(config.model, resolve_device(config.trainer.device))
     lora = LoraSettings.from_config(config.model, seed=config.trainer.seed)
 
@@ -133,10 +118,10 @@ def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
                 model,
                 name="train",
                 optim=config.optim,
-                total_steps=facts.total_steps,
+                total_steps=total_steps,
                 grad_clip=config.trainer.grad_clip,
                 max_nonfinite_steps=config.trainer.max_nonfinite_steps,
-                dump_dir=facts.nonfinite,
+                dump_dir=nonfinite,
                 fsdp=config.engine,
                 layout=sizes(config, process.place.world_size),
                 activation_offload=config.model.enable_activation_offload,
@@ -153,7 +138,7 @@ def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
             RolloutConfig(max_num_seqs=512),
             actor_engine=learner.engine,
             model=model,
-            eos_token_ids=facts.end_tokens,
+            eos_token_ids=ends,
             lora=lora,
         )
 

@@ -5,6 +5,7 @@ Its weights change only when the actor is copied to it (`algorithm.ref_update_fr
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
@@ -71,6 +72,8 @@ class ReferenceWorker(StatefulWorker):
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
-    def log_probs(self, batch: DataProto) -> DataProto:
-        """Return ref_log_prob [B, R] float32, nats."""
-        return self.call_and_keep(ReferenceWorker.log_probs, batch)
+    def log_probs(self, batch: DataProto, *, fetch: Set[str] | None = None) -> DataProto:
+        """Compute ref_log_prob [B, R] float32, nats, which updates read from the row store; return it where
+        it is in `fetch` (None: all).
+        """
+        return self.call_and_keep(ReferenceWorker.log_probs, ["ref_log_prob"], fetch, batch)

@@ -101,7 +101,15 @@ def _trainer(
             validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
         yield Trainer(
             source=source,
-            step=PPOStep(roles, config, controller, run.timer, exact=exact, leavable=run.signals.leavable),
+            step=PPOStep(
+                roles,
+                config,
+                controller,
+                run.timer,
+                exact=exact,
+                leavable=run.signals.leavable,
+                shows=samples.shows,
+            ),
             validator=validator,
             state=state,
             store=store,

@@ -12,6 +12,7 @@ bypass mode   the rollout's, however far they are
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -77,8 +78,11 @@ class OldLogProbs:
                 config.algorithm.adv_estimator,
             )
 
-    def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
-        """Return old_log_probs [B, R], and from a pass also entropys and what the estimator needs.
+    def __call__(
+        self, batch: DataProto, plan: MiniBatchPlan | None, step: int, fetch: Set[str] | None = None
+    ) -> DataProto:
+        """Return old_log_probs [B, R], and from a pass those in `fetch` (None: all) of its other columns:
+        entropys, and what the estimator needs.
 
         `plan` is the plan of the update, if there is one. Raises TrainingError in exact mode where the
         rollout's log-probs are not those of training.
@@ -98,7 +102,7 @@ class OldLogProbs:
                 self.metrics.update(metrics)
                 self.watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
                 return self._rollouts(batch, rows_of_version(batch, version))
-        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, keep=True)
+        columns = self.actor.old_log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, fetch=fetch)
         rollout = batch.batch["rollout_log_probs"]
         trained: Tensor = columns.batch["old_log_probs"]
         if self.exact.reuses:

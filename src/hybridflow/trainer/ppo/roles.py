@@ -99,6 +99,7 @@ def columns_also_read(
     return {
         "actor": {
             ActorWorker.log_probs: dealt,
+            ActorWorker.mean_entropy: ["is_demonstration"],
             ActorWorker.update_mini_batch: [*dealt, *loss_columns(config)],
         },
         "reference": {ReferenceWorker.log_probs: dealt},

@@ -20,7 +20,7 @@ from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-POLICY_COLUMNS = ("input_ids", "attention_mask", "responses", "response_mask")
+POLICY_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """The columns that a forward of a policy or a value model reads."""
 UPDATE_COLUMNS = ("uid", *POLICY_COLUMNS, "loss_mask")
 """The columns of every update; the uid is there to name the rows of a step that is skipped."""
@@ -171,4 +171,6 @@ class ActorGroup(StatefulGroup[ActorWorker]):
             )
 
         rows = self.columns_read(ActorWorker.update_mini_batch, batch)
+        if watch is None and "policy_version" in rows:
+            rows.pop(["policy_version"])  # only the check looks at it
         return update_by_mini_batches(rows, plan, step, name="actor", prepare=prepare)

@@ -123,6 +123,9 @@ class ActorWorker(StatefulWorker):
 class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
+    version = 0
+    """The version of its weights, as the source of batches has published them last."""
+
     def log_probs(
         self,
         batch: DataProto,

@@ -91,7 +91,7 @@ class OldLogProbs:
         self.watch = None
         if self.bypass:
             return self._rollouts(batch, sampled_rows(batch))
-        version = step - 1  # each step makes one version, and the first has version 0
+        version = self.actor.version
         if self.exact.reuses and not self.roles.together(self.actor.role, self.roles.rollout.role):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
             check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
@@ -162,7 +162,7 @@ class OldLogProbs:
             first = next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), [])
             learned = batch.batch["loss_mask"].any(-1)  # the update leaves the other rows out
             seen = {row for row in first if learned[row]}
-        candidates = rows_of_version(batch, step - 1).nonzero()[:, 0].tolist()
+        candidates = rows_of_version(batch, self.actor.version).nonzero()[:, 0].tolist()
         left = [row for row in candidates if row not in seen]
         order = torch.randperm(
             len(left), generator=generator(self.config.trainer.seed, "exact_check", step)

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from hybridflow.workers.actor import ActorGroup, ActorWorker
     from hybridflow.workers.critic import CriticGroup, CriticWorker
     from hybridflow.workers.process_reward import ProcessRewardGroup, ProcessRewardWorker
-    from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker
+    from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker, TeacherGroup
     from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
-    from hybridflow.workers.teacher import TeacherGroup
 
 _HOMES = {
     "ActorGroup": "actor",
@@ -28,7 +27,7 @@ _HOMES = {
     "ReferenceWorker": "reference",
     "RolloutGroup": "rollout",
     "RolloutWorker": "rollout",
-    "TeacherGroup": "teacher",
+    "TeacherGroup": "reference",
 }
 
 __all__ = [

@@ -126,12 +126,7 @@ class ActorGroup(StatefulGroup[ActorWorker]):
     version = 0
     """The version of its weights, as the source of batches has published them last."""
 
-    def log_probs(
-        self,
-        batch: DataProto,
-        *,
-        with_entropy: bool = True,
-    ) -> DataProto:
+    def log_probs(self, batch: DataProto, *, with_entropy: bool = True) -> DataProto:
         """Return log-probs under the current weights as `ActorWorker.log_probs` does; nothing is kept."""
         return self.call(ActorWorker.log_probs, batch, with_entropy=with_entropy)
 

@@ -1,6 +1,8 @@
-"""The reference policy, which a KL term or a preference loss compares the actor with.
+"""The reference policy, which a KL term or a preference loss compares the actor with, and the teacher of
+on-policy distillation.
 
-Its weights change only when the actor is copied to it (`algorithm.ref_update_freq`).
+The reference's weights change only when the actor is copied to it (`algorithm.ref_update_freq`). The teacher
+has the actor's vocabulary and weights of its own, which never change.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
+
+TEACHER_COLUMN = "teacher_log_probs"
 
 
 def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
@@ -72,8 +76,16 @@ class ReferenceWorker(StatefulWorker):
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
+    column = "ref_log_prob"
+
     def log_probs(self, batch: DataProto, *, fetch: Set[str] | None = None) -> DataProto:
-        """Compute ref_log_prob [B, R] float32, nats, which updates read from the row store; return it where
-        it is in `fetch` (None: all).
+        """Compute `column` [B, R] float32, nats, which updates read from the row store; return it where it is
+        in `fetch` (None: all).
         """
-        return self.call_and_keep(ReferenceWorker.log_probs, ["ref_log_prob"], fetch, batch)
+        return self.call_and_keep(ReferenceWorker.log_probs, [self.column], fetch, batch)
+
+
+class TeacherGroup(ReferenceGroup):
+    """The driver's view of the teacher."""
+
+    column = TEACHER_COLUMN

@@ -121,24 +121,14 @@ class PPOStep:
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         updates: list[Job[Metrics]] = []
         if roles.critic:
-            updates.append(
-                Job(
-                    "critic",
-                    "update_critic",
-                    partial(roles.critic.update, batch, self._critic_plan(step, drawn_from)),
-                )
-            )
+            learn = partial(roles.critic.update, batch, self._critic_plan(step, drawn_from))
+            updates.append(Job("critic", "update_critic", learn))
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
             watch = self.old_log_probs.watch
-            update = partial(
-                roles.actor.update,
-                batch,
-                self._actor_plan(step, drawn_from),
-                prepare=hook,
-                watch=watch,
-            )
-            updates.append(Job("actor", "update_actor", update))
+            plan = self._actor_plan(step, drawn_from)
+            learn = partial(roles.actor.update, batch, plan, prepare=hook, watch=watch)
+            updates.append(Job("actor", "update_actor", learn))
         for found in self.side_by_side(updates):
             metrics.update(found)
         self.old_log_probs.after_update(metrics, step)

@@ -100,7 +100,7 @@ def train_step(trainer: PPOTrainer, step: int) -> tuple[float, float, float]:
     """Return the seconds of generation, of waiting for rewards, and of the whole step."""
     trainer.source.timer.reset()
     started = time.perf_counter()
-    batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted(), step)
+    batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted())
     trainer.step(batch, step)
     seconds = time.perf_counter() - started
     return trainer.source.timer.seconds("gen"), trainer.source.timer.seconds("reward"), seconds

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from hybridflow.controller.future import Future, Part
     from hybridflow.controller.local import LocalBackend
     from hybridflow.controller.mesh import MeshInfo
+    from hybridflow.controller.place import Place, RankInfo
     from hybridflow.controller.resource_pool import Placement, ResourcePool
-    from hybridflow.controller.worker import Factories, Place, RankInfo, Worker, WorkerFactory
+    from hybridflow.controller.worker import Factories, Worker, WorkerFactory
     from hybridflow.controller.worker_group import WorkerGroup
     from hybridflow.controller.worker_host import Make, WorkerHost
 
@@ -25,8 +26,9 @@ _HOMES = {
     "future": ("Future", "Part"),
     "local": ("LocalBackend",),
     "mesh": ("MeshInfo",),
+    "place": ("Place", "RankInfo"),
     "resource_pool": ("Placement", "ResourcePool"),
-    "worker": ("Factories", "Place", "RankInfo", "Worker", "WorkerFactory"),
+    "worker": ("Factories", "Worker", "WorkerFactory"),
     "worker_group": ("WorkerGroup",),
     "worker_host": ("Make", "WorkerHost"),
 }

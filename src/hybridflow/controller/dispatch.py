@@ -13,7 +13,7 @@ Only the columns that a method reads travel to it, whatever else the caller's ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
@@ -127,16 +127,19 @@ class Registration:
     """The columns of which it returns some; None where any may come back."""
     lane: Lane = "ordered"
 
-    def columns_read(self, batch: DataProto, also: Sequence[str] = ()) -> DataProto:
+    def columns_read(
+        self, batch: DataProto, also: Sequence[str] = (), stored: Set[str] = frozenset()
+    ) -> DataProto:
         """Return the batch with the columns that the method reads, and those of `also` that the batch has.
 
         The `row_id`, by which a row store knows the rows, always comes along. Raises BatchError where a
-        column that the method reads is missing.
+        column that the method reads is missing, and not one of `stored`, which the row store has.
         """
         if self.reads is None:
             return batch
         more = [name for name in ("row_id", *also) if name in batch]
-        names = dict.fromkeys([*self.reads, *more])
+        needed = [name for name in self.reads if name in batch or name not in stored]
+        names = dict.fromkeys([*needed, *more])
         objects = [name for name in names if name in batch.non_tensor_batch]
         return batch.select([name for name in names if name not in objects], objects)
 

@@ -70,6 +70,11 @@ class Future(Generic[R]):
         After `timeout` seconds WorkerError is raised, which names the role, the method and the ranks that
         have not answered.
         """
+        self.wait(timeout)
+        return self._collect([self.parts[rank].result() for rank in self.taken])
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait like `result`, and leave the results where they are."""
         concurrent.futures.wait(self.parts.values(), timeout, concurrent.futures.FIRST_EXCEPTION)
         for part in self.parts.values():
             if part.done() and (error := part.exception()) is not None:
@@ -78,7 +83,6 @@ class Future(Generic[R]):
         if late:
             message = f"{self.role}.{self.method} has not finished after {timeout} s on ranks {late}"
             raise WorkerError(message, role=self.role, rank=late[0], method=self.method)
-        return self._collect([self.parts[rank].result() for rank in self.taken])
 
     def get(self) -> R:
         """Return `result()` without a deadline; `DataProtoFuture` calls this method of its parts."""

@@ -14,8 +14,9 @@ from typing import Any
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace_parts
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.place import Place
 from hybridflow.controller.row_store import RowStore, in_memory
-from hybridflow.controller.worker import Place, Worker
+from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_host import Make, WorkerHost
 
 

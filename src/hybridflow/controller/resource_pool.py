@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.worker import RankInfo
+from hybridflow.controller.place import RankInfo
 from hybridflow.errors import ConfigError
 
 SPANNING = "rollout"

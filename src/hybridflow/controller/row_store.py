@@ -43,15 +43,29 @@ class RowStore:
         """
         if len(rows) != len(columns) or len(set(rows)) < len(rows):
             raise BatchError(f"{len(columns)} rows cannot be stored under {len(set(rows))} different ids")
-        self.keep(rows, columns, self._store(columns))
+        self.keep(rows, columns.names(), self._store(columns))
+        self.watch(columns)
 
-    def keep(self, rows: Sequence[int], columns: DataProto, part: Part) -> None:
+    def keep(self, rows: Sequence[int], names: Sequence[str], part: Part) -> None:
         """Store what `part` holds or will hold where it is: these columns, of the rows with these ids."""
         with self._lock:
-            self._seen.append(TensorVersions(columns))
-            for name in columns.names():
+            for name in names:
                 places = self._places.setdefault(name, {})
                 places.update((row, (part, number)) for number, row in enumerate(rows))
+
+    def watch(self, columns: DataProto) -> None:
+        """Notice from now on where the driver writes into its own copy of stored columns."""
+        with self._lock:
+            self._seen.append(TensorVersions(columns))
+
+    def names(self, batch: DataProto) -> frozenset[str]:
+        """Return the names of the columns that are stored for every row of `batch`."""
+        if "row_id" not in batch:
+            return frozenset()
+        rows = batch.batch["row_id"].tolist()
+        with self._lock:
+            stored = [name for name, places in self._places.items() if all(row in places for row in rows)]
+        return frozenset(stored)
 
     def get(self, rows: Sequence[int], names: Sequence[str]) -> DataProto:
         """Return columns of rows, in the order of `rows`.
@@ -74,9 +88,9 @@ class RowStore:
                 raise
         return StoredRows(DataProto(), places, tuple(shards)).gather()
 
-    def by_reference(self, batch: DataProto) -> DataProto | StoredRows:
+    def by_reference(self, batch: DataProto, further: Sequence[str] = ()) -> DataProto | StoredRows:
         """Return the rows of `batch` for another process; columns that are stored for all of them are
-        replaced by their places.
+        replaced by their places. The columns `further` are added as far as they are stored.
 
         Raises AssertionError where a column was written in place since it was stored.
         """
@@ -84,7 +98,10 @@ class RowStore:
             return batch
         written = ", ".join(name for seen in self._seen for name in seen.changed())
         assert not written, f"{written} was written in place, and the row store has it: write to a clone"
-        places, parts = self._find(batch.batch["row_id"].tolist(), batch.names())
+        added = [name for name in further if name not in batch]
+        if len(batch):
+            added += batch.names()
+        places, parts = self._find(batch.batch["row_id"].tolist(), added)
         if not places:
             return batch
         objects = [name for name in batch.non_tensor_batch if name not in places]
@@ -92,16 +109,20 @@ class RowStore:
         return StoredRows(batch.select(tensors, objects), places, parts)
 
     def _find(self, rows: Sequence[int], names: Sequence[str]) -> tuple[dict[str, Places], tuple[Part, ...]]:
-        """Return the places of those columns that are stored for all of these rows, and their shards."""
+        """Return the places of those columns that are stored for all of these rows, and their shards.
+
+        No rows have the places of any other row, which show dtype and width.
+        """
         numbers: dict[Part, int] = {}
         places: dict[str, Places] = {}
         with self._lock:
             for name in names:
                 have = self._places.get(name, {})
-                if not rows or any(row not in have for row in rows):
+                if not have or any(row not in have for row in rows):
                     continue
                 found = [have[row] for row in rows]
-                shards = [numbers.setdefault(part, len(numbers)) for part, _ in found]
+                holders = [part for part, _ in found] or [next(iter(have.values()))[0]]
+                shards = [numbers.setdefault(part, len(numbers)) for part in holders]
                 places[name] = Places(shards, [number for _, number in found])
         return places, tuple(numbers)
 

@@ -21,7 +21,7 @@ class Places:
     """The place of each row of a column."""
 
     shards: Sequence[int]
-    """The shard of each row, as an index into `StoredRows.shards`."""
+    """The shard of each row, as an index into `StoredRows.shards`; for no rows one that has the column."""
     rows: Sequence[int]
     """The number of each row in its shard."""
 
@@ -61,7 +61,7 @@ def _column(shard: DataProto, name: str) -> Any:
 
 def _rows_of_tensors(columns: Mapping[int, Tensor], places: Places) -> Tensor:
     first = next(iter(columns.values()))
-    rows = torch.tensor(places.rows)
+    rows = torch.tensor(places.rows, dtype=torch.int64)
     if len(columns) == 1:
         if len(rows) == len(first) and torch.equal(rows, torch.arange(len(rows))):
             return first
@@ -76,6 +76,6 @@ def _rows_of_tensors(columns: Mapping[int, Tensor], places: Places) -> Tensor:
 
 def _rows_of_objects(columns: Mapping[int, Any], places: Places) -> Any:
     found = np.empty(len(places.rows), dtype=object)
-    for index, (shard, row) in enumerate(zip(places.shards, places.rows, strict=True)):
-        found[index] = columns[shard][row]
+    for index, row in enumerate(places.rows):
+        found[index] = columns[places.shards[index]][row]
     return found

@@ -1,35 +1,13 @@
-"""The worker of a rank, and its place: role, rank, world size, pool and node."""
+"""The base of all workers, whose methods the driver calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
-
-@dataclass(frozen=True)
-class Place:
-    """A process of a resource pool, which hosts all roles that are placed on the pool."""
-
-    pool: str = "global"
-    rank: int = 0
-    """The rank among the processes of the pool, which are one torch.distributed world."""
-    world_size: int = 1
-    local_rank: int = 0
-    """The rank among the processes of the pool on its node, which is the number of its device there."""
-    node: str = ""
-    """The name or address of the machine; empty for the driver's."""
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """A worker's rank among all workers of its role; it differs from its place's where the role
-    spans pools.
-    """
-
-    role: str
-    rank: int = 0
-    world_size: int = 1
+from hybridflow.controller.dispatch import Dispatch, register
+from hybridflow.controller.place import RankInfo
+from hybridflow.protocol import DataProto
 
 
 class Worker:
@@ -53,6 +31,11 @@ class Worker:
     def world_size(self) -> int:
         """The number of workers of the role."""
         return self.rank_info.world_size
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def stored(self, rows: DataProto) -> DataProto:
+        """Return columns of the row store, which have come by reference, by value."""
+        return rows
 
 
 WorkerFactory: TypeAlias = Callable[[RankInfo], Worker]

@@ -11,9 +11,10 @@ A method that declares the columns that it reads is sent these and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from hybridflow.controller.backend import Backend
 from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_of
@@ -21,9 +22,10 @@ from hybridflow.controller.future import Future, Source
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.passing import pass_on
 from hybridflow.controller.read_only import isolate
+from hybridflow.controller.worker import Worker
 from hybridflow.protocol import DataProto
 
-W = TypeVar("W")
+W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -73,25 +75,37 @@ class WorkerGroup(Generic[W]):
     def call_and_keep(
         self,
         method: Callable[Concatenate[W, DataProto, P], DataProto],
+        columns: Sequence[str],
+        fetch: Set[str] | None,
         batch: DataProto,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> DataProto:
-        """Call a method like `call`, and keep the columns that it writes in the row store.
+        """Call a method like `call`, and keep `columns`, all that it writes in this call, in the row store.
 
-        Later calls read them there, for rows with the same `row_id`, so they do not pass the driver again.
-        Rows without a `row_id` are not kept.
+        Later calls read them there, for rows with the same `row_id`. Those in `fetch` (None: all) come back
+        to the driver; the others do not pass it. Rows without a `row_id` are not kept, and come back whole.
         """
         future = self.submit(method, batch, *args, **kwargs)
-        result: DataProto = isolate(future.result())
         if "row_id" not in batch:
-            return result
+            return future.result()
+        future.wait()
         assert future.source is not None, "a call of a group has a source"
         ids = batch.batch["row_id"].tolist()
         assert len(set(ids)) == len(ids), f"{self.role}.{method.__name__}: two rows have the same row_id"
         order = future.source.dealt.order or [list(range(len(ids)))]
+        store = self.backend.rows
         for rows, leader in zip(order, self.mesh.leaders, strict=True):
-            self.backend.rows.keep([ids[row] for row in rows], result, future.parts[leader])
+            store.keep([ids[row] for row in rows], columns, future.parts[leader])
+        wanted = [name for name in columns if fetch is None or name in fetch]
+        result = DataProto()
+        if len(wanted) == len(columns):
+            result = isolate(future.result())
+        elif wanted:
+            stored = store.by_reference(batch.select(["row_id"], []), wanted)
+            result = self.call(Worker.stored, cast(DataProto, stored))
+            result.pop(["row_id"])
+        store.watch(result)
         return result
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -149,9 +163,10 @@ class WorkerGroup(Generic[W]):
     def columns_read(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """Return the batch with the columns that a call of `method` would send.
 
-        Raises BatchError where one that the method declares is missing.
+        Raises BatchError where one that the method declares is neither there nor in the row store.
         """
-        return registration_of(method).columns_read(batch, self._also_read.get(method.__name__, ()))
+        also = self._also_read.get(method.__name__, ())
+        return registration_of(method).columns_read(batch, also, self.backend.rows.names(batch))
 
     def _deal(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Dealt:
         """Deal the arguments.
@@ -163,12 +178,14 @@ class WorkerGroup(Generic[W]):
         if dispatch.takes != "rows":
             return dispatch.split(call, self.mesh)
         dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
+        further = (*(registration_of(method).reads or ()), *self._also_read.get(method.__name__, ()))
+        by_reference = partial(self.backend.rows.by_reference, further=further)
         made: dict[tuple[int, int], Call] = {}
         calls: list[Call | None] = []
         for each in dealt.calls:
             if each is not None:
                 if each.arguments_id not in made:  # ranks of a part go on sharing their arguments
-                    made[each.arguments_id] = _each_batch(each, self.backend.rows.by_reference)
+                    made[each.arguments_id] = _each_batch(each, by_reference)
                 each = replace(made[each.arguments_id], returns=each.returns)
             calls.append(each)
         return replace(dealt, calls=calls)

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 from hybridflow.controller.dispatch import Call, registration_of
 from hybridflow.controller.future import replace
+from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.read_only import TensorVersions, isolate
 from hybridflow.controller.stored_rows import StoredRows
-from hybridflow.controller.worker import Factories, Place, RankInfo, Worker
+from hybridflow.controller.worker import Factories, Worker
 
 
 class WorkerHost:

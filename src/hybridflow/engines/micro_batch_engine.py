@@ -120,7 +120,7 @@ class MicroBatchEngine(ABC):
         A batch without rows gives [0, R] under the same names.
         """
         results: Answers = {}
-        width = rows.batch["responses"].shape[1]
+        width = rows.batch["response_mask"].shape[1]
         with self._ready(training=False), _memory_named(self.name, limits):
             micros = self._plan(rows, limits, at_least=1)
             for micro, answers in self._answer_all(micros, ask):

@@ -72,22 +72,21 @@ class PackedBatch:
 
 
 def pack(batch: DataProto) -> PackedBatch:
-    """Drop the padding of `input_ids` [B, T] by `attention_mask` [B, T]; the last R columns are `responses`
-    [B, R], of which the tokens of `response_mask` [B, R] are predicted.
+    """Drop the padding of `input_ids` [B, T] by `attention_mask` [B, T]; of the last R columns, the response,
+    the tokens of `response_mask` [B, R] are predicted.
 
     Raises BatchError for a row without tokens, a sampled token without a token before it (nothing predicts
-    it), and for `responses` that are not the tail of `input_ids`.
+    it), and for `responses` [B, R], where the batch has them, that are not the tail of `input_ids`.
     """
     input_ids = batch.batch["input_ids"]
-    responses = batch.batch["responses"]
     attended = batch.batch["attention_mask"].bool()
     sampled = batch.batch["response_mask"].bool()
-    num_rows, width = responses.shape
+    num_rows, width = sampled.shape
     start = input_ids.shape[1] - width
     if start < 0 or attended.shape != input_ids.shape or len(input_ids) != num_rows:
         raise BatchError(
             f"cannot pack: input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attended.shape)}, "
-            f"responses {tuple(responses.shape)}; "
+            f"response_mask {tuple(sampled.shape)}; "
             "wanted [B, P+R], [B, P+R] and [B, R]"
         )
     lengths = tuple(attended.sum(dim=1).tolist())
@@ -96,7 +95,8 @@ def pack(batch: DataProto) -> PackedBatch:
     in_row = attended.cumsum(dim=1) - 1  # place of each token in its row
     in_all = (attended.reshape(-1).cumsum(dim=0) - 1).reshape(attended.shape)  # and among the N
     written = attended[:, start:]
-    if not torch.equal(responses[written], input_ids[:, start:][written]):
+    tail = input_ids[:, start:]
+    if not torch.equal(batch.batch.get("responses", tail)[written], tail[written]):
         raise BatchError(
             "cannot pack: `responses` differs from the last columns of `input_ids`; change both together"
         )
@@ -115,7 +115,7 @@ def pack(batch: DataProto) -> PackedBatch:
         prompt_lengths=tuple(attended[:, :start].sum(dim=1).tolist()),
         predict_index=predict_index,
         predict_index_on_cpu=predict_index.cpu(),
-        targets=responses[rows, columns],
+        targets=tail[rows, columns],
         rows=rows,
         columns=columns,
         shape=(num_rows, width),
@@ -164,7 +164,7 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
 
 def prompt_groups(batch: DataProto) -> list[int]:
     """A number for each row, the same for rows that begin with the same prompt, in order of appearance."""
-    width = batch.batch["responses"].shape[1]
+    width = batch.batch["response_mask"].shape[1]
     prompts, attended = (
         batch.batch[name][:, : batch.batch["input_ids"].shape[1] - width]
         for name in ("input_ids", "attention_mask")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt, Units
+
+if TYPE_CHECKING:  # an engine's clients need this module, and no model library
+    from hybridflow.models.policy import PolicyModel
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -335,6 +338,13 @@ class EngineSession(Protocol):
     def close(self) -> None:
         """Drop what runs, and let the engine be used otherwise."""
         ...
+
+
+@runtime_checkable
+class SharedModule(Protocol):
+    """Face of the engines that generate with a module of ours, which may be the one that trains."""
+
+    policy: PolicyModel
 
 
 class RolloutEngine(Protocol):

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from hybridflow.workers.actor import ActorGroup, ActorWorker
     from hybridflow.workers.critic import CriticGroup, CriticWorker
     from hybridflow.workers.process_reward import ProcessRewardGroup, ProcessRewardWorker
-    from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker
+    from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker, TeacherGroup
     from hybridflow.workers.rollout import RolloutWorker
     from hybridflow.workers.rollout_group import RolloutGroup
-    from hybridflow.workers.teacher import TeacherGroup
 
 _HOMES = {
     "ActorGroup": "actor",
@@ -29,7 +28,7 @@ _HOMES = {
     "ReferenceWorker": "reference",
     "RolloutGroup": "rollout_group",
     "RolloutWorker": "rollout",
-    "TeacherGroup": "teacher",
+    "TeacherGroup": "reference",
 }
 
 __all__ = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.algorithms.masked import masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
@@ -10,13 +13,14 @@ from hybridflow.models.exact import ExactMode
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
+from hybridflow.workers.correction import sampled_rows
 from hybridflow.workers.exact import set_exact_mode, weight_sums
 from hybridflow.workers.log_prob_check import LogProbCheck, watched
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-POLICY_COLUMNS = ("input_ids", "attention_mask", "responses", "response_mask")
+POLICY_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """The columns that a forward of a policy or a value model reads."""
 UPDATE_COLUMNS = ("uid", *POLICY_COLUMNS, "loss_mask")
 """The columns of every update; the uid is there to name the rows of a step that is skipped."""
@@ -65,6 +69,16 @@ class ActorWorker(StatefulWorker):
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=("entropys", "loss_mask"))
+    def mean_entropy(self, batch: DataProto) -> Metrics:
+        """Return actor/entropy in nats, the mean over the tokens of `loss_mask` that the policy sampled."""
+        metrics = Metrics()
+        sampled = batch.batch["loss_mask"] & sampled_rows(batch)[:, None]
+        if bool(sampled.any()):
+            total = masked_sum(batch.batch["entropys"], sampled)
+            metrics.add_mean("actor/entropy", total, float(sampled.sum()))
+        return metrics
+
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRICS,
         reads=(*UPDATE_COLUMNS, "old_log_probs", "advantages"),
@@ -109,23 +123,31 @@ class ActorWorker(StatefulWorker):
 class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
-    def log_probs(
-        self,
-        batch: DataProto,
-        *,
-        with_entropy: bool = True,
-        with_sum_pi_squared: bool = False,
-        keep: bool = False,
-    ) -> DataProto:
-        """See `ActorWorker.log_probs`.
+    version = 0
+    """The version of its weights, as the source of batches has published them last."""
 
-        With `keep` these are the columns of the batch, which its updates read from the row store; without,
-        they are looked at and dropped.
+    def log_probs(self, batch: DataProto, *, with_entropy: bool = True) -> DataProto:
+        """Return log-probs under the current weights as `ActorWorker.log_probs` does; nothing is kept."""
+        return self.call(ActorWorker.log_probs, batch, with_entropy=with_entropy)
+
+    def old_log_probs(
+        self, batch: DataProto, *, with_sum_pi_squared: bool = False, fetch: Set[str] | None = None
+    ) -> DataProto:
+        """Compute the columns of `ActorWorker.log_probs`, which the batch's updates read from the row store;
+        return those in `fetch` (None: all).
         """
-        call = self.call_and_keep if keep else self.call
-        return call(
-            ActorWorker.log_probs, batch, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+        columns = ["old_log_probs", "entropys"]
+        if with_sum_pi_squared:
+            columns.append("sum_pi_squared")
+        return self.call_and_keep(
+            ActorWorker.log_probs, columns, fetch, batch, with_sum_pi_squared=with_sum_pi_squared
         )
+
+    def mean_entropy(self, batch: DataProto) -> Metrics:
+        """See `ActorWorker.mean_entropy`; there are none where no pass over the batch has given entropys."""
+        if "entropys" not in {*batch.names(), *self.backend.rows.names(batch)}:
+            return Metrics()
+        return self.call(ActorWorker.mean_entropy, batch)
 
     def update(
         self,
@@ -147,4 +169,6 @@ class ActorGroup(StatefulGroup[ActorWorker]):
             )
 
         rows = self.columns_read(ActorWorker.update_mini_batch, batch)
+        if watch is None and "policy_version" in rows:
+            rows.pop(["policy_version"])  # only the check looks at it
         return update_by_mini_batches(rows, plan, step, name="actor", prepare=prepare)

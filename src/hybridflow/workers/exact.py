@@ -7,7 +7,7 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import RolloutEngine
+from hybridflow.rollout.base import RolloutEngine, SharedModule
 from hybridflow.rollout.exact import choose_exact_mode
 
 
@@ -37,21 +37,27 @@ class ExactRollout(Worker):
         """The cheapest mode in which generation and training agree to the bit on this rank, or why there is
         none.
         """
-        policy = getattr(self.engine, "policy", None)
-        if not isinstance(policy, PolicyModel):
+        if not isinstance(self.engine, SharedModule):
             return "its engine does not generate with the module that trains"
         try:
             self.engine.wake_up()
-            return choose_exact_mode(self.engine, policy, longest=longest, temperature=temperature)
+            return choose_exact_mode(
+                self.engine, self.engine.policy, longest=longest, temperature=temperature
+            )
         finally:
             self.engine.sleep()
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:
         """Checksums of the weights that this rank generates with."""
-        return weight_sums(self.engine.policy)  # type: ignore[attr-defined]
+        return weight_sums(self._policy)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:
         """Generate in this mode from now on."""
-        set_exact_mode(self.engine.policy, mode)  # type: ignore[attr-defined]  # one that `choose_exact` has looked at
+        set_exact_mode(self._policy, mode)
+
+    @property
+    def _policy(self) -> PolicyModel:
+        assert isinstance(self.engine, SharedModule), "asked only of an engine that has chosen an exact mode"
+        return self.engine.policy

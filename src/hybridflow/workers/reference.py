@@ -1,10 +1,13 @@
-"""The reference policy, which a KL term or a preference loss compares the actor with.
+"""The reference policy, which a KL term or a preference loss compares the actor with, and the teacher of
+on-policy distillation.
 
-Its weights change only when the actor is copied to it (`algorithm.ref_update_freq`).
+The reference's weights change only when the actor is copied to it (`algorithm.ref_update_freq`). The teacher
+has the actor's vocabulary and weights of its own, which never change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
@@ -13,6 +16,8 @@ from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
+
+TEACHER_COLUMN = "teacher_log_probs"
 
 
 def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
@@ -71,6 +76,16 @@ class ReferenceWorker(StatefulWorker):
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
-    def log_probs(self, batch: DataProto) -> DataProto:
-        """Return ref_log_prob [B, R] float32, nats."""
-        return self.call_and_keep(ReferenceWorker.log_probs, batch)
+    column = "ref_log_prob"
+
+    def log_probs(self, batch: DataProto, *, fetch: Set[str] | None = None) -> DataProto:
+        """Compute `column` [B, R] float32, nats, which updates read from the row store; return it where it is
+        in `fetch` (None: all).
+        """
+        return self.call_and_keep(ReferenceWorker.log_probs, [self.column], fetch, batch)
+
+
+class TeacherGroup(ReferenceGroup):
+    """The driver's view of the teacher."""
+
+    column = TEACHER_COLUMN

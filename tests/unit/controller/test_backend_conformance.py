@@ -14,7 +14,7 @@ import torch
 from house import Counter, CounterGroup, InTurn, Request, make_counters, rows
 
 from hybridflow.controller import Backend, LocalBackend, MeshInfo, WorkerGroup
-from hybridflow.protocol import DataProto, DataProtoFuture, Workload
+from hybridflow.protocol import BatchError, DataProto, DataProtoFuture, Workload
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "local": lambda: LocalBackend(make_counters),
@@ -202,10 +202,37 @@ def with_ids(count: int) -> DataProto:
     return rows(count) | DataProto.from_dict({"row_id": torch.arange(count) + 100})
 
 
+WRITTEN = ["doubled", "word"]
+
+
+def test_columns_that_the_driver_does_not_read_stay_where_they_were_made(group: CounterGroup) -> None:
+    """Later calls read them all the same, on any rows, also on a rank that is dealt none."""
+    batch = with_ids(9)
+    nothing = group.call_and_keep(Counter.write, WRITTEN, frozenset(), batch)
+    assert not nothing.names()
+    for order in (list(range(9)), [8, 1, 4], [5]):
+        read = group.call(Counter.read, batch.select_idxs(order))
+        assert read.batch["doubled"].tolist() == [2.0 * row for row in order]
+        assert read.batch["x"].tolist() == [float(row) for row in order]
+    assert "doubled" not in batch
+    with pytest.raises(BatchError, match="'doubled'"):
+        group.call(Counter.read, batch.select_idxs([1, 1]).fresh_row_ids(above=108))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_one_of_the_kept_columns_is_fetched(group: CounterGroup, name: str) -> None:
+    some = group.call_and_keep(Counter.write, WRITTEN, {name, "another"}, with_ids(9))
+    assert some.names() == [name]
+    if name == "doubled":
+        assert some.batch["doubled"].tolist() == [2.0 * row for row in range(9)]
+    else:
+        assert {word.split(".")[0] for word in some.non_tensor_batch["word"]} <= {"0", "1", "2", "3"}
+
+
 def test_columns_that_are_kept_are_read_where_they_were_written(group: CounterGroup) -> None:
     """Sent values that differ from the stored ones show which of the two a worker has read."""
     batch = with_ids(9)
-    written = group.call_and_keep(Counter.write, batch, times=3.0)
+    written = group.call_and_keep(Counter.write, WRITTEN, None, batch, times=3.0)
     assert written.batch["doubled"].tolist() == [3.0 * row for row in range(9)]
     assert group.backend.rows.list() == {100 + row: {"doubled", "word"} for row in range(9)}
     claimed = batch | DataProto.from_dict({"doubled": torch.zeros(9)})
@@ -220,7 +247,7 @@ def test_columns_that_are_kept_are_read_where_they_were_written(group: CounterGr
 def test_rows_that_are_drawn_again_are_sent(group: CounterGroup) -> None:
     """A fresh id is not in the store, so the columns of all rows of its part travel by value."""
     batch = with_ids(4)
-    batch |= group.call_and_keep(Counter.write, batch).select(["doubled"], [])
+    batch |= group.call_and_keep(Counter.write, WRITTEN, {"doubled"}, batch)
     drawn = batch.select_idxs([2, 2, 0, 1]).fresh_row_ids(above=103)
     assert drawn.batch["row_id"].tolist() == [102, 104, 100, 101]
     assert group.call(Counter.read, drawn).batch["doubled"].tolist() == [4.0, 4.0, 0.0, 2.0]
@@ -229,13 +256,14 @@ def test_rows_that_are_drawn_again_are_sent(group: CounterGroup) -> None:
 def test_a_call_keeps_nothing_unless_it_is_asked_to(group: CounterGroup) -> None:
     group.call(Counter.write, with_ids(3))
     assert not group.backend.rows.list()
-    without = group.call_and_keep(Counter.write, rows(3))
+    without = group.call_and_keep(Counter.write, WRITTEN, frozenset(), rows(3))
     assert without.batch["doubled"].tolist() == [0.0, 2.0, 4.0] and not group.backend.rows.list()
 
 
-def test_a_call_that_failed_keeps_nothing(group: CounterGroup) -> None:
+@pytest.mark.parametrize("fetch", [None, frozenset()])
+def test_a_call_that_failed_keeps_nothing(group: CounterGroup, fetch: frozenset[str] | None) -> None:
     with pytest.raises(ValueError, match="no luck"):
-        group.call_and_keep(Counter.write_or_fail, with_ids(9), rank=0)
+        group.call_and_keep(Counter.write_or_fail, ["doubled"], fetch, with_ids(9), rank=0)
     assert not group.backend.rows.list()
 
 

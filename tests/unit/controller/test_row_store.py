@@ -82,8 +82,8 @@ def test_rows_that_are_not_finished_or_lost_are_not_listed(store: RowStore) -> N
     running: Part = concurrent.futures.Future()
     lost: Part = concurrent.futures.Future()
     store.put([1], columns(1, 1))
-    store.keep([2], columns(2, 1), running)
-    store.keep([3], columns(3, 1), lost)
+    store.keep([2], columns(2, 1).names(), running)
+    store.keep([3], columns(3, 1).names(), lost)
     assert set(store.list()) == {1}
     running.set_result(columns(2, 1))
     lost.set_exception(WorkerLost("the process died", role="critic", rank=0, method="values"))

@@ -225,6 +225,16 @@ def test_rows_that_the_update_leaves_out_are_checked_beside_it(
             trainer.step(batch.narrow_loss_mask(keep), 2)
 
 
+def test_rows_are_compared_with_the_version_that_the_source_has_published(
+    model: Path, tmp_path: Path
+) -> None:
+    """Whatever number that is: a step does not say which weights are the actor's."""
+    with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true")) as trainer:
+        trainer.source.publish(7)
+        _, metrics = trainer.step(trainer.source.next(1).rows, 1)
+    assert metrics.to_floats()[CHECKED] == 8.0
+
+
 def test_exact_mode_checks_the_rows_that_have_no_partner(model: Path, tmp_path: Path) -> None:
     pairs = (
         "algorithm.adv_estimator=online_dpo",
@@ -317,8 +327,9 @@ def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_p
         ) as trainer:
             real = trainer.source.trajectories.for_training
 
-            def kept(prompts: Any, step: int) -> Any:
-                seen[step], metrics = real(prompts, step)
+            def kept(prompts: Any) -> Any:
+                step = trainer.state.step + 1
+                seen[step], metrics = real(prompts)
                 return seen[step], metrics
 
             trainer.source.trajectories.for_training = kept  # type: ignore[method-assign]

@@ -148,6 +148,24 @@ def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) ->
         assert all(torch.equal(parameter, before[name]) for name, parameter in reference.named_parameters())
 
 
+def test_columns_that_only_workers_read_stay_in_the_row_store(model: Path, tmp_path: Path) -> None:
+    """Where no samples are shown; the update is the same to the bit, and no step leaves rows behind."""
+    weights, metrics = [], []
+    for shows in (True, False):
+        (tmp_path / str(shows)).mkdir()
+        with build(ppo_config(model, tmp_path / str(shows) / "run", *GRPO, FAST)) as trainer:
+            trainer.step.shows = lambda step, shows=shows: shows
+            for step in (1, 2):
+                batch, found = trainer.step(trainer.source.next(step).rows, step)
+                assert not trainer.step.row_store.list()
+                assert ("ref_log_prob" in batch) == ("entropys" in batch) == shows
+                assert "old_log_probs" in batch, "the driver compares them with the rollout's"
+            weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
+            metrics.append(found.to_floats())
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    assert metrics[0] == metrics[1] and "actor/entropy" in metrics[0] and metrics[0]["actor/kl_loss"] > 0
+
+
 def run_one_step(trainer: PPOTrainer, **columns: Any) -> tuple[DataProto, dict[str, float]]:
     made = trainer.source.next(1)
     batch, metrics = trainer.step(made.rows, 1)

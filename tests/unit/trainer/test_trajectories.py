@@ -256,7 +256,7 @@ def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_
     settings = [FILTER[0], own, "data.gen_batch_size=3", "data.max_response_length=40"]
     with build(config(model, tmp_path / "run", *settings)) as trainer:
         drawn: list[Any] = []
-        batch, _ = trainer.source.trajectories.for_training(noted(trainer.source.admitted(), drawn), 1)
+        batch, _ = trainer.source.trajectories.for_training(noted(trainer.source.admitted(), drawn))
         check_rows(trainer, batch)
         greedy = {}
         for _, prompts in drawn:
@@ -443,7 +443,7 @@ def test_a_trajectory_is_scored_while_others_are_generated(
             return generate(requests, finished=wait)
 
         monkeypatch.setattr(rollout, "generate", waiting)
-        batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted(), 1)
+        batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted())
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 8
 
 
@@ -465,7 +465,7 @@ def test_responses_that_could_not_be_generated_leave_the_batch(
             return generate(requests, finished=fail)
 
         monkeypatch.setattr(rollout, "generate", broken)
-        batch, metrics = trainer.source.trajectories.for_training(trainer.source.admitted(), 1)
+        batch, metrics = trainer.source.trajectories.for_training(trainer.source.admitted())
         check_rows(trainer, batch)
         with pytest.raises(RolloutError, match="of a validation failed; the first, request 0: no memory"):
             trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)

@@ -31,8 +31,8 @@ from hybridflow.workers import (
     TeacherGroup,
 )
 from hybridflow.workers.mini_batches import MiniBatchPlan
+from hybridflow.workers.reference import TEACHER_COLUMN
 from hybridflow.workers.sft import SFTGroup, SFTWorker
-from hybridflow.workers.teacher import TEACHER_COLUMN
 
 ENGINE_STATE = ("model", "optimizer", "scheduler")
 LIMITS = BatchLimits(max_tokens=24, max_rows=3)

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace_parts
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.place import Place
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
 from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
 from hybridflow.controller.ray.process import Met, RankProcess, SetUp
@@ -36,7 +37,6 @@ from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
 from hybridflow.controller.row_store import RowStore
-from hybridflow.controller.worker import Place
 from hybridflow.controller.worker_host import Make
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto

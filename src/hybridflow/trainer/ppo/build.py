@@ -99,9 +99,13 @@ def _trainer(
         validator = None
         if data.val_dataset:
             validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
+        leavable = run.signals.leavable
+        step = PPOStep(
+            roles, config, controller, run.timer, exact=exact, leavable=leavable, shows=samples.shows
+        )
         yield Trainer(
             source=source,
-            step=PPOStep(roles, config, controller, run.timer, exact=exact, leavable=run.signals.leavable),
+            step=step,
             validator=validator,
             state=state,
             store=store,

@@ -75,6 +75,19 @@ def loss_columns(config: PPOConfig) -> list[str]:
     return sorted(columns)
 
 
+def columns_fetched(config: PPOConfig, estimator: AdvantageEstimator) -> frozenset[str] | None:
+    """Return the columns of a model's pass over the batch that the driver itself reads; None means all.
+
+    Updates read the others from the row store. PF-PPO draws rows again, with all their columns.
+    """
+    if config.algorithm.use_pf_ppo or estimator.takes_all:
+        return None
+    columns = {"old_log_probs", *estimator.needs, *estimator.takes}  # compared with the rollout's
+    if config.algorithm.use_kl_in_reward:
+        columns.add("ref_log_prob")
+    return frozenset(columns)
+
+
 def identify(batch: DataProto) -> DataProto:
     """Return the columns group_ids [B] int64 and positive [B] bool.
 

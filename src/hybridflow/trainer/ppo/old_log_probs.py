@@ -12,6 +12,7 @@ bypass mode   the rollout's, however far they are
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -77,8 +78,11 @@ class OldLogProbs:
                 config.algorithm.adv_estimator,
             )
 
-    def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
-        """Return old_log_probs [B, R], and from a pass also entropys and what the estimator needs.
+    def __call__(
+        self, batch: DataProto, plan: MiniBatchPlan | None, step: int, fetch: Set[str] | None = None
+    ) -> DataProto:
+        """Return old_log_probs [B, R], and from a pass those in `fetch` (None: all) of its other columns:
+        entropys, and what the estimator needs.
 
         `plan` is the plan of the update, if there is one. Raises TrainingError in exact mode where the
         rollout's log-probs are not those of training.
@@ -87,7 +91,7 @@ class OldLogProbs:
         self.watch = None
         if self.bypass:
             return self._rollouts(batch, sampled_rows(batch))
-        version = step - 1  # each step makes one version, and the first has version 0
+        version = self.actor.version
         if self.exact.reuses and not self.roles.together(self.actor.role, self.roles.rollout.role):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
             check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
@@ -98,7 +102,7 @@ class OldLogProbs:
                 self.metrics.update(metrics)
                 self.watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
                 return self._rollouts(batch, rows_of_version(batch, version))
-        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, keep=True)
+        columns = self.actor.old_log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, fetch=fetch)
         rollout = batch.batch["rollout_log_probs"]
         trained: Tensor = columns.batch["old_log_probs"]
         if self.exact.reuses:
@@ -158,7 +162,7 @@ class OldLogProbs:
             first = next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), [])
             learned = batch.batch["loss_mask"].any(-1)  # the update leaves the other rows out
             seen = {row for row in first if learned[row]}
-        candidates = rows_of_version(batch, step - 1).nonzero()[:, 0].tolist()
+        candidates = rows_of_version(batch, self.actor.version).nonzero()[:, 0].tolist()
         left = [row for row in candidates if row not in seen]
         order = torch.randperm(
             len(left), generator=generator(self.config.trainer.seed, "exact_check", step)

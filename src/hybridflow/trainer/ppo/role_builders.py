@@ -24,8 +24,8 @@ from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
 from hybridflow.trainer.ppo.parallel_layout import sizes
 from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
+from hybridflow.workers.reference import TEACHER_COLUMN
 from hybridflow.workers.rollout_build import build_rollout_worker
-from hybridflow.workers.teacher import TEACHER_COLUMN
 
 
 @dataclass(frozen=True)

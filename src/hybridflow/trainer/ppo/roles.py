@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend, Factories, Make, RankInfo, Worker, WorkerHost
+from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts
@@ -26,6 +27,16 @@ from hybridflow.workers import (
 from hybridflow.workers.losses import find_policy_loss
 
 
+class Scorer(Protocol):
+    """The driver's view of a role that judges responses and does not learn."""
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Return one column, which estimators read by its name: a number for each row, [B] float32, from a
+        role of the kind `score`; one for each token, [B, R] float32, from one of the kind `token_score`.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Roles:
     """The worker groups of a run; None where the run has no such role."""
@@ -36,6 +47,8 @@ class Roles:
     reference: ReferenceGroup | None = None
     teacher: TeacherGroup | None = None
     process_reward: ProcessRewardGroup | None = None
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    """Further roles of the kinds `score` and `token_score`, by name."""
 
     def together(self, first: str, second: str) -> bool:
         """Whether two roles share processes, so that their calls take turns."""
@@ -54,6 +67,8 @@ class RoleSpec:
     """Builds its worker in a process."""
     needed: Callable[[PPOConfig, Set[str]], bool] = lambda config, named: True
     """Whether a run has it: (config, arguments that its estimator and its loss name)."""
+    kind: Literal["policy", "value", "score", "token_score"] = "policy"
+    """What its model gives: log-probs, values, or a score for each row or each token (`Scorer`)."""
 
 
 def _has_process_rewards(config: PPOConfig, named: Set[str]) -> bool:
@@ -70,7 +85,13 @@ ROLES: tuple[RoleSpec, ...] = (
     RoleSpec("actor", ActorGroup, RoleBuilders.actor),
     RoleSpec("rollout", RolloutGroup, RoleBuilders.rollout),
     RoleSpec("reference", ReferenceGroup, RoleBuilders.reference, _has_reference),
-    RoleSpec("critic", CriticGroup, RoleBuilders.critic, lambda config, named: bool(config.critic.enable)),
+    RoleSpec(
+        "critic",
+        CriticGroup,
+        RoleBuilders.critic,
+        lambda config, named: bool(config.critic.enable),
+        kind="value",
+    ),
     RoleSpec(
         "teacher",
         TeacherGroup,
@@ -99,6 +120,7 @@ def columns_also_read(
     return {
         "actor": {
             ActorWorker.log_probs: dealt,
+            ActorWorker.mean_entropy: ["is_demonstration"],
             ActorWorker.update_mini_batch: [*dealt, *loss_columns(config)],
         },
         "reference": {ReferenceWorker.log_probs: dealt},
@@ -108,13 +130,16 @@ def columns_also_read(
 def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
     """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
     more = columns_also_read(config, backend)
-    return Roles(
-        **{
-            spec.name: spec.group(backend, spec.name, also_read=more.get(spec.name, {}))
-            for spec in ROLES
-            if spec.name in names
-        }
-    )
+    own: dict[str, Any] = {}
+    scorers: dict[str, Scorer] = {}
+    for spec in ROLES:
+        if spec.name in names:
+            group = spec.group(backend, spec.name, also_read=more.get(spec.name, {}))
+            if spec.kind in ("score", "token_score"):
+                scorers[spec.name] = group
+            else:
+                own[spec.name] = group
+    return Roles(**own, scorers=scorers)
 
 
 def needed_roles(config: PPOConfig) -> list[str]:

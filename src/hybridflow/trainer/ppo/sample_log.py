@@ -55,10 +55,14 @@ class SampleLog:
         """Text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(token_ids)))
 
+    def shows(self, step: int) -> bool:
+        """Return whether the report shows samples of a training step, token by token."""
+        every = max(1, self.total_steps // REPORT_STEPS)
+        return step == 1 or step % every == 0 or step == self.total_steps
+
     def training(self, batch: DataProto, step: int) -> None:
         """Samples of a finished training step."""
-        every = max(1, self.total_steps // REPORT_STEPS)
-        if step == 1 or step % every == 0 or step == self.total_steps:
+        if self.shows(step):
             self.report.write(sample_rows(batch, self.decode, token_level=True, max_rows=REPORT_ROWS), step)
         if self.rollouts:
             self.rollouts.write(sample_rows(batch, self.decode), step)

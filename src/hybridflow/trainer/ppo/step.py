@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from hybridflow.algorithms.masked import masked_mean
 from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
@@ -18,6 +17,7 @@ from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
+    columns_fetched,
     estimate_advantages,
     find_estimator,
     identify,
@@ -31,7 +31,7 @@ from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.actor import POLICY_COLUMNS
-from hybridflow.workers.correction import correct_rollout, sampled_rows
+from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
@@ -51,27 +51,31 @@ class PPOStep:
         *,
         exact: ExactState,
         leavable: Callable[[], AbstractContextManager[None]] = nullcontext,
+        shows: Callable[[int], bool] = lambda step: True,
     ) -> None:
         """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
         rollout's log-probs are the actor's. `leavable` is the context of passes that change no state, where a
-        stopped run may leave the step.
+        stopped run may leave the step. `shows` says of a step whether samples of it are kept token by token:
+        then the batch comes back with all columns, also those that only workers read.
         """
         self.roles = roles
         self.config = config
         self.kl_controller = kl_controller
         self.timer = timer
         self.leavable = leavable
+        self.shows = shows
         self.row_store = roles.actor.backend.rows
         self.driver_bytes = roles.actor.backend.driver_bytes
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
         self.estimator = find_estimator(config.algorithm)
+        self.fetched = columns_fetched(config, self.estimator)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
         self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
-        """Train on `batch` as step number `step` (from 1); return the batch with all its columns, and the
+        """Train on `batch` as step number `step` (from 1); return the batch with its columns, and the
         metrics. A batch without rows, whose trajectories have all failed, makes no update.
         """
         if not len(batch):
@@ -82,17 +86,20 @@ class PPOStep:
         metrics = Metrics()
         batch |= identify(batch)  # group_ids, positive
         self._store_tokens(batch)
-        old = partial(self.old_log_probs, batch, self._first_plan(step), step)
+        fetch = None if self.shows(step) else self.fetched
+        old = partial(self.old_log_probs, batch, self._first_plan(step), step, fetch)
         # old_log_probs; from a pass also entropys, sum_pi_squared
         jobs = [Job("actor", "old_log_prob", old)]
         if roles.reference:
             # ref_log_prob
-            jobs.append(Job("reference", "ref", partial(roles.reference.log_probs, batch)))
+            jobs.append(Job("reference", "ref", partial(roles.reference.log_probs, batch, fetch=fetch)))
         if roles.teacher:
             # teacher_log_probs
-            jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
+            jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch, fetch=fetch)))
         if roles.critic:
             jobs.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
+        for name, scorer in roles.scorers.items():
+            jobs.append(Job(name, name, partial(scorer.score, batch)))  # their scores
         with self.leavable():
             found_columns = self.side_by_side(jobs)
         for columns in found_columns:
@@ -114,24 +121,14 @@ class PPOStep:
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         updates: list[Job[Metrics]] = []
         if roles.critic:
-            updates.append(
-                Job(
-                    "critic",
-                    "update_critic",
-                    partial(roles.critic.update, batch, self._critic_plan(step, drawn_from)),
-                )
-            )
+            learn = partial(roles.critic.update, batch, self._critic_plan(step, drawn_from))
+            updates.append(Job("critic", "update_critic", learn))
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
             watch = self.old_log_probs.watch
-            update = partial(
-                roles.actor.update,
-                batch,
-                self._actor_plan(step, drawn_from),
-                prepare=hook,
-                watch=watch,
-            )
-            updates.append(Job("actor", "update_actor", update))
+            plan = self._actor_plan(step, drawn_from)
+            learn = partial(roles.actor.update, batch, plan, prepare=hook, watch=watch)
+            updates.append(Job("actor", "update_actor", learn))
         for found in self.side_by_side(updates):
             metrics.update(found)
         self.old_log_probs.after_update(metrics, step)
@@ -208,12 +205,9 @@ class PPOStep:
         return batch
 
     def _measure(self, batch: DataProto) -> Metrics:
-        mask = batch.batch["loss_mask"]
         metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
         metrics.update(self.old_log_probs.metrics)
-        sampled = mask & sampled_rows(batch)[:, None]
-        if "entropys" in batch and bool(sampled.any()):
-            metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], sampled))
+        metrics.update(self.roles.actor.mean_entropy(batch))
         return metrics
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:

@@ -47,12 +47,13 @@ class SyncSource(LoaderSource[PromptRow]):
         """Generate and score the batch of step number `step` with the weights that were published last."""
         epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
         self.timer.reset()
-        rows, metrics = self.trajectories.for_training(self.admitted(), step)
+        rows, metrics = self.trajectories.for_training(self.admitted())
         return TrainBatch(rows, epoch, metrics, self.timer.as_metrics())
 
     def publish(self, version: int) -> None:
         """Push the actor's weights into every replica that has its own."""
         self.roles.rollout.update_from(self.roles.actor, version)
+        self.roles.actor.version = version
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the loader and the number of admitted groups, as plain data."""

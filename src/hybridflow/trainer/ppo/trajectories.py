@@ -73,11 +73,9 @@ class Trajectories:
         self._failed_steps = 0
         self._newest_failure = ""
 
-    def for_training(
-        self, batches: Iterator[tuple[int, Sequence[PromptRow]]], step: int
-    ) -> tuple[DataProto, Metrics]:
-        """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
-        `step - 1`, and score them.
+    def for_training(self, batches: Iterator[tuple[int, Sequence[PromptRow]]]) -> tuple[DataProto, Metrics]:
+        """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights that were
+        published last, and score them.
 
         `batches` gives generation batches: the index of the first group, and the prompts. A group's draws
         depend on its index alone, and on no step.
@@ -99,7 +97,7 @@ class Trajectories:
             if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
                 raise DataError(self._starved(kept, generated, taken))
             first_group, prompts = next(batches)
-            rows, found, counts = self._training_rows(first_group, prompts, step)
+            rows, found, counts = self._training_rows(first_group, prompts)
             metrics.update(found)
             stats = RolloutStats.join([stats, counts], together=False)
             taken += 1
@@ -110,8 +108,7 @@ class Trajectories:
                 if len(rows):
                     barren = 0
                 logger.info(
-                    "step %d: generation batch %d brings %d of %d groups",
-                    step,
+                    "generation batch %d brings %d of %d groups",
                     taken,
                     kept + len(uids_of(rows)),
                     wanted,
@@ -122,7 +119,7 @@ class Trajectories:
             parts.append(rows)
         batch = join_rows(parts, self._pad_token_id)
         batch = rows_of(batch, uids_of(batch)[:wanted])
-        self._count_failed_steps(batch, step)
+        self._count_failed_steps(batch)
         metrics.add_sum("training/num_gen_batches", taken)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
@@ -161,7 +158,7 @@ class Trajectories:
         return collate(trajectories, self._pad_token_id), metrics
 
     def _training_rows(
-        self, first_group: int, prompts: Sequence[PromptRow], step: int
+        self, first_group: int, prompts: Sequence[PromptRow]
     ) -> tuple[DataProto, Metrics, RolloutStats]:
         """Sample and score one generation batch, whose groups are numbered from `first_group`."""
         rollout = self.config.actor_rollout_ref.rollout
@@ -326,13 +323,13 @@ class Trajectories:
         kept = [one for one in trajectories if not one.failed and one.group not in without_baseline]
         return sorted(kept, key=lambda one: (one.group, one.sample))
 
-    def _count_failed_steps(self, batch: DataProto, step: int) -> None:
+    def _count_failed_steps(self, batch: DataProto) -> None:
         """Raise RolloutError where this is the last of too many steps in a row without a trajectory."""
         if len(batch):
             self._failed_steps = 0
             return
         self._failed_steps += 1
-        logger.warning("step %d: every trajectory has failed, so nothing is learned", step)
+        logger.warning("every trajectory of a step has failed, so nothing is learned")
         if self._failed_steps == MAX_FAILED_STEPS:
             raise RolloutError(
                 f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed; the newest reason: "

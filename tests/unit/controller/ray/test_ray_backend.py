@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from ray_house import Prober, ask, make_broken, start
 from test_backend_conformance import *  # noqa: F403 the tests of the suites, with the fixtures below in the place of theirs
 from test_row_store import *  # noqa: F403
 
+from hybridflow.controller.place import Place
 from hybridflow.controller.ray import process
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
@@ -26,7 +28,6 @@ from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.process import RankProcess
 from hybridflow.controller.ray.transport import encode
 from hybridflow.controller.row_store import RowStore
-from hybridflow.controller.worker import Place
 from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.protocol import DataProto
@@ -73,11 +74,15 @@ def test_columns_that_are_kept_do_not_pass_the_driver_again(group: CounterGroup)
 
     def write() -> None:
         nonlocal batch
-        batch |= group.call_and_keep(Counter.double, batch).select(["doubled"], [])
+        batch |= group.call_and_keep(Counter.double, ["doubled", "uid"], None, batch).select(["doubled"], [])
 
     assert 2 * column <= moved(write) < 2.1 * column
     assert moved(lambda: group.backend.rows.put(range(64), batch.select(["x"], []))) < 1.1 * column
     assert moved(lambda: group.call(Counter.mean_of_both, batch)) < 0.1 * column
+    keep = partial(group.call_and_keep, Counter.double, ["doubled", "uid"])
+    again = batch.select(["x", "row_id"])
+    assert moved(lambda: keep(frozenset(), again)) < 0.1 * column
+    assert column <= moved(lambda: keep({"doubled"}, again)) < 1.1 * column
     group.backend.rows.clear()
     assert 2 * column <= moved(lambda: group.call(Counter.mean_of_both, batch)) < 2.1 * column
 
@@ -122,9 +127,12 @@ def test_results_pass_from_rank_to_rank_without_the_driver(backend: RayBackend) 
         ask(backend, "other").submit(Prober.load, made.by_reference())
 
 
-def test_writing_into_a_column_that_is_kept_is_noticed(group: CounterGroup) -> None:
+@pytest.mark.parametrize("fetch", [None, frozenset({"doubled"})])
+def test_writing_into_a_column_that_is_kept_is_noticed(
+    group: CounterGroup, fetch: frozenset[str] | None
+) -> None:
     batch = big() | DataProto.from_dict({"row_id": torch.arange(64)})
-    written = group.call_and_keep(Counter.double, batch)
+    written = group.call_and_keep(Counter.double, ["doubled", "uid"], fetch, batch)
     written.batch["doubled"][0, 0] = 9.0
     with pytest.raises(AssertionError, match="doubled was written in place"):
         group.call(Counter.mean_of_both, batch | written.select(["doubled"], []))
@@ -252,9 +260,11 @@ def test_rows_of_a_lost_process_are_not_finished_and_others_stay(own: Callable[.
     backend = own()
     batch = big(128) | DataProto.from_dict({"row_id": torch.arange(128)})
     before = batch.select_idxs(range(64))
-    ask(backend).call_and_keep(Prober.write_or_die, before, rank=-1)
+    ask(backend).call_and_keep(Prober.write_or_die, ["doubled"], frozenset(), before, rank=-1)
     with pytest.raises(WorkerLost):
-        ask(backend).call_and_keep(Prober.write_or_die, batch.select_idxs(range(64, 128)), rank=1)
+        ask(backend).call_and_keep(
+            Prober.write_or_die, ["doubled"], frozenset(), batch.select_idxs(range(64, 128)), rank=1
+        )
     assert dict(backend.rows.list()) == {row: {"doubled"} for row in range(64)}
     backend.shutdown()
     read = backend.rows.get([63, 1], ["doubled"]).batch["doubled"]

@@ -146,11 +146,6 @@ def key_in_file(name: str) -> str:
     return name.partition("/")[2]
 
 
-def saved_parts(folder: Path) -> frozenset[str]:
-    """Return the parts of an engine's state that are in a folder (`model`, `optimizer`, `scheduler`)."""
-    return frozenset(read_index(folder).structure)
-
-
 class SavedTensors(Mapping[str, Tensor]):
     """The tensors of one part by name. A tensor is read as a whole, to the CPU, when it is looked up."""
 

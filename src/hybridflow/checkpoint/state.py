@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, write_tensors
 from hybridflow.distributed.shards import local
 from hybridflow.errors import CheckpointError
 
@@ -37,30 +36,18 @@ def save_tree(folder: Path, tree: State) -> None:
     """Write a state into an existing folder; raise CheckpointError, which names the entry, where one cannot
     be stored.
     """
-    structure, found = encode_tree(tree)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-    save_file(_apart(tensors), folder / TENSORS, metadata={"format": "pt"})
+    structure, tensors = encode_tree(tree)
+    write_tensors(folder / TENSORS, tensors)
     (folder / STRUCTURE).write_text(structure_text(structure), encoding="utf-8")
 
 
-def load_tree(folder: Path, *, only: str | None = None) -> State:
-    """Read a state; with `only`, read that entry of the outermost dictionary and no other tensors.
-
-    Raises CheckpointError where a file is missing or was not written by `save_tree`, and KeyError where the
-    state has no entry `only`.
-    """
+def load_tree(folder: Path) -> State:
+    """Read a state; raise CheckpointError where a file is missing or was not written by `save_tree`."""
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
-        if only is not None:
-            structure = as_dict(structure, "the state")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
-    if only is not None:
-        structure = structure[only]
-    try:
         with safe_open(folder / TENSORS, framework="pt") as file:
             return decode_tree(structure, file.get_tensor)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
 
 
@@ -125,7 +112,7 @@ class _Encoder:
             tensor.layout != torch.strided
             or tensor.is_quantized
             or tensor.is_meta
-            or tensor.dtype not in _DTYPES
+            or tensor.dtype not in DTYPE_NAMES
         ):
             raise CheckpointError(
                 f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
@@ -154,29 +141,6 @@ class _Encoder:
         return name
 
 
-_DTYPES = frozenset(
-    {
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        ),
-        *(
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint64,
-            torch.uint32,
-            torch.uint16,
-            torch.uint8,
-            torch.bool,
-        ),
-    }
-)
 _ACCEPTED = (
     "a state holds dict, list, tuple, dense real tensors, real numpy arrays, int, float, bool, str and None "
     "(convert the rest, for example by .tolist())"
@@ -194,19 +158,6 @@ def _array_as_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise CheckpointError(f"cannot store {path}: a numpy value of dtype {array.dtype}: {_ACCEPTED}")
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that do not share memory, as the library's writer needs them: later ones are copied."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        start = tensor.untyped_storage().data_ptr()
-        if start in seen and tensor.numel():
-            tensor = tensor.clone()
-        result[name] = tensor
-        seen.add(start)
-    return result
 
 
 def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:

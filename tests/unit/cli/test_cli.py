@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from hybridflow import __version__
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli import doctor
 from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows

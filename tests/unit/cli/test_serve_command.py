@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
 from hybridflow.checkpoint.sharded import save_shards
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli import serve
 from hybridflow.cli.main import main, parser
 from hybridflow.data.tokenizer import load_tokenizer

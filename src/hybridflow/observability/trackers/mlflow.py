@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
+from hybridflow.config.tree import flatten
 from hybridflow.observability.trackers.base import (
     RunInfo,
     SampleRow,
     Tracker,
-    flat,
     import_extra,
     remembered_id,
 )
@@ -46,7 +46,7 @@ class MlflowTracker(Tracker):
         if run_id is None:
             experiment_id = self._experiment_id(run.project, None if uri else (folder / "mlruns").as_uri())
             run_id = self._client.create_run(experiment_id, run_name=run.experiment).info.run_id
-            self._log_params(run_id, flat(run.config))
+            self._log_params(run_id, flatten(run.config))
             id_file.write_text(run_id, encoding="utf-8")
         self._run_id = run_id
 
@@ -56,11 +56,12 @@ class MlflowTracker(Tracker):
             return str(experiment.experiment_id)
         return str(self._client.create_experiment(name, artifact_location=artifact_location))
 
-    def _log_params(self, run_id: str, config: Mapping[str, object]) -> None:
+    def _log_params(self, run_id: str, config: Sequence[tuple[str, object]]) -> None:
         params = iter(
             [
                 self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
-                for key, value in config.items()
+                for key, value in config
+                if value != {}
             ]
         )
         while chunk := list(islice(params, _MAX_PARAMS)):

@@ -1,5 +1,4 @@
-"""The interface of training engines: a forward over rows, an optimizer step on a mini-batch, and the state of
-both model and optimizer.
+"""The interface of training engines: a forward over rows, a step on a mini-batch, and their state.
 
     rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► answers [b, R] ──loss──► gradients
     ──step──► parameters
@@ -41,9 +40,7 @@ class BatchLimits:
     max_rows: int | None = None
     """Largest number of rows; None means no limit."""
     keep_groups: bool = False
-    """Whether rows of equal `group_ids` (a column [B] int64 of the batch) must be in one forward, for a loss
-    that compares them.
-    """
+    """Whether rows of equal `group_ids` [B] int64, which a loss compares, must be in one forward."""
     share_prompts: bool = False
     """Whether rows of one prompt go into one forward where they fit, which computes the prompt once for all.
     """
@@ -54,9 +51,7 @@ class Held:
     """The part of one parameter that a rank holds."""
 
     name: str
-    """The parameter's name in the unsharded model, as in checkpoints; in a policy it is `hf.` and the name in
-    the Hugging Face model.
-    """
+    """The name in the unsharded model, as in checkpoints; in a policy `hf.` and the Hugging Face name."""
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
     box: Box
@@ -121,9 +116,7 @@ class TrainEngine(Protocol):
         ...
 
     def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
-        """Return the answers for all rows without gradients, each [B, R] on the CPU, 0 where no token is
-        predicted.
-        """
+        """Return the answers for all rows without gradients, [B, R] each, CPU, 0 where not predicted."""
         ...
 
     def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
@@ -139,7 +132,5 @@ class TrainEngine(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or some of its parts, in place; CheckpointError names what does
-        not fit.
-        """
+        """Load parts of a `state_dict` in place; CheckpointError names what does not fit."""
         ...

@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 Lora = Literal["fold", "keep"]
 Dtype = Literal["source", "trained", "float32", "bfloat16", "float16"]
-"""Dtype of merged weights: the one of the model that the run started from, the one it was trained in, or
-this.
-"""
+"""Dtype of merged weights: that of the model the run started from, that of training, or this."""
 
 
 def merge(

@@ -35,8 +35,7 @@ class PagedLayout(SlotLayout):
     cache: PagedCache
 
     def __init__(self, cache: PagedCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """Lay out rows as `SlotLayout` does; `num_keys` is by default the number of places up to the newest
-        token.
+        """Lay out rows as `SlotLayout` does, by default over the places up to the newest token.
 
         The slots must have blocks for the new tokens.
         """
@@ -135,9 +134,7 @@ def kernel_problem(
 
 
 def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, device: torch.device) -> float:
-    """Return the largest difference of the kernel from attention over gathered tokens, on rows of unlike
-    length whose blocks lie in no order.
-    """
+    """Return how far the kernel is from attention over gathered tokens, on rows in scattered blocks."""
     cache = PagedCache({0: shape}, 3, 12, BLOCK_SIZE, device)
     cache.kernel = kernel
     lengths = [BLOCK_SIZE + 40, 7, 2 * BLOCK_SIZE]

@@ -13,6 +13,7 @@ import logging
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridflow.models.build import count_parameters
 from hybridflow.models.liger import use_liger_kernels
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
@@ -36,11 +37,7 @@ def probe_twin(
     stream stays as it was.
     """
     twin = twin_config(config)
-    with torch.device("meta"):
-        size = sum(
-            p.numel()
-            for p in AutoModelForCausalLM.from_config(twin, trust_remote_code=trust_remote_code).parameters()
-        )
+    size = count_parameters(twin, trust_remote_code=trust_remote_code)
     if size > MAX_PARAMETERS:
         logger.info(
             "a layer of %s is too large to probe apart from the model (%.1f B parameters)",

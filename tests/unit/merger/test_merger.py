@@ -52,7 +52,8 @@ def save(run_dir: Path, policy: PolicyModel, **more: Any) -> Path:
     tokenizer = load_tokenizer(str(policy.config.name_or_path))
 
     def configuration(folder: Path) -> None:
-        save_config(policy, folder, tokenizer)
+        save_config(policy, folder)
+        tokenizer.save_pretrained(folder)
 
     fill = {ACTOR: lambda folder: save_shards(folder, parts), f"{ACTOR}/{HF_FOLDER}": configuration}
     return CheckpointStore(run_dir).save(4, {}, folders=fill)

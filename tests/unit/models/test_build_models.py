@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from zoo import eager_log_probs, tiny_hf
 
 from hybridflow.data.tokenizer import load_tokenizer
@@ -57,15 +57,12 @@ def test_export_and_reload(folder: Path, tmp_path: Path, dtype: torch.dtype) -> 
     policy = build_policy(folder, device="cpu", dtype=str(dtype).removeprefix("torch."))
     with torch.no_grad():
         policy.head.weight.add_(0.5)
-    save_hf(policy, tmp_path / "out", AutoTokenizer.from_pretrained(folder))
+    save_hf(policy, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == dtype and again.config._attn_implementation != "hybridflow"
     wanted = policy.hf.state_dict()
     assert wanted.keys() == again.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in wanted.items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1 + 1") == AutoTokenizer.from_pretrained(
-        folder
-    ).encode("1 + 1")
 
 
 def test_value_of_a_folder(folder: Path) -> None:

@@ -134,16 +134,17 @@ class FSDPEngine(MicroBatchEngine):
     def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
         """See `TrainEngine.export_hf`."""
         policy = self.policy
+        target = Path(folder)
         dtype = policy.source_dtype
         if not with_weights:
             if rank_and_size()[0] == 0:
-                save_config(policy, folder)
+                save_config(policy, target)
             return
         with self.offloader.parameters():
             if dist.is_initialized():
-                save_hf_sharded(policy, folder, dtype=dtype, dtypes=self.compute_dtypes)
+                save_hf_sharded(policy, target, dtype=dtype, dtypes=self.compute_dtypes)
             else:
-                save_hf(policy, folder, dtype=dtype)
+                save_hf(policy, target, dtype=dtype)
 
     @property
     def is_offloaded(self) -> bool:
@@ -191,9 +192,7 @@ class FSDPEngine(MicroBatchEngine):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the parts of `state_dict()` that are there, in place: every user of the module sees the new
-        weights.
-        """
+        """Load the parts of `state_dict()` that are there, in place, for every user of the module."""
         if "model" in state:
             self._load_module(state["model"])
         if self.optimizer is not None:

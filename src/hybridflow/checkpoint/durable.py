@@ -1,6 +1,4 @@
-"""Writes that survive a stop of the machine at any moment: under its final name a file is complete and on
-disk.
-"""
+"""Writes that survive a stop of the machine: a file under its final name is complete and on disk."""
 
 from __future__ import annotations
 

@@ -130,9 +130,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def stored_slice(file: Any, name: str, tensor: SavedTensor, chunk: Chunk) -> Any:
-    """Return safetensors' slice of a chunk in its opened file; ValueError where its dtype or shape
-    differs.
-    """
+    """Return safetensors' slice of a chunk; ValueError where its dtype or shape differs."""
     found = file.get_slice(key_in_file(name))
     got = f"{found.get_dtype()} {found.get_shape()}"
     wanted = f"{DTYPE_NAMES[tensor.dtype]} {list(chunk.sizes)}"

@@ -27,15 +27,11 @@ from hybridflow.distributed.shards import local
 from hybridflow.errors import CheckpointError
 
 State = Any
-"""A nesting of dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str and None. The keys of
-a dictionary are str or int.
-"""
+"""A nesting of dict (keys are str or int), list, tuple, Tensor, numpy array or scalar, and JSON's scalars."""
 
 
 def save_tree(folder: Path, tree: State) -> None:
-    """Write a state into an existing folder; raise CheckpointError, which names the entry, where one cannot
-    be stored.
-    """
+    """Write a state into a folder; CheckpointError, which names the entry, where one cannot be stored."""
     structure, tensors = encode_tree(tree)
     write_tensors(folder / TENSORS, tensors)
     (folder / STRUCTURE).write_text(structure_text(structure), encoding="utf-8")
@@ -161,8 +157,7 @@ def _array_as_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Return the state from which `encode_tree` made `node`; `tensor_of` is called once for each tensor's
-    name.
+    """Return the state that `encode_tree` made `node` from; `tensor_of` is called once for each name.
 
     Raises ValueError where `encode_tree` cannot have made it.
     """

@@ -40,8 +40,7 @@ class Metric:
 
 
 class Metrics:
-    """Metrics by name; each keeps its own reduction, so merging parts gives what one pass over everything
-    would have given.
+    """Metrics by name, each with its own reduction: merged parts give what one pass would have given.
 
     Example: two micro-batches with 3 of 10 and 1 of 30 tokens clipped::
 
@@ -91,9 +90,7 @@ class Metrics:
         return merged
 
     def average_sums(self, names: Iterable[str]) -> None:
-        """Close a mini-batch: each of the named sums (shares of its micro-batches) becomes one observation of
-        a mean over mini-batches.
-        """
+        """Close a mini-batch: each of these sums becomes one observation of a mean over mini-batches."""
         for name in names:
             if name in self._metrics:
                 assert self._metrics[name].kind == "sum", (
@@ -102,9 +99,7 @@ class Metrics:
                 self._metrics[name] = Metric("mean", self._metrics[name].value, 1.0)
 
     def to_floats(self) -> dict[str, float]:
-        """Reduced values in the order in which they were first added; a mean over nothing (0 of 0) is left
-        out, a NaN stays.
-        """
+        """Reduced values in the order of first adding, without means over nothing (0 of 0); NaN stays."""
         values = _read(
             [part for metric in self._metrics.values() for part in (metric.value, metric.denominator)]
         )
@@ -146,9 +141,7 @@ def _is_tensor(value: Scalar) -> TypeGuard[Tensor]:
 
 
 def _scalar(value: Scalar) -> Scalar:
-    """A float, or a detached 0-d float64 tensor (a copy: later in-place changes of the caller's tensor must
-    not reach us).
-    """
+    """A float, or a detached 0-d float64 copy, which later changes of the caller's tensor do not reach."""
     if not _is_tensor(value):
         return float(value)
     import torch

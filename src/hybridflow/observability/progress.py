@@ -155,9 +155,7 @@ class Progress:
             self.has_trained = True
 
     def describe(self) -> str:
-        """Return what is being done in one line: step, phases from the outer to the inner, time of the
-        innermost.
-        """
+        """Return in one line what is being done: step, phases from outer to inner, time of the innermost."""
         with self._lock:
             phases = list(self._phases)
         parts = [str(phase) for phase in phases]
@@ -170,9 +168,7 @@ class Progress:
         return f"{' · '.join(parts)} · {duration(self.clock() - phases[-1].started)}"
 
     def place(self) -> str:
-        """Return where the run is, as part of a sentence: "in step 3/8", "after step 3/8" or "while loading
-        the model".
-        """
+        """Return where the run is: "in step 3/8", "after step 3/8" or "while loading the model"."""
         with self._lock:
             if self.step is not None:
                 word = "after" if self.step == self.finished_step else "in"
@@ -189,9 +185,7 @@ class Progress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show on the console what is being done, until the end of the context; inside another one it changes
-        nothing.
-        """
+        """Show on the console what is being done inside the context, unless that is shown already."""
         if self._display is not None:
             yield
             return

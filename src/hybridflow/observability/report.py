@@ -38,8 +38,7 @@ _PARTS = {
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run folder to `out` (default: `report.html` in the run folder) and return its
-    path.
+    """Write the report of a run to `out` (default: `report.html` in its folder) and return its path.
 
     Raises DataError where the folder does not exist or holds nothing of a run, ConfigError where `out` cannot
     be written.
@@ -105,9 +104,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Any) -> str:
-    """Return JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or
-    open a comment.
-    """
+    """Return JSON for a <script> element, without `<`, `>` and `&`, which could end it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -50,8 +50,7 @@ _NO_SCORES = {
 
 
 class SampleWriter:
-    """Writes the samples of each step into its own file in `folder`; a step written again after a resume
-    replaces its file.
+    """Writes the samples of each step into a file of its own in `folder`, again after a resume.
 
     With `keep_to`, files of later steps are removed first, because they belong to a run that this one
     replaces.
@@ -123,9 +122,7 @@ def sample_rows(
 
 
 def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
-    """Return what the data says of a row, why its response ended, and every further number: the scores that
-    the reward returned by name.
-    """
+    """Return what the data says of a row, why its response ended, and the scores of the reward."""
     columns = batch.non_tensor_batch
     row = _truth(columns, index)
     row |= {name: columns[name][index] for name in ("finish_reason", "data_source") if name in columns}
@@ -184,9 +181,7 @@ def _short(value: bool | float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as
-    text.
-    """
+    """Return what JSON can hold: lists of arrays and tensors, numbers, anything else as text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, numbers.Real):

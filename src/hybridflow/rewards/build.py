@@ -10,7 +10,7 @@ from functools import partial
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import Scorer
-from hybridflow.rewards.resolve import check_choice, describe, resolve
+from hybridflow.rewards.resolve import describe, resolve
 
 
 def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
@@ -19,7 +19,6 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
     Raises ConfigError if it cannot be found, imported or called as reward functions are, RewardError if a
     built-in one needs an extra that is not installed or a worker does not start.
     """
-    check_choice(config)
     scorer: Scorer
     if config.num_workers > 0:
         from hybridflow.rewards.pool import RewardPool

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.reward import RewardConfig
-from hybridflow.errors import DataError, RewardError
+from hybridflow.errors import DataError
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import ScoreRequest
-from hybridflow.rewards.table import ANSWER_FORMS, name_for_source
+from hybridflow.rewards.table import ANSWER_FORMS, function_of
 
 GROUND_TRUTH = "ground_truth"
 EMPTY = "empty"
@@ -97,13 +97,10 @@ def answer_form(config: RewardConfig, data_source: str) -> str:
     """Return the text in which the row's built-in function finds a bare answer; {} is the answer."""
     if config.terms or config.custom_reward_function.path:
         return "{}"
-    name = config.function
+    name: str | None = config.function
     if name == "auto":
-        try:
-            name = name_for_source(data_source)
-        except RewardError:  # an unknown source: scoring the row says so
-            return "{}"
-    return ANSWER_FORMS.get(name, "{}")
+        name = function_of(data_source)  # None for an unknown source: scoring the row says so
+    return ANSWER_FORMS.get(name or "", "{}")
 
 
 def _responder(

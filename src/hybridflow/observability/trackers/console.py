@@ -120,9 +120,7 @@ class ConsoleTracker(Tracker):
         return line
 
     def _time_left(self, metrics: Mapping[str, float], step: int) -> float | None:
-        """Return the steps left times the recent seconds of a step, validation and saving included; None
-        after the last.
-        """
+        """Return the seconds of the steps left, by the recent ones; None after the last."""
         now = self._clock()
         seconds = now - self._last_time
         self._last_time = now

@@ -1,6 +1,4 @@
-"""`metrics.jsonl` in the run folder: one JSON object a step, floats exact (repr), NaN and Infinity as
-Python's json writes them.
-"""
+"""`metrics.jsonl` in the run folder: a JSON object a step, with exact floats, NaN and Infinity."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from hybridflow.observability.trackers.base import RunInfo, Tracker
 
 
 class JsonlTracker(Tracker):
-    """Writes each step once: what is logged again for the newest step joins its line, and after a resume the
-    lines of later steps are dropped.
+    """Writes each step once, joins what is logged again, and drops later steps after a resume.
 
 
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
@@ -58,9 +55,7 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands
-    twice is joined.
-    """
+    """Return the metrics of a `metrics.jsonl` by step; torn lines are left out, lines of one step joined."""
     steps: dict[int, dict[str, float]] = {}
     if not path.exists():
         return steps

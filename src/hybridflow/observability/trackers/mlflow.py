@@ -1,5 +1,4 @@
-"""MLflow. By default a local store in the run folder (`mlflow.db`, artifacts in `mlruns/`);
-MLFLOW_TRACKING_URI sends it elsewhere.
+"""MLflow: a store in the run folder (`mlflow.db`, `mlruns/`), or where MLFLOW_TRACKING_URI says.
 
 SQLite and not plain files: MLflow keeps its file store in maintenance mode and refuses it from 3.13 on.
 """

@@ -49,8 +49,7 @@ def compute_score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}` of `text`; None if there is
-    none.
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}` of `text`, or None.
 
     One pass over the text: a policy that only repeats `\boxed{` must not run into the deadline.
     """
@@ -84,7 +83,5 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
 
 
 def prepare() -> None:
-    """Import math-verify now, so that a missing installation shows before the run and its start is on no
-    sample's clock.
-    """
+    """Import math-verify before the run, on no sample's clock; RewardError where it is missing."""
     _math_verify()

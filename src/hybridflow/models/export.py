@@ -149,23 +149,13 @@ def plain_weights(
     """
     entries = _entries(model)
     for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
-        values = {name: _value(entries[name], folded=folded) for name in names}
+        values = {name: entries[name].value(folded=folded) for name in names}
         gathered = {name: whole(value, dtypes.get(f"hf.{name}")) for name, value in values.items()}
         yield from revert_weight_conversion(model.hf, gathered).items()
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
-    for name in sorted(_tied(model)):
-        if base_name(name) in plain:
-            entry = plain[base_name(name)]
-            yield (
-                base_name(name),
-                whole(_value(entry, folded=folded), dtypes.get(f"hf.{base_name(name)}")),
-            )
-
-
-def _value(entry: PlainEntry, *, folded: bool) -> Tensor:
-    if folded:
-        return entry.value()
-    return entry.tensor
+    for name in sorted(base_name(tied) for tied in _tied(model)):
+        if name in plain:
+            yield name, whole(plain[name].value(folded=folded), dtypes.get(f"hf.{name}"))
 
 
 def _tied(model: PolicyModel) -> set[str]:

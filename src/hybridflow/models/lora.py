@@ -266,13 +266,13 @@ class PlainEntry:
     """peft's layer around it, or None where nothing is folded into the tensor."""
 
     @torch.no_grad()
-    def value(self) -> Tensor:
-        """Return the tensor with its adapter folded in; it is sharded where the base is."""
-        if self.layer is None:
+    def value(self, *, folded: bool = True) -> Tensor:
+        """Return the tensor with its adapter folded in, if `folded`; it is sharded where the base is."""
+        if self.layer is None or not folded:
             return self.tensor
         a, b = _parts(self.layer)
-        folded = fold(self.tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
-        return folded.to(self.tensor.dtype)
+        whole = fold(self.tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
+        return whole.to(self.tensor.dtype)
 
 
 def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:

@@ -121,18 +121,8 @@ class Metrics:
             )
         self._metrics[name] = metric if held is None else held.join(metric)
 
-    def __ior__(self, other: Metrics | Mapping[str, Scalar]) -> Metrics:
-        self.update(other)
-        return self
-
     def __contains__(self, name: object) -> bool:
         return name in self._metrics
-
-    def __len__(self) -> int:
-        return len(self._metrics)
-
-    def __repr__(self) -> str:
-        return f"Metrics({', '.join(self._metrics)})"
 
 
 def _is_tensor(value: Scalar) -> TypeGuard[Tensor]:

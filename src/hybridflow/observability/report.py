@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -139,27 +139,29 @@ def _number(value: Any) -> float | str | None:
     return float(f"{value:.6g}")
 
 
+def _read(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any] | None:
+    """Return the object in a file, or None where it cannot be read, with a note."""
+    try:
+        loaded = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} could not be read: {error}")
+        return None
+    if not isinstance(loaded, dict):
+        return None
+    return loaded
+
+
 def _json(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        notes.append(f"{path.name} could not be read: {error}")
-        return None
-    return _finite(loaded) if isinstance(loaded, dict) else None
+    return _finite(_read(path, json.loads, notes))  # type: ignore[no-any-return]
 
 
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         notes.append("No config.yaml in the run folder.")
         return {}
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        notes.append(f"config.yaml could not be read: {error}")
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return _read(path, yaml.safe_load, notes) or {}
 
 
 def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:

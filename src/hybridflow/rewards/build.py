@@ -25,8 +25,7 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
 
         scorer = RewardPool(config, seed)
     else:
-        from hybridflow.rewards.in_process import InProcessScorer, load_guarded
+        from hybridflow.rewards.in_process import InProcessScorer
 
-        function, guard = load_guarded(partial(resolve, config, seed))
-        scorer = InProcessScorer(function, config.timeout, guard)
+        scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
     return RewardManager(scorer, on_error=config.on_error, function=describe(config))

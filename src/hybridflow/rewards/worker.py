@@ -85,11 +85,10 @@ def _serve(trainer: _TrainerEnd, function: RewardFunction) -> None:
     while True:
         message = trainer.inbox.get()
         ticket = _take(trainer, message)
-        request = _request(message)
-        if isinstance(request, ScoreRequest):
-            trainer.write(encode_outcome(ticket, call(function, request)))
-        else:
-            trainer.write(encode_outcome(ticket, request))
+        outcome = _request(message)
+        if isinstance(outcome, ScoreRequest):
+            outcome = call(function, outcome)
+        trainer.write(encode_outcome(ticket, outcome))
 
 
 async def _serve_async(trainer: _TrainerEnd, function: RewardFunction, timeout: float) -> None:

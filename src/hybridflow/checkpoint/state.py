@@ -104,26 +104,14 @@ class _Encoder:
         return {"$dict": [list(pair) for pair in pairs]}
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_quantized
-            or tensor.is_meta
-            or tensor.dtype not in DTYPE_NAMES
-        ):
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
                 f"{_ACCEPTED}"
             )
         own = local(tensor)
-        storage = own.untyped_storage()
-        same = (
-            own.device,
-            storage.data_ptr(),
-            own.storage_offset(),
-            tuple(own.shape),
-            own.stride(),
-            own.dtype,
-        )
+        memory = (own.device, own.untyped_storage().data_ptr())
+        same = (*memory, own.storage_offset(), own.shape, own.stride(), own.dtype)
         if own.numel() and same in self._names:
             return self._names[same]
         name = stem = path.removeprefix("/") or "state"

@@ -57,6 +57,11 @@ class Scores:
     sinks: Tensor | None = None
     """One more score for each head [H], which takes weight and gives no value (gpt-oss)."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether the device's own kernels know these scores, which have neither a cap nor sinks."""
+        return self.softcap is None and self.sinks is None
+
     def window(self, length: int) -> int | None:
         """Return the sliding window where it hides some of `length` tokens, else None."""
         if self.sliding_window is not None and self.sliding_window < length:
@@ -176,7 +181,7 @@ def attend_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, h
     query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv], allowed [Q, K] or [n, Q, K] bool
     -> [n, H, Q, Dv].
     """
-    if how.softcap is not None or how.sinks is not None:
+    if not how.plain:
         return masked_attention(query, key, value, allowed, how)
     if allowed.dim() == 3:
         allowed = allowed[:, None]
@@ -306,7 +311,7 @@ class PackedLayout:
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         window = scores.window(query.shape[2])
-        if self.exact is None and window is None and scores.softcap is None and scores.sinks is None:
+        if self.exact is None and window is None and scores.plain:
             grouped = query.shape[1] != key.shape[1]
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=grouped

@@ -49,12 +49,7 @@ class PagedLayout(SlotLayout):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend and store: query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]."""
         cache = self.cache
-        if (
-            cache.kernel is None
-            or self.exact is not None
-            or scores.softcap is not None
-            or scores.sinks is not None
-        ):
+        if cache.kernel is None or self.exact is not None or not scores.plain:
             return super().attend(query, key, value, scores)
         cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
         window_size = (-1, -1)
@@ -118,7 +113,7 @@ def kernel_problem(
                 f"layer {layer}: heads of {shape.key_dim} and {shape.value_dim}: the kernel wants one "
                 f"multiple of 8, at most {MOST_DIMS}"
             )
-        if scores[layer].softcap is not None or scores[layer].sinks is not None:
+        if not scores[layer].plain:
             return f"layer {layer} caps its scores or has sinks, which the kernel does not know"
     windows = {
         layer: seen.sliding_window and min(seen.sliding_window, BLOCK_SIZE) for layer, seen in scores.items()

@@ -116,7 +116,10 @@ def sample_rows(
         row |= _non_tensors(batch, index)
         if token_level:
             row["tokens"] = _token_columns(columns, index, here, response, decode, pieces)
-        row |= _ids(batch, columns, index)
+        if "uid" in batch.non_tensor_batch:
+            row["uid"] = batch.non_tensor_batch["uid"][index]
+        if "row_id" in columns:
+            row["row_id"] = int(columns["row_id"][index])
         rows.append(row)
     return rows
 
@@ -143,15 +146,6 @@ def _truth(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
     if "extra_info" in columns and columns["extra_info"][index]:
         row["extra_info"] = columns["extra_info"][index]
     return row
-
-
-def _ids(batch: DataProto, columns: Mapping[str, Tensor], index: int) -> dict[str, Any]:
-    ids: dict[str, Any] = {}
-    if "uid" in batch.non_tensor_batch:
-        ids["uid"] = batch.non_tensor_batch["uid"][index]
-    if "row_id" in columns:
-        ids["row_id"] = int(columns["row_id"][index])
-    return ids
 
 
 def _token_columns(

@@ -100,11 +100,8 @@ def lost(
 def cause_of(error: BaseException) -> str:
     """Return the reason that a process is gone, made from Ray's message about it."""
     text = str(error)
-    if (
-        isinstance(error, ray.exceptions.OutOfMemoryError)
-        or "memory monitor" in text
-        or "low on memory" in text
-    ):
+    low = "memory monitor" in text or "low on memory" in text
+    if low or isinstance(error, ray.exceptions.OutOfMemoryError):
         return f"Ray ended it because its node ran low on memory: {_last_line(text)}"
     if "ray.kill" in text:
         return "it was ended by ray.kill"

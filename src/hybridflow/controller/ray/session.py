@@ -130,14 +130,9 @@ def connect(config: RayConfig, *, address: str, **own: Any) -> str:
         with warnings.catch_warnings(), _signal_handlers_kept():
             # about environment variables of accelerators in later versions of Ray
             warnings.simplefilter("ignore", FutureWarning)
-            given = {
-                "namespace": namespace,
-                "runtime_env": runtime_env,
-                "log_to_driver": True,
-                "logging_level": logging.ERROR,
-                **own,
-            }
-            return ray.init(address=address, **given).dashboard_url or ""
+            given: dict[str, Any] = {"namespace": namespace, "runtime_env": runtime_env, **own}
+            context = ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR, **given)
+            return context.dashboard_url or ""
     except (RuntimeError, ConnectionError, ValueError) as error:
         text = " ".join(str(error).split())
         if "Version mismatch" in text:

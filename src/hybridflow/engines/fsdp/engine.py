@@ -88,7 +88,7 @@ class FSDPEngine(MicroBatchEngine):
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
             yield micro, answer(self.module, micro.packed, ask)
-        self._reshard()
+        reshard(self.module)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
         for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
@@ -98,7 +98,7 @@ class FSDPEngine(MicroBatchEngine):
             with self._activations_kept():
                 answers = answer(self.module, micro.packed, ask)
             sums.share(micro, answers, loss).backward()
-        self._reshard()
+        reshard(self.module)
 
     def _apply(self, lr: float) -> None:
         with self.offloader.moments():
@@ -163,11 +163,6 @@ class FSDPEngine(MicroBatchEngine):
         if self.activations is None:
             return nullcontext()
         return self.activations.kept()
-
-    def _reshard(self) -> None:
-        """Free gathered parameters, so that every parameter is this rank's shard again."""
-        if self.mesh is not None:
-            reshard(self.module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of module, optimizer and counters; of a model with adapters only what is trained.

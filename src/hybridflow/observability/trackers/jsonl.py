@@ -25,7 +25,9 @@ class JsonlTracker(Tracker):
             kept: dict[int, dict[str, float]] = {}
         else:
             kept = {step: line for step, line in read_metrics(self.path).items() if step <= run.resume_step}
-        self._rewrite(kept)
+        partial = self.path.with_suffix(".jsonl.partial")
+        partial.write_bytes(b"".join(_encode(step, kept[step]) for step in sorted(kept)))
+        os.replace(partial, self.path)
         self._step = max(kept, default=-1)
         self._line = dict(kept.get(self._step, {}))
         self._offset = self.path.stat().st_size
@@ -47,11 +49,6 @@ class JsonlTracker(Tracker):
 
     def close(self) -> None:
         self._file.close()
-
-    def _rewrite(self, lines: Mapping[int, Mapping[str, float]]) -> None:
-        partial = self.path.with_suffix(".jsonl.partial")
-        partial.write_bytes(b"".join(_encode(step, lines[step]) for step in sorted(lines)))
-        os.replace(partial, self.path)
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 from hybridflow.config.tree import flatten
 from hybridflow.observability.trackers.base import (
@@ -56,23 +55,19 @@ class MlflowTracker(Tracker):
         return str(self._client.create_experiment(name, artifact_location=artifact_location))
 
     def _log_params(self, run_id: str, config: Sequence[tuple[str, object]]) -> None:
-        params = iter(
-            [
-                self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
-                for key, value in config
-                if value != {}
-            ]
-        )
-        while chunk := list(islice(params, _MAX_PARAMS)):
-            self._client.log_batch(run_id, params=chunk)
+        params = [
+            self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
+            for key, value in config
+            if value != {}
+        ]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        entities = iter(
-            [self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()]
-        )
-        while chunk := list(islice(entities, _MAX_METRICS)):
-            self._client.log_batch(self._run_id, metrics=chunk)
+        entities = [self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()]
+        for start in range(0, len(entities), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=entities[start : start + _MAX_METRICS])
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         text = json.dumps([dict(row) for row in rows], indent=1, ensure_ascii=False, default=str)

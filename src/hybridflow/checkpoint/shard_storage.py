@@ -4,8 +4,7 @@
            coordinator writes shards.json
     load   shards.json ─► planner's items ─► slices of the files, copied into the target tensors
 
-DCP's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and writes
-no index.
+DCP's own safetensors storage keeps a rank's state in memory twice, takes no digests and writes no index.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Ranks that generate together: each has a slice of every dense layer, and all take the same steps.
 
 Everything that decides a step must be equal on all of them. Logits are, since partial products are summed
-over the ranks; random numbers are, since each has a key; anything that depends on a rank's own memory is
-agreed on here.
+over the ranks; random numbers are, by their keys; what depends on a rank's memory is agreed on here.
 """
 
 from __future__ import annotations

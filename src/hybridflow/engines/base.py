@@ -112,8 +112,7 @@ class TrainEngine(Protocol):
     def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
         """Take one optimizer step on `rows`, whose `loss` shares sum to the mini-batch's loss.
 
-        The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where its loss or
-        gradient was not finite.
+        The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where it was not finite.
         """
 
     def state_dict(self) -> dict[str, Any]:

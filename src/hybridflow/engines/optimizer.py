@@ -2,8 +2,7 @@
 
 In a float32 or wider module the masters are the parameters themselves and cost nothing. In a bfloat16 module
 the gradients of micro-batches add up in float32, because bfloat16 sums lose small terms. Where parameters are
-sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW over plain tensors,
-without communication.
+sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW, without messages.
 """
 
 from __future__ import annotations

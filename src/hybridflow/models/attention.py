@@ -103,8 +103,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend under `layout`: query [1|B, H, Q, D], key, value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv], None).
 
-    Raises ModelError without a layout, and for an argument that would change the result and is not
-    implemented.
+    Raises ModelError without a layout, and for an argument that matters and is not implemented.
     """
     name = type(module).__name__
     if layout is None:
@@ -338,8 +337,7 @@ class PackedLayout:
 def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256) -> list[list[int]]:
     """Cut rows, sorted by length, into buckets that hold at most `waste` times their real tokens once padded.
 
-    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more than the
-    padding.
+    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more.
     """
     buckets: list[list[int]] = []
     real = 0

@@ -3,8 +3,7 @@
     slot    [ cached 0..start-1 | new start..stop-1 | free ]
     query                         ▲ sees everything up to itself
 
-A prompt longer than one pass is prefilled in such pieces, and after a prefix hit prefill starts behind the
-hit.
+A prompt longer than one pass is prefilled in such pieces, as is what follows a prefix hit.
 """
 
 from __future__ import annotations

@@ -183,8 +183,7 @@ def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
 def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]]]:
     """Return files as lists of buckets of names; a bucket is a layer.
 
-    A layer stays together, because weights that files store in another form (experts) are made from all of
-    it.
+    A layer stays together, because what files store in another form (experts) is made from all of it.
     """
     buckets: dict[str, list[str]] = {}
     for name in entries:

@@ -146,8 +146,7 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
 def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     """Give the adapters their first values: those of `adapter_path`, or A uniform within 1/√in and B zero.
 
-    A is drawn with the seed and the layer's name as key. Each rank computes its own shard, without
-    communication.
+    A is drawn by the seed and the layer's name. Each rank computes its own shard, without messages.
     """
     tensors: Mapping[str, Tensor] = {}
     if settings.adapter_path is not None:

@@ -1,8 +1,7 @@
 """Attention of decoding over rows in blocks: one new token per row.
 
 On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks in place, by the table. Elsewhere, and for
-features it lacks (soft-capped scores, sinks, exact mode), the tokens of each row are gathered and attended
-over as in slots.
+features it lacks (soft-capped scores, sinks, exact mode), tokens are gathered and attended to as in slots.
 """
 
 from __future__ import annotations

@@ -130,8 +130,7 @@ class PolicyModel(nn.Module):
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [B, 1, H] of a new token of each row, with the bits of `hidden`.
 
-        A faster path is used if its first states have been equal to those of the modules, on this model and
-        this machine.
+        A faster path is used if its first states were equal to those of the modules on this machine.
         """
         if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
             return self.hidden(input_ids, position_ids, layout)

@@ -33,8 +33,7 @@ def probe_twin(
 ) -> float | None:
     """Run `probe_policy` on a small float32 model of the architecture that `config` describes.
 
-    Returns its difference in nats, or None where even the small model would be too large. The global random
-    stream stays as it was.
+    Returns its difference in nats, or None for too large a model. The random stream stays as it was.
     """
     twin = twin_config(config)
     size = count_parameters(twin, trust_remote_code=trust_remote_code)

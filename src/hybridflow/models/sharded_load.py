@@ -148,8 +148,7 @@ def materialise(module: nn.Module, device: torch.device, buffers: torch.device) 
 def load_weights(model: MetaModel) -> None:
     """Write this rank's slices of all weights; parameters in no file (adapters, a value head) stay unwritten.
 
-    Raises ModelError for weights that are missing, of another shape or not finite, and for files that cannot
-    be read.
+    Raises ModelError for weights that are missing, of another shape or not finite, and unreadable files.
     """
     wanted: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():

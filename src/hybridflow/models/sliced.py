@@ -3,8 +3,7 @@
     colwise ──own columns──► attention over own heads, own part of an MLP ──► rowwise ──sum over ranks──►
     whole again
 
-The plan is that of training (`tensor_parallel.tensor_styles`), so a rank that trains and generates has the
-same slices in both.
+The plan is that of training (`tensor_parallel.tensor_styles`): a rank has the same slices in both.
 """
 
 from __future__ import annotations

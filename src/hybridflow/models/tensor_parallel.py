@@ -104,8 +104,7 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
 def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
     """Return the dimension along which each parameter is cut, by its name in `hf`; whole ones are absent.
 
-    Rank r of n holds the r-th of n equal slices. The bias of a rowwise layer is left whole: it is added once,
-    after the sum.
+    Rank r of n holds the r-th of n equal slices. A rowwise layer's bias is whole: it follows the sum.
     """
     slices: dict[str, int] = {}
     for name, style in tensor_styles(hf).items():

@@ -2,8 +2,7 @@
 
     micro-batches, mini-batches, ranks ──add_*/update──► Metrics ──to_floats──► {name: float} for the trackers
 
-Tensors stay tensors (float64, detached, 0-d) until `to_floats`, which reads each device once: adding a metric
-never makes the host wait.
+Tensors stay tensors (float64, detached, 0-d) until `to_floats` reads each device once: adding never waits.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ _NO_SCORES = {
 class SampleWriter:
     """Writes the samples of each step into a file of its own in `folder`, again after a resume.
 
-    With `keep_to`, files of later steps are removed first, because they belong to a run that this one
-    replaces.
+    With `keep_to`, files of later steps are removed first: they belong to a run that is replaced.
     """
 
     def __init__(self, folder: str | Path, *, keep_to: int | None = None) -> None:

@@ -33,8 +33,7 @@ def frame(payload: bytes) -> bytes:
 def take_messages(buffer: bytearray) -> list[bytes]:
     """Remove the complete messages from the front of `buffer` and return their payloads.
 
-    Raises ChannelBroken where the buffer does not begin with a header, or a payload does not have its
-    checksum.
+    Raises ChannelBroken where the buffer begins with no header, or a payload lacks its checksum.
     """
     messages = []
     while buffer:

@@ -34,8 +34,7 @@ def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
     """Raise RewardError or ConfigError for what would stop the run when the first responses are scored.
 
     That is a function that does not exist, a data source that `auto` knows no reward for, rows without the
-    ground truth that a built-in reward compares with, and keys of `algorithm` that no built-in reward
-    returns.
+    ground truth that a built-in reward needs, and keys of `algorithm` that no built-in reward returns.
     """
     _check_functions(config.reward)
     for split in splits:

@@ -76,8 +76,7 @@ def function_of(data_source: str) -> str | None:
 def name_for_source(data_source: str) -> str:
     """Return the name of the built-in function that `auto` takes for a data source.
 
-    `reasoning_gym:NAME` goes by its part before the colon. Raises RewardError for a source that no built-in
-    function knows.
+    `reasoning_gym:NAME` goes by its part before the colon. Raises RewardError for an unknown source.
     """
     name = function_of(data_source)
     if name is None:

@@ -5,8 +5,7 @@
 
 Requests are pickles, made by the trainer of its own rows. Answers are JSON (`answers.py`): the reward
 function makes the values, so the trainer must not run what it reads. A thread reads the socket at all times;
-where the trainer closes it, the worker ends, and its keeper ends every process that the reward function
-started.
+where the trainer closes it, the worker ends, and its keeper ends all that the reward function started.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ def reach(address: str, *, source: str, greet: bool = True) -> None:
     """Make sure, within seconds, that a Ray cluster at `host:port` can be joined from this machine.
 
     It must answer, accept this process's token (asked only with `greet`), and have a node here. `source` is
-    the key or variable that holds the address. Raises ConfigError. Ray itself would wait 20 to 60 seconds in
-    each of these cases.
+    the key or variable that holds the address. Raises ConfigError, for which Ray would take 20 to 60 s.
     """
     host, port = _parse(address, source)
     try:

@@ -83,8 +83,7 @@ class ActivationOffload:
     """Offloading of activations: tensors that autograd keeps for the backward pass wait in CPU memory.
 
     Parameters stay, since the device has them anyway. With gradient checkpointing the activations are the
-    inputs of the blocks. Copies are queued on the stream that computes, so they come back in order without a
-    wait.
+    inputs of the blocks. Copies are queued on the stream that computes: they come back without a wait.
     """
 
     smallest = 1024

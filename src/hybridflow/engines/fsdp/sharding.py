@@ -1,7 +1,6 @@
 """FSDP2 on a model: the modules that are gathered together, their dtypes, and when gradients are reduced.
 
-Gradients are summed over ranks, not averaged: a loss share is normalised by the counts of the whole
-mini-batch already.
+Gradients are summed over ranks, not averaged: a loss share is normalised by the whole mini-batch's counts.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ def build_trackers(
     """Build the trackers of a run, `jsonl` always among them.
 
     `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). Of the default
-    list a missing tensorboard is skipped. Raises ConfigError for an unknown name, and for a library that is
-    not installed.
+    list a missing tensorboard is skipped. Raises ConfigError for unknown names and missing libraries.
     """
     chosen = _known(names)
     folder = Path(run_dir)

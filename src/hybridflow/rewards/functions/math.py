@@ -28,8 +28,7 @@ def compute_score(
 
     The ground truth is LaTeX, boxed or bare. `boxed_only=False` also accepts an answer that math-verify finds
     without a box. math-verify's own time limit is off: it works by a signal, which only a main thread may
-    set, and the scoring worker's deadline bounds the call already. Raises RewardError if math-verify is not
-    installed.
+    set, and the worker's deadline bounds the call. Raises RewardError if math-verify is not installed.
     """
     truth = str(required(ground_truth))
     answer = last_boxed(solution_str)

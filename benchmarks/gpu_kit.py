@@ -35,6 +35,32 @@ SIZES = {
     "7B": (3584, 18_944, 28, 28, 4, 152_064),
 }
 TIED = {"tiny", "0.5B", "1.5B", "3B"}
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "4090": 165e12,
+    "MI300X": 1307e12,
+}
+"""Dense bfloat16 peaks in FLOP/s, from the vendors' data sheets (SXM parts where there are several)."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 peak in FLOP/s; None on CPU and for an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def parser_of(document: str | None, *, rounds: int, sizes: Sequence[str]) -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.engines import Ask, BatchLimits
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.build import enable_gradient_checkpointing, without_dropout
-from hybridflow.models.flops import forward_flops, matmul_parameters, peak_flops, training_flops
+from hybridflow.models.flops import matmul_parameters, workload_of
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -114,11 +114,11 @@ def measure(
             "seconds": seconds,
             "rate": rate,
         }
-        case |= {"forward_flops": forward_flops(hf.config, parameters, lengths), "peak": peak_flops(device)}
-        case |= {
-            "training_flops": training_flops(hf.config, parameters, lengths),
-            "memory_gib": memory(device),
-        }
+        workload = workload_of(hf.config, parameters)
+        forward = sum(workload.cost(length) for length in lengths)
+        case |= {"forward_flops": forward, "peak": gpu.peak_flops(device)}
+        # a backward pass costs twice the forward
+        case |= {"training_flops": 3 * forward, "memory_gib": memory(device)}
         print(kit.line(line_of(case)), flush=True)
         cases.append(case)
     return cases

@@ -1,6 +1,4 @@
-"""Writes that survive a stop of the machine at any moment: under its final name a file is complete and on
-disk.
-"""
+"""Writes that survive a stop of the machine: a file under its final name is complete and on disk."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def replace_file(path: Path, text: str) -> None:
 def locked(path: Path) -> Iterator[bool]:
     """Hold a lock file for the context; gives False, without waiting, where another living process holds it.
 
-    The system releases the lock when its process ends, however it ends. On a file system without locks the
-    lock counts as free.
+    The system releases the lock when its process ends. A file system without locks counts it as free.
     """
     with path.open("a") as file:
         held = True

@@ -28,9 +28,7 @@ MAX_NAME = 255
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 _whole: dict[tuple[Path, str], tuple[Mapping[str, FileDigest], list[tuple[int, ...]]]] = {}
-"""Folders that this process has found intact, with the digests, and with the inode and times of each file
-before it was read.
-"""
+"""Folders found intact by this process: the digests, and each file's inode and times before it was read."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ class Manifest:
 
     step: int
     sequence: int
-    """1 for the first checkpoint that a run saved, then 2 and so on; a run that went back to an earlier step
-    saves lower steps later.
-    """
+    """1 for a run's first checkpoint, then 2 and so on; after going back, lower steps come later."""
     roles: tuple[str, ...]
     """The folders with a state of the driver (`state.py`)."""
     files: Mapping[str, FileDigest]
@@ -212,9 +208,7 @@ def file_digest(path: Path) -> str:
 
 
 def _digests(paths: Iterable[Path]) -> Iterator[str]:
-    """Give the digests of files in the order of the paths; hashing releases Python's lock, so
-    threads help.
-    """
+    """Give the digests of files in the order of the paths; hashing releases Python's lock."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         yield from pool.map(file_digest, paths)
 

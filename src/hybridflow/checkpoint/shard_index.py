@@ -130,9 +130,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def stored_slice(file: Any, name: str, tensor: SavedTensor, chunk: Chunk) -> Any:
-    """Return safetensors' slice of a chunk in its opened file; ValueError where its dtype or shape
-    differs.
-    """
+    """Return safetensors' slice of a chunk; ValueError where its dtype or shape differs."""
     found = file.get_slice(key_in_file(name))
     got = f"{found.get_dtype()} {found.get_shape()}"
     wanted = f"{DTYPE_NAMES[tensor.dtype]} {list(chunk.sizes)}"
@@ -144,11 +142,6 @@ def stored_slice(file: Any, name: str, tensor: SavedTensor, chunk: Chunk) -> Any
 def key_in_file(name: str) -> str:
     """Return a tensor's name in a shard's file, which lacks the part because the file's own name has it."""
     return name.partition("/")[2]
-
-
-def saved_parts(folder: Path) -> frozenset[str]:
-    """Return the parts of an engine's state that are in a folder (`model`, `optimizer`, `scheduler`)."""
-    return frozenset(read_index(folder).structure)
 
 
 class SavedTensors(Mapping[str, Tensor]):

@@ -4,8 +4,7 @@
            coordinator writes shards.json
     load   shards.json ─► planner's items ─► slices of the files, copied into the target tensors
 
-DCP's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and writes
-no index.
+DCP's own safetensors storage keeps a rank's state in memory twice, takes no digests and writes no index.
 """
 
 from __future__ import annotations
@@ -42,8 +41,28 @@ from hybridflow.checkpoint.state import structure_text
 from hybridflow.checkpoint.tensor_file import write_tensors, write_text
 
 
+class _PlansAsTheyAre:
+    """The part of DCP's interface in which a storage could change plans; it serves one save or load."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return a rank's plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """Return the plans of all ranks."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return True: any folder is accepted."""
+        return True
+
+
 @dataclass
-class ShardWriter(StorageWriter):
+class ShardWriter(_PlansAsTheyAre, StorageWriter):
     """The writer of the tensors that the plan gives to this rank.
 
     Without `copy` they are on the disk when the plan is done. With it the plan only takes copies, and `write`
@@ -65,25 +84,12 @@ class ShardWriter(StorageWriter):
         for name in sorted(self._files):
             self.digests[name] = write_tensors(self.folder / name, self._files.pop(name))
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a writer serves one save (DCP's interface)."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder (DCP's interface).
 
         DCP reports an error of this method to all ranks; an earlier one would leave the other ranks waiting.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the planner's plan unchanged (DCP's interface)."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the planner's plans unchanged, in which one rank writes a replicated tensor (DCP's
-        interface).
-        """
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors, or take copies of them (DCP's interface)."""
@@ -120,20 +126,12 @@ class ShardWriter(StorageWriter):
         self.digests[STRUCTURE] = write_text(self.folder / STRUCTURE, structure_text(self.structure))
         self.digests[SHARDS] = write_text(self.folder / SHARDS, index_text(tensors))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True: any folder is accepted (DCP's interface)."""
-        return True
-
 
 @dataclass
-class ShardReader(StorageReader):
+class ShardReader(_PlansAsTheyAre, StorageReader):
     """The reader of the boxes that a plan asks for."""
 
     index: ShardIndex
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a reader serves one load (DCP's interface)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index in DCP's form (DCP's interface)."""
@@ -143,14 +141,6 @@ class ShardReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Do nothing (DCP's interface)."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged (DCP's interface)."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged (DCP's interface)."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy every box of the plan from its file into its target (DCP's interface)."""
@@ -179,11 +169,6 @@ class ShardReader(StorageReader):
         )
         found: Tensor = file.get_tensor(key_in_file(name)) if not box else stored[box]
         return found
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True: any folder is accepted (DCP's interface)."""
-        return True
 
 
 def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:

@@ -52,9 +52,7 @@ def save_shards(folder: Path, parts: Parts, group: dist.ProcessGroup | None = No
 
 
 class CpuCopies:
-    """Copies of tensors on the CPU. Those of device tensors are in page-locked memory, which is kept for the
-    next save.
-    """
+    """Copies of tensors on the CPU; those of device tensors keep their page-locked memory."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
@@ -91,9 +89,7 @@ class PendingShards:
         return not self._thread.is_alive()
 
     def wait(self) -> dict[str, FileDigest]:
-        """Wait for the thread, and return the digests of its files by name; raise CheckpointError where it
-        failed.
-        """
+        """Wait, and return the digests of the files by name; CheckpointError where writing failed."""
         self._thread.join()
         if self._error is not None:
             raise CheckpointError(_text(self._error)) from self._error
@@ -120,8 +116,7 @@ def start_shards(
 
 
 def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
-    """Return the saved parts that `templates` names, with each tensor sharded like the template's of that
-    name.
+    """Return the saved parts that `templates` names, each tensor sharded like the template's of its name.
 
     Tensors that are not sharded are on the CPU, and dtypes are those of the checkpoint. A tensor that the
     template lacks is sharded like its neighbours of the same shape. Every rank calls this, but none waits for
@@ -175,9 +170,7 @@ def _plan(
 
 
 def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: DefaultSavePlanner) -> None:
-    """Save as DCP's `save` does for one rank, without its log record for each tensor, which takes half the
-    time of a small save.
-    """
+    """Save as DCP's `save` does, without its log record of each tensor: half the time of a small save."""
     planner.set_up_planner(tensors, is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])

@@ -19,48 +19,31 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, write_tensors
 from hybridflow.distributed.shards import local
 from hybridflow.errors import CheckpointError
 
 State = Any
-"""A nesting of dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str and None. The keys of
-a dictionary are str or int.
-"""
+"""A nesting of dict (keys are str or int), list, tuple, Tensor, numpy array or scalar, and JSON's scalars."""
 
 
 def save_tree(folder: Path, tree: State) -> None:
-    """Write a state into an existing folder; raise CheckpointError, which names the entry, where one cannot
-    be stored.
-    """
-    structure, found = encode_tree(tree)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-    save_file(_apart(tensors), folder / TENSORS, metadata={"format": "pt"})
+    """Write a state into a folder; CheckpointError, which names the entry, where one cannot be stored."""
+    structure, tensors = encode_tree(tree)
+    write_tensors(folder / TENSORS, tensors)
     (folder / STRUCTURE).write_text(structure_text(structure), encoding="utf-8")
 
 
-def load_tree(folder: Path, *, only: str | None = None) -> State:
-    """Read a state; with `only`, read that entry of the outermost dictionary and no other tensors.
-
-    Raises CheckpointError where a file is missing or was not written by `save_tree`, and KeyError where the
-    state has no entry `only`.
-    """
+def load_tree(folder: Path) -> State:
+    """Read a state; raise CheckpointError where a file is missing or was not written by `save_tree`."""
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
-        if only is not None:
-            structure = as_dict(structure, "the state")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
-    if only is not None:
-        structure = structure[only]
-    try:
         with safe_open(folder / TENSORS, framework="pt") as file:
             return decode_tree(structure, file.get_tensor)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
 
 
@@ -121,26 +104,14 @@ class _Encoder:
         return {"$dict": [list(pair) for pair in pairs]}
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_quantized
-            or tensor.is_meta
-            or tensor.dtype not in _DTYPES
-        ):
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
                 f"{_ACCEPTED}"
             )
         own = local(tensor)
-        storage = own.untyped_storage()
-        same = (
-            own.device,
-            storage.data_ptr(),
-            own.storage_offset(),
-            tuple(own.shape),
-            own.stride(),
-            own.dtype,
-        )
+        memory = (own.device, own.untyped_storage().data_ptr())
+        same = (*memory, own.storage_offset(), own.shape, own.stride(), own.dtype)
         if own.numel() and same in self._names:
             return self._names[same]
         name = stem = path.removeprefix("/") or "state"
@@ -154,29 +125,6 @@ class _Encoder:
         return name
 
 
-_DTYPES = frozenset(
-    {
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        ),
-        *(
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint64,
-            torch.uint32,
-            torch.uint16,
-            torch.uint8,
-            torch.bool,
-        ),
-    }
-)
 _ACCEPTED = (
     "a state holds dict, list, tuple, dense real tensors, real numpy arrays, int, float, bool, str and None "
     "(convert the rest, for example by .tolist())"
@@ -196,22 +144,8 @@ def _array_as_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that do not share memory, as the library's writer needs them: later ones are copied."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        start = tensor.untyped_storage().data_ptr()
-        if start in seen and tensor.numel():
-            tensor = tensor.clone()
-        result[name] = tensor
-        seen.add(start)
-    return result
-
-
 def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Return the state from which `encode_tree` made `node`; `tensor_of` is called once for each tensor's
-    name.
+    """Return the state that `encode_tree` made `node` from; `tensor_of` is called once for each name.
 
     Raises ValueError where `encode_tree` cannot have made it.
     """

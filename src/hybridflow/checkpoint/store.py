@@ -159,8 +159,7 @@ class CheckpointStore:
             ) from error
 
     def latest(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint, with all digests verified, or None without
-        any.
+        """Return the folder of the newest checkpoint whose digests are all right, or None without any.
 
         Damaged ones are logged as errors.
         """

@@ -2,8 +2,7 @@
 
     {name: tensor on any device} ──► header, then the bytes of each tensor ──► file on the disk, FileDigest
 
-The library's own writer needs all tensors on the CPU and in separate memory, and a digest needs a second pass
-over its file.
+The library's own writer needs all tensors on the CPU, and a digest a second pass over its file.
 """
 
 from __future__ import annotations

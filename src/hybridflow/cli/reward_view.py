@@ -16,7 +16,7 @@ from hybridflow.data.files import Row, Rows, as_list, load_rows
 from hybridflow.data.row_schema import complete_row
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.dry_run import GROUND_TRUTH, describe_response, dry_run
+from hybridflow.rewards.dry_run import GROUND_TRUTH, choose_response, dry_run
 
 GENERATE = "generate"
 SHOWN = 100
@@ -34,7 +34,7 @@ def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
     else:
         chosen = first_rows(config, rows)
         texts = []
-        console.print(Text(f"Fed as the response: {describe_response(response, chosen, config.reward)}."))
+        console.print(Text(f"Fed as the response: {choose_response(response, chosen, config.reward)[0]}."))
     # one process suffices for a few rows, and starts faster than several
     reward = replace(config.reward, num_workers=min(config.reward.num_workers, 1))
     with closing(build_reward_manager(reward, config.trainer.seed)) as manager:

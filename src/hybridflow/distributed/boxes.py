@@ -1,5 +1,4 @@
-"""The part of a parameter that a rank holds or wants: an axis-aligned box, in the indices of the whole
-tensor.
+"""The part of a parameter that a rank holds or wants: a box, in the indices of the whole tensor.
 
 A rank has exactly one box of a parameter under FSDP (dim 0, uneven), under tensor parallelism (any one dim)
 and under both (a strided shard).

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -43,34 +41,16 @@ class ParallelLayout:
         """Return the layout of `world_size` ranks under `fsdp_config.fsdp_size` (-1 means all ranks),
         `ulysses_sequence_parallel_size` and `fsdp_config.tensor_parallel_size`.
 
-        Raises ConfigError, naming the keys, for sizes that do not go together.
+        Sizes that do not go together were refused with the keys (`config/checks/cluster.py`).
         """
-        if sequence > 1 and tensor > 1:
-            raise ConfigError(
-                f"ulysses_sequence_parallel_size={sequence} and "
-                f"fsdp_config.tensor_parallel_size={tensor} cannot be combined: set one of them to 1"
-            )
-        for key, size in (
-            ("ulysses_sequence_parallel_size", sequence),
-            ("fsdp_config.tensor_parallel_size", tensor),
-        ):
-            if size < 1 or world_size % size:
-                raise ConfigError(
-                    f"{key}={size} does not divide the {world_size} ranks of the pool: set it to a "
-                    "divisor of them"
-                )
         ranks = world_size // tensor
         shards = fsdp_size
         if fsdp_size == -1:
             shards = ranks
-        if shards < 1 or ranks % shards:
-            split = ""
-            if tensor > 1:
-                split = f" ({world_size} ranks / tensor_parallel_size {tensor})"
-            raise ConfigError(
-                f"fsdp_config.fsdp_size={fsdp_size} does not divide {ranks} ranks{split}: set it to a "
-                "divisor, or to -1"
-            )
+        given = f"{world_size} ranks, fsdp_size={fsdp_size}, sequence={sequence}, tensor={tensor}"
+        assert 1 in (sequence, tensor), f"{given}: a model is split in one of these ways"
+        assert ranks * tensor == world_size and world_size % sequence == 0, f"{given}: no divisor"
+        assert shards >= 1 and ranks % shards == 0, f"{given}: fsdp_size is no divisor"
         return cls(dp_replicate=ranks // shards, dp_shard=shards, cp=sequence, tp=tensor)
 
     @property

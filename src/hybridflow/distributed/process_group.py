@@ -1,5 +1,4 @@
-"""The torch.distributed world of a resource pool, which each of its processes joins once and leaves at the
-end, and small collectives over it.
+"""The torch.distributed world of a resource pool's processes, and small collectives over it.
 
 CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags)
 are CPU tensors on purpose: they never make a GPU wait.

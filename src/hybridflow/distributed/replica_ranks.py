@@ -1,9 +1,7 @@
-"""Ranks that generate together: each has a slice of every dense layer, and all take the same steps on the
-same requests.
+"""Ranks that generate together: each has a slice of every dense layer, and all take the same steps.
 
 Everything that decides a step must be equal on all of them. Logits are, since partial products are summed
-over the ranks; random numbers are, since each has a key; anything that depends on a rank's own memory is
-agreed on here.
+over the ranks; random numbers are, by their keys; what depends on a rank's memory is agreed on here.
 """
 
 from __future__ import annotations
@@ -71,9 +69,7 @@ class ReplicaRanks:
         return min_over([number], self.group)[0]
 
     def check_same(self, tokens: int) -> None:
-        """Raise RolloutError on all ranks if they sampled different tokens; `tokens` is a number made of
-        them.
-        """
+        """Raise RolloutError on all ranks if they sampled different tokens, of which `tokens` is made."""
         if self.size == 1:
             return
         word = tokens % _WORD

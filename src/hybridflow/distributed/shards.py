@@ -42,8 +42,7 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return `part`, this rank's piece, as a DTensor with the placements of `tensor`, or as it is where
-    `tensor` is not sharded.
+    """Return `part` as a DTensor with the placements of `tensor`, or as it is if that is not sharded.
 
     The piece stays on its device; `DTensor.from_local` would move offloaded pieces to the mesh's.
     """

@@ -1,5 +1,4 @@
-"""The interface of training engines: a forward over rows, an optimizer step on a mini-batch, and the state of
-both model and optimizer.
+"""The interface of training engines: a forward over rows, a step on a mini-batch, and their state.
 
     rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► answers [b, R] ──loss──► gradients
     ──step──► parameters
@@ -41,9 +40,7 @@ class BatchLimits:
     max_rows: int | None = None
     """Largest number of rows; None means no limit."""
     keep_groups: bool = False
-    """Whether rows of equal `group_ids` (a column [B] int64 of the batch) must be in one forward, for a loss
-    that compares them.
-    """
+    """Whether rows of equal `group_ids` [B] int64, which a loss compares, must be in one forward."""
     share_prompts: bool = False
     """Whether rows of one prompt go into one forward where they fit, which computes the prompt once for all.
     """
@@ -54,9 +51,7 @@ class Held:
     """The part of one parameter that a rank holds."""
 
     name: str
-    """The parameter's name in the unsharded model, as in checkpoints; in a policy it is `hf.` and the name in
-    the Hugging Face model.
-    """
+    """The name in the unsharded model, as in checkpoints; in a policy `hf.` and the Hugging Face name."""
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
     box: Box
@@ -77,69 +72,51 @@ class TrainEngine(Protocol):
     @property
     def policy(self) -> PolicyModel:
         """The module that trains, for generation in the same process; its parameters may be shards."""
-        ...
 
     @property
     def layout(self) -> ParallelLayout:
         """The layout of the model over the ranks that hold it together."""
-        ...
 
     @property
     def vocabulary(self) -> int:
         """Number of tokens that a policy has log-probs for, padding of its head included."""
-        ...
 
     def held_weights(self) -> Iterator[Held]:
         """Yield this rank's part of each parameter, in the same order on all ranks, without communication.
 
         Tied parameters come once. What is offloaded comes from where it is.
         """
-        ...
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which a model with adapters answers as its base does; for `forward` alone."""
-        ...
 
     def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
         """Write a policy's Hugging Face folder without the tokenizer, all ranks their shares.
 
         Without `with_weights` only the configuration is written.
         """
-        ...
 
     @property
     def is_offloaded(self) -> bool:
         """Whether the parameters are offloaded to CPU memory between phases."""
-        ...
 
     def onload(self) -> None:
         """Bring the parameters to the device; they stay until `offload` was called as often."""
-        ...
 
     def offload(self) -> None:
         """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
-        ...
 
     def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
-        """Return the answers for all rows without gradients, each [B, R] on the CPU, 0 where no token is
-        predicted.
-        """
-        ...
+        """Return the answers for all rows without gradients, [B, R] each, CPU, 0 where not predicted."""
 
     def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
         """Take one optimizer step on `rows`, whose `loss` shares sum to the mini-batch's loss.
 
-        The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where its loss or
-        gradient was not finite.
+        The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where it was not finite.
         """
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of module, optimizer and schedule, from which an engine resumes to the bit."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or some of its parts, in place; CheckpointError names what does
-        not fit.
-        """
-        ...
+        """Load parts of a `state_dict` in place; CheckpointError names what does not fit."""

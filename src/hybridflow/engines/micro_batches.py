@@ -1,5 +1,4 @@
-"""Packed micro-batches of a rank's rows. Every rank has the same number of them, since each forward gathers
-parameters from all ranks.
+"""Packed micro-batches: as many on every rank, since each forward gathers parameters from all.
 
 A rank with fewer micro-batches first splits its heaviest ones. If that is not enough, it adds dummies: two
 tokens whose outputs do not count.
@@ -67,9 +66,7 @@ def plan(
 
 
 def _on_device(indices: list[int], rows: DataProto, device: torch.device, sharing: bool) -> MicroBatch:
-    """Pack rows and move them to `device`, in this order: packing reads lengths and places, and each read
-    from a device would wait for it.
-    """
+    """Pack rows on the CPU, where reading lengths waits for nothing, then move them to `device`."""
     packed = pack(rows)
     if sharing:
         packed = share_prompts(packed)

@@ -47,8 +47,7 @@ class NonfiniteGuard:
         num_steps: int,
         outputs: Mapping[str, int] | None = None,
     ) -> None:
-        """Count a skipped step, write down its rows, and warn; TrainingError once there are too many in a
-        row.
+        """Count a skipped step, write down its rows, and warn; TrainingError after too many in a row.
 
         `num_steps` optimizer steps were applied before. `outputs`: how many of the module's outputs for these
         rows are not finite, by name.

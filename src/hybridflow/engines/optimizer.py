@@ -2,8 +2,7 @@
 
 In a float32 or wider module the masters are the parameters themselves and cost nothing. In a bfloat16 module
 the gradients of micro-batches add up in float32, because bfloat16 sums lose small terms. Where parameters are
-sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW over plain tensors,
-without communication.
+sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW, without messages.
 """
 
 from __future__ import annotations
@@ -145,14 +144,10 @@ class MasterAdamW:
             for key, value in entry.items():
                 entry[key] = value.to(device or master.device)
 
-    def _rest(self, master: Tensor) -> torch.device:
-        """Return the device of a master's moments between steps."""
-        return self.moments_rest or master.device
-
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
         """Return AdamW's state of a master; before its first step these are zeros, as AdamW itself starts."""
         if not self.adamw.state.get(master):
-            rest = self._rest(master)
+            rest = self.moments_rest or master.device
             zeros = {
                 key: torch.zeros_like(master, memory_format=torch.preserve_format, device=rest)
                 for key in ("exp_avg", "exp_avg_sq")
@@ -198,21 +193,16 @@ class MasterAdamW:
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
                     parameter.copy_(master)
-            moments = {
-                key: self._taken(parameter, key, value).to(self._rest(master))
-                for key, value in entry.items()
-                if key != "master"
-            }
+            moments: dict[str, Tensor] = {}
+            for key, value in entry.items():
+                if key in ("exp_avg", "exp_avg_sq"):
+                    value = piece_for(parameter, value)
+                if key != "master":
+                    moments[key] = value.clone().to(self.moments_rest or master.device)
             if moments:
                 self.adamw.state[master] = moments
             else:
                 self.adamw.state.pop(master, None)
-
-    def _taken(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        """Return a copy of this rank's piece of an entry of the optimizer's state."""
-        if key == "step":
-            return value.clone()
-        return piece_for(parameter, value).clone()
 
     def refresh_shards(self) -> None:
         """Point the masters of sharded parameters to the memory where these are now."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 Lora = Literal["fold", "keep"]
 Dtype = Literal["source", "trained", "float32", "bfloat16", "float16"]
-"""Dtype of merged weights: the one of the model that the run started from, the one it was trained in, or
-this.
-"""
+"""Dtype of merged weights: that of the model the run started from, that of training, or this."""
 
 
 def merge(
@@ -126,9 +124,9 @@ def compare(
         return _check_bits(policy, _fingerprints(_in_dtype(source.items(), source, written)), folder, written)
     policy = _with_adapters(source, source.base(base_model), trust_remote_code)
     wanted = probe_log_probs(policy)
-    allowed = _tolerance(policy, written)
+    narrow = _narrowest(policy, written)
     del policy
-    return _check_log_probs(_load(folder, source.dtype, trust_remote_code), wanted, allowed, folder)
+    return _check_log_probs(_load(folder, source.dtype, trust_remote_code), wanted, narrow, folder)
 
 
 def _written_dtype(source: Source, asked: Dtype) -> str:
@@ -147,7 +145,7 @@ def _merge_weights(source: Source, staged: Path, final: Path, written: str, trus
     wanted = None
     if _loses_bits(source.dtype, written):
         wanted = probe_log_probs(policy)
-    allowed = _tolerance(policy, written)
+    narrow = _narrowest(policy, written)
     prints = _fingerprints(_in_dtype(source.items(), source, written))
     _save(policy, final, source, written)
     del policy
@@ -155,31 +153,31 @@ def _merge_weights(source: Source, staged: Path, final: Path, written: str, trus
     proof = _check_bits(again, prints, final, written)
     if wanted is None:
         return proof
-    return f"{proof}; {_check_log_probs(again, wanted, allowed, final)}"
+    return f"{proof}; {_check_log_probs(again, wanted, narrow, final)}"
 
 
 def _fold(source: Source, final: Path, base: str, written: str, trust_remote_code: bool) -> str:
     policy = _with_adapters(source, base, trust_remote_code)
     wanted = probe_log_probs(policy)
     fold_adapters(policy)
-    allowed = _tolerance(policy, written)
+    narrow = _narrowest(policy, written)
     prints = _fingerprints(_in_dtype(policy.hf.state_dict().items(), source, written))
     _save(policy, final, source, written)
     del policy
     again = _load(final, source.dtype, trust_remote_code)
-    return f"{_check_bits(again, prints, final, written)}; {_check_log_probs(again, wanted, allowed, final)}"
+    return f"{_check_bits(again, prints, final, written)}; {_check_log_probs(again, wanted, narrow, final)}"
 
 
 def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_code: bool) -> str:
     policy = _with_adapters(source, base, trust_remote_code)
     wanted = probe_log_probs(policy)
-    allowed = _tolerance(policy, source.dtype)
+    narrow = _narrowest(policy, source.dtype)
     del policy
     source.write_adapter(final, base)
     (staged / "config.json").unlink()  # a folder with it would be taken for a whole model
     again = _load(base, source.dtype, trust_remote_code)
     load_with_peft(again, final)
-    return f"{_check_adapter(source, final)}; {_check_log_probs(again, wanted, allowed, final)}"
+    return f"{_check_adapter(source, final)}; {_check_log_probs(again, wanted, narrow, final)}"
 
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
@@ -235,14 +233,6 @@ def _load(path: str | Path, dtype: str, trust_remote_code: bool) -> PolicyModel:
     return build_policy(path, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code, probe=False)
 
 
-class Allowed(NamedTuple):
-    """How far log-probs of two copies of a model may lie apart."""
-
-    dtype: torch.dtype
-    """The narrowest dtype on the way; it says how `difference` measures."""
-    nats: float
-
-
 Fingerprints = dict[str, tuple[str, str]]
 """A description of each tensor and the digest of its bytes, by name."""
 
@@ -275,21 +265,22 @@ def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path, written
     return f"{len(wanted)} tensors, all equal bit for bit"
 
 
-def _tolerance(policy: PolicyModel, written: str) -> Allowed:
-    """Return how far log-probs may lie apart where weights of this policy are written in this dtype."""
-    dtype = policy.dtype
-    if _loses_bits(str(dtype).removeprefix("torch."), written):
-        dtype = getattr(torch, written)
-    return Allowed(dtype, probe_tolerance(dtype))
+def _narrowest(policy: PolicyModel, written: str) -> torch.dtype:
+    """Return the narrowest dtype that a policy's weights pass through; log-probs are compared by it."""
+    if _loses_bits(str(policy.dtype).removeprefix("torch."), written):
+        rounded: torch.dtype = getattr(torch, written)
+        return rounded
+    return policy.dtype
 
 
-def _check_log_probs(policy: PolicyModel, wanted: Tensor, allowed: Allowed, folder: Path) -> str:
+def _check_log_probs(policy: PolicyModel, wanted: Tensor, dtype: torch.dtype, folder: Path) -> str:
     logger.info("comparing log-probs on a probe batch with those of the checkpoint's model")
-    found = difference(probe_log_probs(policy), wanted, allowed.dtype)
-    if not found <= allowed.nats:  # also where it is nan
+    found = difference(probe_log_probs(policy), wanted, dtype)
+    limit = probe_tolerance(dtype)
+    if not found <= limit:  # also where it is nan
         raise CheckpointError(
             f"{folder} and the checkpoint do not give the same log-probs: they differ by {found:.3g} nats, "
-            f"and {allowed.nats:.3g} is allowed for {str(allowed.dtype).removeprefix('torch.')}. Write wider "
+            f"and {limit:.3g} is allowed for {str(dtype).removeprefix('torch.')}. Write wider "
             "weights (--dtype trained); for adapters, give the model that the run started from (--base_model)"
         )
     return f"log-probs of a probe batch within {found:.2g} nats of those of the checkpoint's model"

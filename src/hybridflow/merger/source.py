@@ -11,18 +11,17 @@ import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, MANIFEST, MODEL, SHARDS, STRUCTURE
+from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, MANIFEST, MODEL, STRUCTURE
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.shard_index import SavedTensors, read_tensors
-from hybridflow.checkpoint.state import load_tree
+from hybridflow.checkpoint.tensor_file import write_tensors
 from hybridflow.errors import CheckpointError
 from hybridflow.models.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
 from hybridflow.models.export import ADAPTER_FOLDER
@@ -44,7 +43,7 @@ class Source:
     """The model of a role in a checkpoint."""
 
     folder: Path
-    tensors: Mapping[str, Tensor]
+    tensors: SavedTensors
     """Tensors by their names in the module in training; each is read when it is asked for."""
 
     @classmethod
@@ -61,7 +60,7 @@ class Source:
                 raise CheckpointError(f"checkpoint {folder.parent} is damaged: {damage}. Merge another step")
         else:
             logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
-        source = cls(folder, _tensors(folder))
+        source = cls(folder, read_tensors(folder, MODEL))
         if any(name.startswith("backbone.") for name in source.tensors):
             raise CheckpointError(
                 f"{folder} holds a value model, whose head is no language model's: only policies become "
@@ -84,10 +83,7 @@ class Source:
         """The dtype of most of the numbers, by the name that `build_policy` takes."""
         sizes: Counter[torch.dtype] = Counter()
         for name in self.tensors:
-            if isinstance(self.tensors, SavedTensors):  # known without reading the tensor
-                sizes[self.tensors.dtype(name)] += math.prod(self.tensors.shape(name))
-            else:
-                sizes[self.tensors[name].dtype] += self.tensors[name].numel()
+            sizes[self.tensors.dtype(name)] += math.prod(self.tensors.shape(name))
         for other in sizes.keys() - _DTYPE_NAMES.keys():
             del sizes[other]
         return _DTYPE_NAMES[max(sizes, key=lambda each: sizes[each], default=torch.float32)]
@@ -162,16 +158,7 @@ def folder_dtype(folder: Path) -> str | None:
 
 def _write_part(target: Path, batch: dict[str, Tensor], places: dict[str, str]) -> None:
     name = f"part-{len(set(places.values()))}.safetensors"
-    seen: set[int] = set()
-    apart = {}
-    for key, tensor in batch.items():  # tied weights may be one tensor here and are two entries in the file
-        place = tensor.data_ptr()
-        if place in seen:
-            tensor = tensor.clone()
-        apart[key] = tensor
-        seen.add(place)
-    save_file(apart, target / name, metadata={"format": "pt"})
-    (target / name).chmod(0o644)  # safetensors makes it the owner's alone
+    write_tensors(target / name, batch)
     places |= dict.fromkeys(batch, name)
     batch.clear()
 
@@ -180,26 +167,12 @@ def _role_folder(path: Path) -> Path:
     for folder in (path / ACTOR, path):
         if (folder / STRUCTURE).is_file():
             return folder
-    what = (
-        f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
-        if path.is_dir()
-        else "there is no such folder"
-    )
+    what = "there is no such folder"
+    if path.is_dir():
+        what = f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
     raise CheckpointError(
         f"no actor to merge at {path}: {what}. Give a global_step_N folder or the {ACTOR} folder in it"
     )
-
-
-def _tensors(folder: Path) -> Mapping[str, Tensor]:
-    if (folder / SHARDS).is_file():
-        return read_tensors(folder, MODEL)
-    try:  # a state that one process wrote whole
-        model: dict[str, Tensor] = load_tree(folder, only=MODEL)
-    except KeyError:
-        raise CheckpointError(
-            f"the state in {folder} has no model: it was saved without 'model' in checkpoint.save_contents"
-        ) from None
-    return model
 
 
 def _weights_and_adapter(folder: str, names: list[str]) -> list[str]:

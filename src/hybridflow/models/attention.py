@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,11 @@ class Scores:
     sinks: Tensor | None = None
     """One more score for each head [H], which takes weight and gives no value (gpt-oss)."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether the device's own kernels know these scores, which have neither a cap nor sinks."""
+        return self.softcap is None and self.sinks is None
+
     def window(self, length: int) -> int | None:
         """Return the sliding window where it hides some of `length` tokens, else None."""
         if self.sliding_window is not None and self.sliding_window < length:
@@ -95,11 +101,9 @@ def attention(
     layout: Layout | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Attend under `layout`: query [1|B, H, Q, D], key and value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv],
-    None).
+    """Attend under `layout`: query [1|B, H, Q, D], key, value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv], None).
 
-    Raises ModelError without a layout, and for an argument that would change the result and is not
-    implemented.
+    Raises ModelError without a layout, and for an argument that matters and is not implemented.
     """
     name = type(module).__name__
     if layout is None:
@@ -170,6 +174,22 @@ def masked_attention(
     return (weights.to(value.dtype) @ value[:, :, None]).reshape(batch, heads, num_queries, value.shape[-1])
 
 
+def attend_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
+    """Attend to the allowed keys by the fastest kernel that knows these scores.
+
+    query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv], allowed [Q, K] or [n, Q, K] bool
+    -> [n, H, Q, Dv].
+    """
+    if not how.plain:
+        return masked_attention(query, key, value, allowed, how)
+    if allowed.dim() == 3:
+        allowed = allowed[:, None]
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, scale=how.scaling, enable_gqa=grouped
+    )
+
+
 class PackedLayout:
     """Causal attention inside each of the rows that lie packed in one sequence [1, N].
 
@@ -188,6 +208,7 @@ class PackedLayout:
         gather: Tensor | None,
         restore: Tensor | None,
         padding: Tensor | None,
+        kv_sink: KeyValueSink | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.buckets = buckets  # (rows, longest)
@@ -196,7 +217,7 @@ class PackedLayout:
         self._padding = padding
         self._windows: dict[tuple[int, int], Tensor] = {}
         self._shared: SharedTokens | None = None
-        self.kv_sink: KeyValueSink | None = None
+        self.kv_sink = kv_sink
 
     @classmethod
     def build(
@@ -214,13 +235,9 @@ class PackedLayout:
         assert len(lengths) > 0 and min(lengths) > 0, (
             f"a packed row needs at least one token, got lengths {list(lengths)}"
         )
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        starts = [0, *accumulate(lengths)]
         if len(set(lengths)) == 1 and places is None:  # no padding and no reordering: a plain reshape
-            layout = cls(starts[-1], [(len(lengths), lengths[0])], None, None, None)
-            layout.kv_sink = kv_sink
-            return layout
+            return cls(starts[-1], [(len(lengths), lengths[0])], None, None, None, kv_sink)
         buckets = make_buckets(lengths)
         parts: list[Tensor] = []
         for bucket in buckets:
@@ -234,32 +251,21 @@ class PackedLayout:
         signed = torch.cat(parts)
         real = signed >= 0
         gather = torch.where(real, signed, -signed - 1)
+        shapes = [(len(bucket), lengths[bucket[-1]]) for bucket in buckets]
         if places is not None:
-            return cls._sharing(
-                places[gather], real, [(len(bucket), lengths[bucket[-1]]) for bucket in buckets], device
-            )
+            return cls._sharing(places[gather], real, shapes, device)
         restore = torch.empty(starts[-1], dtype=torch.int64)
         restore[gather[real]] = real.nonzero()[:, 0]
         padding: Tensor | None = None
         if not bool(real.all()):
             padding = (~real).nonzero()[:, 0].to(device)
-        layout = cls(
-            starts[-1],
-            [(len(bucket), lengths[bucket[-1]]) for bucket in buckets],
-            gather.to(device),
-            restore.to(device),
-            padding,
-        )
-        layout.kv_sink = kv_sink
-        return layout
+        return cls(starts[-1], shapes, gather.to(device), restore.to(device), padding, kv_sink)
 
     @classmethod
     def _sharing(
         cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device | str
     ) -> PackedLayout:
-        """Return the layout of rows that share tokens: keys of each of the rows, queries of the first one
-        only.
-        """
+        """Return the layout of rows that share tokens: keys of every row, queries of the first only."""
         shared = SharedTokens(gather, real, device)
         unread = torch.ones(len(gather), dtype=torch.bool)
         unread[shared.first_places.cpu()] = False
@@ -304,28 +310,19 @@ class PackedLayout:
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         window = scores.window(query.shape[2])
-        if self.exact is not None:
-            return self.exact.attend(
-                query, key, value, self._allowed(query.shape[2], window, query.device), scores
-            )
-        if scores.softcap is not None or scores.sinks is not None:
-            return masked_attention(
-                query, key, value, self._allowed(query.shape[2], window, query.device), scores
-            )
-        grouped = query.shape[1] != key.shape[1]
-        if window is None:
+        if self.exact is None and window is None and scores.plain:
+            grouped = query.shape[1] != key.shape[1]
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=grouped
             )
         allowed = self._allowed(query.shape[2], window, query.device)
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, scale=scores.scaling, enable_gqa=grouped
-        )
+        attend: Callable[..., Tensor] = attend_allowed
+        if self.exact is not None:
+            attend = self.exact.attend
+        return attend(query, key, value, allowed, scores)
 
     def _allowed(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        """Return [length, length] bool: not in the future, and one of the `window` newest tokens, itself
-        included.
-        """
+        """Return [length, length] bool: not in the future, and among the `window` newest tokens."""
         known = self._windows.get((length, window or 0))
         if known is None:
             places = torch.arange(length, device=device)
@@ -340,8 +337,7 @@ class PackedLayout:
 def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256) -> list[list[int]]:
     """Cut rows, sorted by length, into buckets that hold at most `waste` times their real tokens once padded.
 
-    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more than the
-    padding.
+    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more.
     """
     buckets: list[list[int]] = []
     real = 0

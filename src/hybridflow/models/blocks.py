@@ -51,8 +51,7 @@ def _lists(backbone: nn.Module, count: int) -> Iterator[list[nn.Module]]:
 def compile_blocks(model: PolicyModel | ValueModel, blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward in place; names of parameters, hooks and checkpointing stay as they are.
 
-    Attention stays outside of the graphs, since it depends on how rows are packed, which differs between
-    micro-batches.
+    Attention stays outside of the graphs: how rows are packed differs between micro-batches.
     """
     AttentionInterface.register(_UNCOMPILED, _uncompiled_attention())
     hf: Any

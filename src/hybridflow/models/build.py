@@ -259,9 +259,7 @@ def load_whole(
 
 
 def source_dtype(config: PretrainedConfig, where: str) -> torch.dtype | None:
-    """Return the dtype of a model's weights: what its configuration says, else what its first file holds most
-    of. None for a hub name whose configuration does not say it.
-    """
+    """Return the dtype of a model's weights by its configuration, else by its first file, or None."""
     said = config.dtype or config.get_text_config().dtype
     if isinstance(said, torch.dtype):
         return said

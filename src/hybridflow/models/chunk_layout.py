@@ -1,23 +1,21 @@
-"""Attention of chunked prefill: the new tokens of a row see the cached ones before them in its slot, and each
-other.
+"""Attention of chunked prefill: a row's new tokens see the cached ones before them, and each other.
 
     slot    [ cached 0..start-1 | new start..stop-1 | free ]
     query                         ▲ sees everything up to itself
 
-A prompt longer than one pass is prefilled in such pieces, and after a prefix hit prefill starts behind the
-hit.
+A prompt longer than one pass is prefilled in such pieces, as is what follows a prefix hit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.attention import Kernel, Scores, make_buckets, masked_attention
+from hybridflow.models.attention import Kernel, Scores, attend_allowed, make_buckets
 from hybridflow.models.kv_cache import KVCache, Places
 
 QUERY_BLOCK = 512
@@ -60,9 +58,9 @@ class ChunkLayout:
         self.cache = cache
         self.places = places
         self.num_tokens = sum(lengths)
-        offsets = self._offsets = [0]
-        for length in lengths:
-            offsets.append(offsets[-1] + length)
+        offsets = [0, *accumulate(lengths)]
+        restore = torch.empty(self.num_tokens, dtype=torch.int64)  # the place of each token among padded ones
+        padded = 0
         self._buckets = []
         for rows in make_buckets(lengths):
             longest = lengths[rows[-1]]
@@ -82,7 +80,10 @@ class ChunkLayout:
                     ends,
                 )
             )
-        self._restore = self._where_each_token_is(lengths).to(device)
+            for row in rows:
+                restore[offsets[row] : offsets[row + 1]] = torch.arange(padded, padded + lengths[row])
+                padded += longest
+        self._restore = restore.to(device)
         self._allowed: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -106,7 +107,7 @@ class ChunkLayout:
             first = block * QUERY_BLOCK
             window = scores.window(end)
             allowed = self._mask(number, block, window)
-            attend: Callable[..., Tensor] = _attend
+            attend: Callable[..., Tensor] = attend_allowed
             if self.exact is not None:
                 attend = self.exact.attend
             parts.append(
@@ -132,25 +133,3 @@ class ChunkLayout:
                 known &= places > queries - window
             self._allowed[(number, block, window)] = known
         return known
-
-    def _where_each_token_is(self, lengths: Sequence[int]) -> Tensor:
-        """Return the row of each packed token among the padded buckets, [N] int64."""
-        restore = torch.empty(self.num_tokens, dtype=torch.int64)
-        padded = 0
-        for rows in make_buckets(lengths):
-            longest = lengths[rows[-1]]
-            for row in rows:
-                first = self._offsets[row]
-                restore[first : first + lengths[row]] = torch.arange(padded, padded + lengths[row])
-                padded += longest
-        return restore
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:
-    """query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv], allowed [n, Q, K] -> [n, H, Q, Dv]."""
-    if scores.softcap is not None or scores.sinks is not None:
-        return masked_attention(query, key, value, allowed, scores)
-    grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=allowed[:, None], scale=scores.scaling, enable_gqa=grouped
-    )

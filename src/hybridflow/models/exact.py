@@ -41,9 +41,7 @@ class ExactMode:
     """The padding of shapes with which a row's bits do not depend on its neighbours."""
 
     key_step: int
-    """Keys of attention are padded to a multiple of this, a multiple of 32; as long as the longest row, all
-    rows have one length.
-    """
+    """Multiple (of 32) to which keys are padded; as long as the longest row: all rows have one length."""
     row_step: int = 1
     """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
     min_queries: int = MIN_QUERIES
@@ -153,8 +151,7 @@ class ExactMode:
 
 
 def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
-    """Return the number of rows of which a batch must be a multiple so that activations (SiLU, GELU) get
-    whole vectors in every thread.
+    """Return the step of rows with which activations (SiLU, GELU) get whole vectors in every thread.
 
     Numbers behind the last whole vector of a thread's part go through another formula, which differs by a
     rounding. Parts are even for up to 4 threads; with more, the self-check tests whether the mode holds.
@@ -181,9 +178,7 @@ class _RealRows:
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
-    """Return weights [B, KV, M, K] @ value [B, KV, K, Dv], KEY_BLOCK keys at a time, so that padding adds
-    only zeros.
-    """
+    """Return weights [B, KV, M, K] @ value [B, KV, K, Dv] by blocks of keys: padding adds only zeros."""
     out = weights[..., :KEY_BLOCK] @ value[:, :, :KEY_BLOCK]
     for start in range(KEY_BLOCK, value.shape[2], KEY_BLOCK):
         out = out + weights[..., start : start + KEY_BLOCK] @ value[:, :, start : start + KEY_BLOCK]

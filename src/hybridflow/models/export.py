@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,6 @@ from hybridflow.models.lora import (
 )
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.progress import without_progress_bars
-from hybridflow.models.value import ValueModel
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from transformers import PreTrainedTokenizerBase
 
 ADAPTER_FOLDER = "lora_adapter"
 """Name of the adapter's folder below a Hugging Face folder. It is a folder of its own, since a loader that
@@ -52,87 +47,55 @@ MAX_FILE_BYTES = 4 * 2**30
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_hf(
-    policy: PolicyModel,
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Path:
-    """Write the policy's weights and its tokenizer to `folder`, which `AutoModelForCausalLM` reads anywhere.
+def save_hf(policy: PolicyModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write the policy's weights to `folder`, which `AutoModelForCausalLM` reads anywhere.
 
     The weights are written in `dtype`, or in their own where it is None.
     """
-    folder = Path(folder)
     if has_adapters(policy) or dtype not in (None, policy.dtype):
-        return save_hf_sharded(policy, folder, tokenizer, dtype=dtype)
-    with without_progress_bars():
-        policy.hf.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return folder
+        save_hf_sharded(policy, folder, dtype=dtype)
+    else:
+        with without_progress_bars():
+            policy.hf.save_pretrained(folder)
 
 
-def save_config(
-    model: PolicyModel | ValueModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
-) -> Path:
-    """Write everything of the Hugging Face folder except the weights, which a checkpoint has already; of
-    adapters their configuration.
+def save_config(policy: PolicyModel, folder: Path) -> None:
+    """Write the Hugging Face folder without weights and tokenizer; of adapters their configuration.
 
     The configuration's dtype is that of the model's own folder, whatever dtype it is trained in: merging the
     checkpoint writes the weights in it.
     """
-    folder = Path(folder)
-    config: Any = deepcopy(model.config)
-    if isinstance(model, PolicyModel):
-        if model.source_dtype is not None:
-            config.dtype = str(model.source_dtype).removeprefix("torch.")
-        if model.hf.generation_config is not None:
-            model.hf.generation_config.save_pretrained(folder)
-    config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    if has_adapters(model):
-        write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(model))
-    return folder
+    _write_config(policy, folder, policy.source_dtype)
+    if has_adapters(policy):
+        write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(policy))
 
 
-def save_adapter(
-    model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None
-) -> Path:
-    """Write the adapters in peft's format.
-
-    All ranks of `group` (None: of the world, if there is one) call this, and the first writes.
-    """
-    folder = Path(folder)
-    tensors = {name: whole(tensor) for name, tensor in adapter_tensors(model)}
-    if rank_and_size(group)[0] == 0:
-        write_adapter_config(folder, adapter_config(model))
+def save_adapter(policy: PolicyModel, folder: Path) -> None:
+    """Write the adapters in peft's format; all ranks of the world call this, and the first writes."""
+    tensors = {name: whole(tensor) for name, tensor in adapter_tensors(policy)}
+    if rank_and_size()[0] == 0:
+        write_adapter_config(folder, adapter_config(policy))
         write_adapter_weights(folder, tensors)
-    return folder
 
 
 def save_hf_sharded(
     model: PolicyModel,
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    group: ProcessGroup | None = None,
+    folder: Path,
     *,
     dtype: torch.dtype | None = None,
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Path:
+) -> None:
     """Write a Hugging Face folder from a sharded model.
 
-    All ranks of `group` (None: of the world, if there is one) call this, and each writes its share of the
-    files. A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in
-    and written beside. `dtypes` has the compute dtypes of weights whose shards are wider, by names of
-    `model.state_dict()`; `dtype` is the one in which all weights are written, or None to keep theirs. Raises
-    ModelError on every rank where one could not write.
+    All ranks of the world, if there is one, call this, and each writes its share of the files. A layer at a
+    time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside.
+    `dtypes` has the compute dtypes of weights whose shards are wider, by names of `model.state_dict()`;
+    `dtype` is the one in which all weights are written, or None to keep theirs. Raises ModelError on every
+    rank where one could not write.
     """
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rank, world_size = rank_and_size(group)
+    rank, world_size = rank_and_size()
     entries = _entries(model)
     files = _plan(entries, max_file_bytes)
     places: dict[str, tuple[str, int]] = {}
@@ -160,27 +123,19 @@ def save_hf_sharded(
                     folder / name,
                     metadata={"format": "pt"},
                 )
-            except (
-                OSError,
-                SafetensorError,
-            ) as caught:  # the other ranks wait for this one in the next gather: it goes on
+            # the other ranks wait for this one in the next gather: it goes on
+            except (OSError, SafetensorError) as caught:
                 error = f"{folder / name}: {caught}"
         places |= {key: (name, value.numel() * value.element_size()) for key, value in tensors.items()}
-    _agree(places, error, group)
+    _agree(places, error)
     if rank == 0:
-        _write_rest(
-            model,
-            folder,
-            tokenizer,
-            places,
-            dtype or dtypes.get("hf." + next(iter(entries)), model.dtype),
-            indexed=len(files) > 1,
-        )
+        if len(files) > 1:
+            _write_index(folder, places)
+        _write_config(model, folder, dtype or dtypes.get("hf." + next(iter(entries)), model.dtype))
     if has_adapters(model):
-        save_adapter(model, folder / ADAPTER_FOLDER, group)
+        save_adapter(model, folder / ADAPTER_FOLDER)
     if world_size > 1:
-        dist.barrier(group)
-    return folder
+        dist.barrier()
 
 
 def plain_weights(
@@ -194,23 +149,13 @@ def plain_weights(
     """
     entries = _entries(model)
     for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
-        values = {name: _value(entries[name], folded=folded) for name in names}
+        values = {name: entries[name].value(folded=folded) for name in names}
         gathered = {name: whole(value, dtypes.get(f"hf.{name}")) for name, value in values.items()}
         yield from revert_weight_conversion(model.hf, gathered).items()
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
-    for name in sorted(_tied(model)):
-        if base_name(name) in plain:
-            entry = plain[base_name(name)]
-            yield (
-                base_name(name),
-                whole(_value(entry, folded=folded), dtypes.get(f"hf.{base_name(name)}")),
-            )
-
-
-def _value(entry: PlainEntry, *, folded: bool) -> Tensor:
-    if folded:
-        return entry.value()
-    return entry.tensor
+    for name in sorted(base_name(tied) for tied in _tied(model)):
+        if name in plain:
+            yield name, whole(plain[name].value(folded=folded), dtypes.get(f"hf.{name}"))
 
 
 def _tied(model: PolicyModel) -> set[str]:
@@ -238,8 +183,7 @@ def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
 def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]]]:
     """Return files as lists of buckets of names; a bucket is a layer.
 
-    A layer stays together, because weights that files store in another form (experts) are made from all of
-    it.
+    A layer stays together, because what files store in another form (experts) is made from all of it.
     """
     buckets: dict[str, list[str]] = {}
     for name in entries:
@@ -276,9 +220,9 @@ def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype)
 
 
-def _agree(places: dict[str, tuple[str, int]], error: str | None, group: ProcessGroup | None) -> None:
+def _agree(places: dict[str, tuple[str, int]], error: str | None) -> None:
     """Tell every rank where all tensors are; ModelError on all ranks where one failed."""
-    reports = gather_objects((dict(places), error), group)
+    reports = gather_objects((dict(places), error))
     failed = [each for _, each in reports if each is not None]
     if failed:
         raise ModelError(f"cannot write the model: {failed[0]}. Make room or give another folder")
@@ -286,28 +230,21 @@ def _agree(places: dict[str, tuple[str, int]], error: str | None, group: Process
         places.update(theirs)
 
 
-def _write_rest(
-    model: PolicyModel,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    places: dict[str, tuple[str, int]],
-    dtype: torch.dtype,
-    *,
-    indexed: bool,
-) -> None:
-    if indexed:
-        content = {
-            "metadata": {"total_size": sum(size for _, size in places.values())},
-            "weight_map": {key: places[key][0] for key in sorted(places)},
-        }
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(content, indent=2) + "\n", encoding="utf-8"
-        )
-    config: Any = deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [type(model.hf).__name__.removeprefix("FSDP")]
+def _write_index(folder: Path, places: dict[str, tuple[str, int]]) -> None:
+    content = {
+        "metadata": {"total_size": sum(size for _, size in places.values())},
+        "weight_map": {key: places[key][0] for key in sorted(places)},
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_config(policy: PolicyModel, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the configurations of model and generation, with the dtype of the weights if it is known."""
+    config: Any = deepcopy(policy.config)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(policy.hf).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    if model.hf.generation_config is not None:
-        model.hf.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    if policy.hf.generation_config is not None:
+        policy.hf.generation_config.save_pretrained(folder)

@@ -1,8 +1,7 @@
 """Float64 models for tests of invariance: Hugging Face code that asks for float32 gets float64.
 
 Norms, rotary embeddings, routers and softmaxes are written with `.float()` or `dtype=torch.float32`, which
-would leave a float64 model with float32's rounding. Each layer's forward runs under a mode that widens such
-requests.
+would leave a float64 model with float32's rounding. Each layer's forward runs in a mode that widens them.
 """
 
 from __future__ import annotations

@@ -77,9 +77,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys [n, KV, length, D] and values [n, KV, length, Dv] of the first tokens of slots [n]
-        int64.
-        """
+        """Return keys [n, KV, length, D] and values [n, KV, length, Dv] of slots [n] int64."""
 
     @abstractmethod
     def read(self, slot: int, length: int) -> RowCopy:
@@ -101,16 +99,13 @@ class KVCache(ABC):
     def fork(self, source: int, destination: Sequence[int], length: int) -> None:
         """Put the first `length` tokens of one slot into slots of new rows."""
 
-    @abstractmethod
-    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
+    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:  # noqa: B027  slots have their room
         """Make room for tokens of these slots up to `stop`, or for one more of each."""
 
-    @abstractmethod
-    def drop(self, start: int, stop: int) -> None:
+    def drop(self, start: int, stop: int) -> None:  # noqa: B027  the tokens stay until the next row comes
         """Free slots start..stop-1, whose rows have left."""
 
-    @abstractmethod
-    def wipe(self, slots: Sequence[int]) -> None:
+    def wipe(self, slots: Sequence[int]) -> None:  # noqa: B027  a slot is cleared before its next row comes
         """Clear these slots, whose contents are not finite and must not stay behind."""
 
 
@@ -322,12 +317,3 @@ class SlotCache(KVCache):
         for stored in (*self.keys.values(), *self.values.values()):
             used = stored[:, :, :length]
             used.index_copy_(0, index, used[source : source + 1].expand(len(index), -1, -1, -1))
-
-    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """Do nothing: slots have their room already."""
-
-    def drop(self, start: int, stop: int) -> None:
-        """Do nothing: the tokens stay until the next row comes."""
-
-    def wipe(self, slots: Sequence[int]) -> None:
-        """Do nothing: a slot is cleared before its next row comes."""

@@ -56,9 +56,7 @@ def use_liger_kernels(policy: PolicyModel) -> None:
 
 
 def patch_liger(hf: PreTrainedModel) -> None:
-    """Put Liger's kernels into a model, which may be on the meta device; ModelError where Liger has none for
-    it.
-    """
+    """Put Liger's kernels into a model, on the meta device too; ModelError where it has none."""
     from liger_kernel.transformers.monkey_patch import (
         MODEL_TYPE_TO_APPLY_LIGER_FN,
         _apply_liger_kernel_to_instance,

@@ -1,8 +1,7 @@
 """The one log-prob function, from which both training and rollout take the log-prob of a token.
 
 `token_log_probs` goes from hidden states to log-probs, entropy and Σπ² a chunk of tokens at a time, so that
-logits of shape [tokens, vocabulary] never exist for a whole micro-batch; the backward pass computes each
-chunk's logits again.
+logits [tokens, vocabulary] never exist for a whole micro-batch; the backward pass computes them again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, with W frozen, A and B in training,
-and B zero at the start.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, W frozen, B zero at the start.
 
     settings ──add_lora──► adapters in place, base frozen ──(meta: to_empty, init_lora)──► train
     adapters_off(model): the base alone, for the reference         fold, plain_state: W + s·B·A, for export
@@ -47,9 +46,7 @@ class LoraSettings:
     alpha: int = 16
     """Numerator of the factor alpha / rank of the adapters' output."""
     target_modules: str | tuple[str, ...] = ALL_LINEAR
-    """Names of linear layers (whole, or the last parts), a regular expression of whole names, or
-    `all-linear`.
-    """
+    """Whole names or last parts of linear layers, a regular expression, or `all-linear`."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Layers that get no adapter, written in the same way."""
     adapter_path: str | None = None
@@ -149,8 +146,7 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
 def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     """Give the adapters their first values: those of `adapter_path`, or A uniform within 1/√in and B zero.
 
-    A is drawn with the seed and the layer's name as key. Each rank computes its own shard, without
-    communication.
+    A is drawn by the seed and the layer's name. Each rank computes its own shard, without messages.
     """
     tensors: Mapping[str, Tensor] = {}
     if settings.adapter_path is not None:
@@ -194,9 +190,7 @@ def adapted_layers(model: PolicyModel | ValueModel) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters off inside the context, so that the model computes what its base does; for passes
-    without gradients.
-    """
+    """Switch the adapters off inside the context, for passes without gradients: the base answers."""
     layers = [module for module in model.modules() if _adapted(module)]
     _switch(layers, enabled=False)
     try:
@@ -234,8 +228,7 @@ def base_name(name: str) -> str:
 
 
 def saved_names(model: nn.Module) -> frozenset[str] | None:
-    """Return the entries of a model's state that a checkpoint holds: those that are not in the base's own
-    folder.
+    """Return the entries of a model's state that are saved: those that the base's folder lacks.
 
     None means all of them, for a model without adapters.
     """
@@ -272,13 +265,13 @@ class PlainEntry:
     """peft's layer around it, or None where nothing is folded into the tensor."""
 
     @torch.no_grad()
-    def value(self) -> Tensor:
-        """Return the tensor with its adapter folded in; it is sharded where the base is."""
-        if self.layer is None:
+    def value(self, *, folded: bool = True) -> Tensor:
+        """Return the tensor with its adapter folded in, if `folded`; it is sharded where the base is."""
+        if self.layer is None or not folded:
             return self.tensor
         a, b = _parts(self.layer)
-        folded = fold(self.tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
-        return folded.to(self.tensor.dtype)
+        whole = fold(self.tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
+        return whole.to(self.tensor.dtype)
 
 
 def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
@@ -304,9 +297,7 @@ def fold_adapters(model: PolicyModel | ValueModel) -> None:
 
 
 def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters by `LAYER.lora_A` and `LAYER.lora_B`, in their compute dtype, sharded where they
-    are.
-    """
+    """Yield the adapters by `LAYER.lora_A` and `LAYER.lora_B`, in the compute dtype, sharded or whole."""
     for name, layer in adapted_layers(model).items():
         a, b = _parts(layer)
         yield from ((f"{name}.lora_A", a), (f"{name}.lora_B", b))
@@ -394,9 +385,7 @@ def _listed(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _matching(wanted: str, layers: Iterable[str]) -> set[str]:
-    """Return the layers with this name or these last parts of a name, else those that the regular expression
-    matches as a whole.
-    """
+    """Return the layers with this name or last parts of a name, else those that the expression matches."""
     named = {name for name in layers if name == wanted or name.endswith(f".{wanted}")}
     if named:
         return named

@@ -1,5 +1,4 @@
-"""The paged key-value cache: [blocks, tokens of a block, KV, D] in each layer, and a table of each slot's
-blocks.
+"""The paged key-value cache: [blocks, tokens, KV, D] in each layer, and a table of each slot's blocks.
 
     slot 0  [ 4 | 7 | 2 ]        full blocks and blocks that are only read may belong to several slots and to
     kept
@@ -133,9 +132,7 @@ class PagedCache(KVCache):
         return self.max_blocks - 1 - len(set(beside).union(*self.blocks))
 
     def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """Take blocks for tokens of these slots up to `stop`, or for one more of each, before they are
-        written.
-        """
+        """Take blocks for tokens of these slots up to `stop`, or for one more of each."""
         for slot in slots:
             length = stop
             if length is None:

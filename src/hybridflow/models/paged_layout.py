@@ -1,8 +1,7 @@
 """Attention of decoding over rows in blocks: one new token per row.
 
 On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks in place, by the table. Elsewhere, and for
-features it lacks (soft-capped scores, sinks, exact mode), the tokens of each row are gathered and attended
-over as in slots.
+features it lacks (soft-capped scores, sinks, exact mode), tokens are gathered and attended to as in slots.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class PagedLayout(SlotLayout):
     cache: PagedCache
 
     def __init__(self, cache: PagedCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """Lay out rows as `SlotLayout` does; `num_keys` is by default the number of places up to the newest
-        token.
+        """Lay out rows as `SlotLayout` does, by default over the places up to the newest token.
 
         The slots must have blocks for the new tokens.
         """
@@ -50,12 +48,7 @@ class PagedLayout(SlotLayout):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend and store: query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]."""
         cache = self.cache
-        if (
-            cache.kernel is None
-            or self.exact is not None
-            or scores.softcap is not None
-            or scores.sinks is not None
-        ):
+        if cache.kernel is None or self.exact is not None or not scores.plain:
             return super().attend(query, key, value, scores)
         cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
         window_size = (-1, -1)
@@ -119,7 +112,7 @@ def kernel_problem(
                 f"layer {layer}: heads of {shape.key_dim} and {shape.value_dim}: the kernel wants one "
                 f"multiple of 8, at most {MOST_DIMS}"
             )
-        if scores[layer].softcap is not None or scores[layer].sinks is not None:
+        if not scores[layer].plain:
             return f"layer {layer} caps its scores or has sinks, which the kernel does not know"
     windows = {
         layer: seen.sliding_window and min(seen.sliding_window, BLOCK_SIZE) for layer, seen in scores.items()
@@ -135,9 +128,7 @@ def kernel_problem(
 
 
 def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, device: torch.device) -> float:
-    """Return the largest difference of the kernel from attention over gathered tokens, on rows of unlike
-    length whose blocks lie in no order.
-    """
+    """Return how far the kernel is from attention over gathered tokens, on rows in scattered blocks."""
     cache = PagedCache({0: shape}, 3, 12, BLOCK_SIZE, device)
     cache.kernel = kernel
     lengths = [BLOCK_SIZE + 40, 7, 2 * BLOCK_SIZE]

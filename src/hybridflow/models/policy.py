@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 class PolicyModel(nn.Module):
-    """A causal LM whose forward goes from packed rows to log-probs, so that FSDP and hooks see one module
-    call.
-    """
+    """A causal LM whose one forward goes from packed rows to log-probs, for FSDP and hooks."""
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
@@ -130,11 +128,9 @@ class PolicyModel(nn.Module):
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Return the last hidden states [B, 1, H] of one new token of each row, with the same bits as
-        `hidden`.
+        """Return the last hidden states [B, 1, H] of a new token of each row, with the bits of `hidden`.
 
-        A faster path is used if its first states have been equal to those of the modules, on this model and
-        this machine.
+        A faster path is used if its first states were equal to those of the modules on this machine.
         """
         if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
             return self.hidden(input_ids, position_ids, layout)
@@ -157,11 +153,6 @@ class PolicyModel(nn.Module):
             return states
         # once more: the cache now has what the other path has stored
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout)
-
-    @property
-    def decodes_flat(self) -> bool:
-        """Whether `decode` uses its faster path."""
-        return self._flat is not None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""

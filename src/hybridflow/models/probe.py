@@ -100,9 +100,7 @@ def probe_tolerance(dtype: torch.dtype) -> float:
 
 
 def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
-    """Return the largest difference of log-probs [..., V]; in half precision, of the means over the
-    vocabulary.
-    """
+    """Return the largest difference of log-probs [..., V]; in half precision, of means over V."""
     apart = (ours - theirs).abs()
     if dtype.itemsize < 4:
         apart = apart.mean(-1)
@@ -120,9 +118,7 @@ def _rows(policy: PolicyModel) -> list[Tensor]:
 
 
 def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
-    """Return log-probs [length, V] of each row from one packed pass; ModelError if a layer did not call our
-    attention.
-    """
+    """Return packed log-probs [length, V] of each row; ModelError if a layer avoids our attention."""
     layout = _CountingLayout.build(_LENGTHS, policy.device)
     assert isinstance(layout, _CountingLayout)
     layout.calls = Counter()

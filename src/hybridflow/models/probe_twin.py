@@ -13,6 +13,7 @@ import logging
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridflow.models.build import count_parameters
 from hybridflow.models.liger import use_liger_kernels
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
@@ -32,15 +33,10 @@ def probe_twin(
 ) -> float | None:
     """Run `probe_policy` on a small float32 model of the architecture that `config` describes.
 
-    Returns its difference in nats, or None where even the small model would be too large. The global random
-    stream stays as it was.
+    Returns its difference in nats, or None for too large a model. The random stream stays as it was.
     """
     twin = twin_config(config)
-    with torch.device("meta"):
-        size = sum(
-            p.numel()
-            for p in AutoModelForCausalLM.from_config(twin, trust_remote_code=trust_remote_code).parameters()
-        )
+    size = count_parameters(twin, trust_remote_code=trust_remote_code)
     if size > MAX_PARAMETERS:
         logger.info(
             "a layer of %s is too large to probe apart from the model (%.1f B parameters)",

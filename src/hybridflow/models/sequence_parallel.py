@@ -1,5 +1,4 @@
-"""Sequence parallelism after Ulysses (Jacobs et al. 2023, arXiv:2309.14509): the tokens of a micro-batch are
-cut among the ranks of a group.
+"""Sequence parallelism by Ulysses (arXiv:2309.14509): ranks share the tokens of a micro-batch.
 
 Each rank runs every layer on its part of the N packed tokens. Before attention the ranks exchange all heads
 of some tokens for some heads of all tokens, and after it they exchange back. Everything else in a transformer
@@ -67,9 +66,7 @@ class SequenceCut:
         return SequenceLayout(whole, self)
 
     def deal(self, states: Tensor) -> Tensor:
-        """Exchange hidden states at this rank's predicting positions for those of its share of targets,
-        `own`.
-        """
+        """Exchange hidden states where this rank predicts for those of its share of targets, `own`."""
         if not self.num_targets:
             return states
         dealt: Tensor = _AllToAll.apply(states, self.group, self._sends, self._receives)  # type: ignore[no-untyped-call]
@@ -98,9 +95,7 @@ class SequenceCut:
 
 
 class SequenceLayout:
-    """The layout of a part of the tokens: it exchanges them for some heads of all tokens, attends under the
-    whole layout, and exchanges back.
-    """
+    """The layout of a part of the tokens, exchanged for some heads of all tokens while it attends."""
 
     def __init__(self, whole: Layout, cut: SequenceCut) -> None:
         self.whole = whole
@@ -121,9 +116,7 @@ class SequenceLayout:
         return self._to_tokens(self.whole.attend(query, key, value, scores))[:, :, :heads]
 
     def _to_heads(self, states: list[Tensor]) -> list[Tensor]:
-        """Exchange all heads of P tokens for 1/size of the heads of N tokens, each [1, h, N, D], in one
-        message.
-        """
+        """Exchange all heads of P tokens for 1/size of those of N tokens, each [1, h, N, D], at once."""
         each = [x[0].unflatten(0, (self.cut.size, -1)).transpose(1, 2) for x in states]  # [size, P, h, D]
         sizes = [x.shape[2:] for x in each]
         mixed = torch.cat([x.flatten(2) for x in each], dim=-1)
@@ -166,9 +159,7 @@ def divide_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[
 
 
 def check_positions(config: PretrainedConfig, lengths: Sequence[int]) -> None:
-    """Raise ModelError for rows so long that rotary frequencies depend on the longest position, which only
-    one rank holds.
-    """
+    """Raise ModelError for rows whose rotary frequencies depend on a position that another rank holds."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for settings in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:

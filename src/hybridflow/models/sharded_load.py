@@ -1,5 +1,4 @@
-"""Loading of a model that no rank ever holds whole: parameters start on the meta device, and each rank reads
-its own slices from the files.
+"""Loading of a model that no rank holds whole: each reads its slices of parameters on the meta device.
 
     meta_model ─► placements (tensor parallel, adapters, shards) ─► materialise ─► load_weights
 
@@ -55,9 +54,7 @@ class MetaModel:
     module: PolicyModel | ValueModel
     config: PretrainedConfig
     sources: Mapping[str, tuple[str, ...]]
-    """Names in the files by name of a parameter or saved buffer of `module`; tied weights have several, any
-    of which will do.
-    """
+    """Names in the files by name in `module`; of tied weights there are several, and any will do."""
     where: str
     """Folder or hub name of the files."""
     dtype: torch.dtype
@@ -134,9 +131,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Give the parameters memory on `device`, unwritten, and move the buffers to the device `buffers`; ties
-    stay.
-    """
+    """Give the parameters unwritten memory on `device`, and move the buffers to `buffers`; ties stay."""
     kept = {owner: (dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()}
     module.to_empty(device=device)
     first: dict[int, nn.Parameter | None] = {}
@@ -153,8 +148,7 @@ def materialise(module: nn.Module, device: torch.device, buffers: torch.device) 
 def load_weights(model: MetaModel) -> None:
     """Write this rank's slices of all weights; parameters in no file (adapters, a value head) stay unwritten.
 
-    Raises ModelError for weights that are missing, of another shape or not finite, and for files that cannot
-    be read.
+    Raises ModelError for weights that are missing, of another shape or not finite, and unreadable files.
     """
     wanted: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
@@ -246,12 +240,7 @@ def _weight_files(where: str) -> dict[str, str]:
 
 def _file(where: str, name: str) -> str | None:
     """Return the local path of one of the model's files, downloaded for a hub name; None if there is none."""
-    if Path(where).is_dir():
-        path = Path(where) / name
-        if path.is_file():
-            return str(path)
-        return None
-    return cached_file(where, name, _raise_exceptions_for_missing_entries=False) or None
+    return cached_file(where, name, _raise_exceptions_for_missing_entries=False)
 
 
 def _read_generation_config(hf: PreTrainedModel, where: str) -> None:

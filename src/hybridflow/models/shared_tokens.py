@@ -1,5 +1,4 @@
-"""Tokens that several rows share: a gather to each of their places, whose gradient is the sum over the
-places.
+"""Tokens that rows share: a gather to each of their places, whose gradient is the sum over them.
 
     forward:   tokens [N] ──index [P], an entry may come several times──► places [P]
     backward:  places [P] ──sum by token──► tokens [N]

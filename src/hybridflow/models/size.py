@@ -42,9 +42,7 @@ class Count:
         return cls(*(sum(parameter.numel() for parameter in some) for some in numbers))
 
     def on_rank(self, tensor: int, shards: int = 1) -> Count:
-        """Return the numbers that one rank holds if `tensor` ranks cut the layers and `shards` share each
-        slice.
-        """
+        """Return a rank's numbers if `tensor` ranks cut the layers and `shards` share each slice."""
 
         def held(count: int, cut: int) -> int:
             return math.ceil((count - cut + cut // tensor) / shards)

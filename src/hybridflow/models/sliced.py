@@ -1,11 +1,9 @@
-"""Dense layers cut among the ranks of a generating replica: plain tensors, one sum for each half of a block,
-and no gradients.
+"""Dense layers cut among the ranks of a generating replica: plain tensors and no gradients.
 
     colwise ──own columns──► attention over own heads, own part of an MLP ──► rowwise ──sum over ranks──►
     whole again
 
-The plan is that of training (`tensor_parallel.tensor_styles`), so a rank that trains and generates has the
-same slices in both.
+The plan is that of training (`tensor_parallel.tensor_styles`): a rank has the same slices in both.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ class SlicedLinear(nn.Linear):
     replica: ReplicaRanks
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute [..., in] -> [..., out]; a colwise layer gives its own outputs, a rowwise one takes its own
-        inputs.
-        """
+        """Compute [..., in] -> [..., out]: colwise its own outputs, rowwise the sum from its own inputs."""
         if self.style.startswith("colwise"):
             out = linear(input, self.weight, self.bias)
             if self.style == "colwise_gather":

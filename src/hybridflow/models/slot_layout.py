@@ -60,7 +60,7 @@ class SlotLayout:
         if self.num_keys < self.cache.capacity:
             keys = keys[:, :, : self.num_keys]
             values = values[:, :, : self.num_keys]
-        if scores.softcap is not None or scores.sinks is not None:
+        if not scores.plain:
             return masked_attention(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
         folded = query.reshape(batch, keys.shape[1], heads // keys.shape[1], dim)
         if query.device.type != "cpu":

@@ -1,5 +1,4 @@
-"""Tensor parallelism: each dense layer of a model's blocks is cut among the ranks of a mesh, by the plan that
-transformers publishes.
+"""Tensor parallelism: dense layers are cut among the ranks of a mesh, by transformers' published plan.
 
 A `colwise` layer holds some of its outputs on each rank, the `rowwise` layer after it some of its inputs;
 between the two, attention sees the rank's own heads and an MLP the rank's own columns, and the rowwise
@@ -51,8 +50,7 @@ _STYLES: dict[str, Style] = {
 
 
 def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> None:
-    """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`; their parameters become
-    DTensors.
+    """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`, into DTensors.
 
     Weights that are there must be the same on all ranks; those on the meta device are only given their
     placements. Raises ModelError for an architecture without a plan or with parts that cannot be cut, and for
@@ -106,8 +104,7 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
 def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
     """Return the dimension along which each parameter is cut, by its name in `hf`; whole ones are absent.
 
-    Rank r of n holds the r-th of n equal slices. The bias of a rowwise layer is left whole: it is added once,
-    after the sum.
+    Rank r of n holds the r-th of n equal slices. A rowwise layer's bias is whole: it follows the sum.
     """
     slices: dict[str, int] = {}
     for name, style in tensor_styles(hf).items():
@@ -217,9 +214,7 @@ def _parallel_style(style: Style) -> ParallelStyle:
 
 
 class _PartialNorm(ParallelStyle):
-    """The style of a norm over a rank's own heads: its weights are equal on all ranks, and their gradients
-    are summed.
-    """
+    """The style of a norm over a rank's own heads: equal weights, and the sum of their gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()

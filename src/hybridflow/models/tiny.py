@@ -11,37 +11,6 @@ from hybridflow.models.progress import without_progress_bars
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 
 
-def tiny_config(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    hidden: int = 128,
-    layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    intermediate: int = 384,
-) -> LlamaConfig:
-    """Return a Llama configuration with tied embeddings and the tokenizer's vocabulary and special tokens.
-
-    It is not Qwen2, because AutoTokenizer of transformers replaces the tokenizer of a folder whose model_type
-    is qwen2 by its own.
-    """
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-        dtype="float32",
-    )
-
-
 def create_tiny_model(
     folder: str | Path,
     *,
@@ -55,13 +24,27 @@ def create_tiny_model(
 ) -> Path:
     """Write a randomly initialised model and its tokenizer as a Hugging Face folder.
 
-    The same `seed` gives the same weights. The global random stream stays as it was.
+    It is a Llama with tied embeddings, because AutoTokenizer replaces the tokenizer of a folder whose
+    model_type is qwen2 by its own. The same `seed` gives the same weights. The global random stream stays as
+    it was.
     """
     folder = Path(folder)
     if tokenizer is None:
         tokenizer = create_tiny_tokenizer()
-    config = tiny_config(
-        tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, intermediate=intermediate
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+        dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,5 +1,4 @@
-"""A tokenizer of about 120 tokens for tiny models, made on the spot: a token for each digit, operator and
-letter, and the ChatML template.
+"""A tokenizer of about 120 tokens for tiny models: digits, operators, letters, and the ChatML template.
 
 Arithmetic is short: `3 + 4 = 7 . ` is the six tokens `3`, ` + `, `4`, ` = `, `7`, ` . `. Operators include
 the spaces around them, so that a digit is the same token everywhere. All printable ASCII is encoded a
@@ -45,9 +44,7 @@ CHAT_TEMPLATE = """\
 
 
 def create_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer, with the same ids on every call; other characters than printable ASCII are
-    `<unk>`.
-    """
+    """Return the tokenizer, the same on every call; all but printable ASCII is `<unk>`."""
     vocabulary = {token: index for index, token in enumerate((UNKNOWN, PAD, START, END, *WORDS, *CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = Split(

@@ -1,8 +1,6 @@
-"""A second module (the twin) of a policy's class and configuration, whose parameters get memory only for
-generation.
+"""A second module (the twin) of a policy, whose parameters get memory only for generation.
 
-It generates where the policy's own module cannot, because its parameters are shards that its blocks gather at
-each call.
+It generates where the policy's own module cannot, whose parameters are shards that its blocks gather.
 """
 
 from __future__ import annotations

@@ -50,21 +50,13 @@ class ValueModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self._first().device
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """The backbone's compute dtype; the head's is float32 or better."""
-        return self._first().dtype
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of backbone and head."""
-        return sum(p.numel() for p in self.parameters())
-
-    def _first(self) -> Tensor:
-        parameter: Tensor = next(self.backbone.parameters())
-        return parameter
+        dtype: torch.dtype = next(self.backbone.parameters()).dtype
+        return dtype
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Return values [M] of the predicted tokens, in reward units, float32 or better."""

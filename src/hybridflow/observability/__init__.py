@@ -1,5 +1,4 @@
-"""Watching a run: metrics with their own reduction, timings, trackers, samples on disk, health hints and the
-HTML report.
+"""Watching a run: metrics, timings, trackers, samples on disk, health hints and the HTML report.
 
 Nothing here steers a run, and importing it loads neither torch nor a tracker's library.
 """

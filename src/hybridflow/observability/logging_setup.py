@@ -1,5 +1,4 @@
-"""Logging of a command: one handler on the root logger, our own lines at the chosen level, others from
-warnings on.
+"""Logging of a command: one handler, our own lines at the chosen level, others from warnings on.
 
 logging.getLogger(anything) ──► rich handler (terminal, does not break a live progress bar) or plain lines on
 stderr (pipes, CI)
@@ -43,8 +42,7 @@ if not console.is_terminal:
 
 
 def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
-    """Send log lines to the terminal; `rich=None` decides by whether stdout is one. Calling it again replaces
-    the first set-up.
+    """Send log lines to the terminal (`rich=None`: if stdout is one), instead of what was set up before.
 
     Raises ConfigError for a level that `logging` does not know.
     """

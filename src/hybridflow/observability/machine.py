@@ -1,6 +1,4 @@
-"""The machine that a run computes on: results repeat on the same kind of CPU with the same threads and
-versions.
-"""
+"""The machine of a run: results repeat on the same kind of CPU with the same threads and versions."""
 
 from __future__ import annotations
 

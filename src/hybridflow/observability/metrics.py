@@ -2,8 +2,7 @@
 
     micro-batches, mini-batches, ranks ──add_*/update──► Metrics ──to_floats──► {name: float} for the trackers
 
-Tensors stay tensors (float64, detached, 0-d) until `to_floats`, which reads each device once: adding a metric
-never makes the host wait.
+Tensors stay tensors (float64, detached, 0-d) until `to_floats` reads each device once: adding never waits.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Metric:
 
 
 class Metrics:
-    """Metrics by name; each keeps its own reduction, so merging parts gives what one pass over everything
-    would have given.
+    """Metrics by name, each with its own reduction: merged parts give what one pass would have given.
 
     Example: two micro-batches with 3 of 10 and 1 of 30 tokens clipped::
 
@@ -91,9 +89,7 @@ class Metrics:
         return merged
 
     def average_sums(self, names: Iterable[str]) -> None:
-        """Close a mini-batch: each of the named sums (shares of its micro-batches) becomes one observation of
-        a mean over mini-batches.
-        """
+        """Close a mini-batch: each of these sums becomes one observation of a mean over mini-batches."""
         for name in names:
             if name in self._metrics:
                 assert self._metrics[name].kind == "sum", (
@@ -102,9 +98,7 @@ class Metrics:
                 self._metrics[name] = Metric("mean", self._metrics[name].value, 1.0)
 
     def to_floats(self) -> dict[str, float]:
-        """Reduced values in the order in which they were first added; a mean over nothing (0 of 0) is left
-        out, a NaN stays.
-        """
+        """Reduced values in the order of first adding, without means over nothing (0 of 0); NaN stays."""
         values = _read(
             [part for metric in self._metrics.values() for part in (metric.value, metric.denominator)]
         )
@@ -126,18 +120,8 @@ class Metrics:
             )
         self._metrics[name] = metric if held is None else held.join(metric)
 
-    def __ior__(self, other: Metrics | Mapping[str, Scalar]) -> Metrics:
-        self.update(other)
-        return self
-
     def __contains__(self, name: object) -> bool:
         return name in self._metrics
-
-    def __len__(self) -> int:
-        return len(self._metrics)
-
-    def __repr__(self) -> str:
-        return f"Metrics({', '.join(self._metrics)})"
 
 
 def _is_tensor(value: Scalar) -> TypeGuard[Tensor]:
@@ -146,9 +130,7 @@ def _is_tensor(value: Scalar) -> TypeGuard[Tensor]:
 
 
 def _scalar(value: Scalar) -> Scalar:
-    """A float, or a detached 0-d float64 tensor (a copy: later in-place changes of the caller's tensor must
-    not reach us).
-    """
+    """A float, or a detached 0-d float64 copy, which later changes of the caller's tensor do not reach."""
     if not _is_tensor(value):
         return float(value)
     import torch

@@ -15,7 +15,6 @@ import pdb
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,17 +86,19 @@ class Progress:
         """Called before a phase and between two items of a counted loop, in the thread that reports them."""
         self.can_break_off = False
         """True while the next item of a loop is being made whose work may be thrown away."""
-        self._console = console or shared_console
-        self._clock = clock
+        self.console = console or shared_console
+        self.clock = clock
+        self.last_output = 0.0
+        """When the run has last said something, by the clock; kept while the display is on."""
         self._phases: list[Phase] = []
         self._lock = threading.RLock()
-        self._display: _Display | None = None
+        self._display: _StatusLine | _Heartbeat | None = None
 
     @contextmanager
     def phase(self, words: str, total: int | None = None) -> Iterator[Phase]:
         """Report that `words` is being done, inside whatever is being done already."""
         self.between_items()
-        phase = Phase(words, self._clock(), total=total)
+        phase = Phase(words, self.clock(), total=total)
         with self._lock:
             self._phases.append(phase)
         try:
@@ -123,7 +124,7 @@ class Progress:
         can be used again.
         """
         with self._lock:
-            phase = next(reversed(self._phases), Phase("", self._clock()))
+            phase = next(reversed(self._phases), Phase("", self.clock()))
         phase.done = 0
         phase.total = total
         try:
@@ -155,9 +156,7 @@ class Progress:
             self.has_trained = True
 
     def describe(self) -> str:
-        """Return what is being done in one line: step, phases from the outer to the inner, time of the
-        innermost.
-        """
+        """Return in one line what is being done: step, phases from outer to inner, time of the innermost."""
         with self._lock:
             phases = list(self._phases)
         parts = [str(phase) for phase in phases]
@@ -167,12 +166,10 @@ class Progress:
             return ""
         if not phases:
             return parts[0]
-        return f"{' · '.join(parts)} · {duration(self._clock() - phases[-1].started)}"
+        return f"{' · '.join(parts)} · {duration(self.clock() - phases[-1].started)}"
 
     def place(self) -> str:
-        """Return where the run is, as part of a sentence: "in step 3/8", "after step 3/8" or "while loading
-        the model".
-        """
+        """Return where the run is: "in step 3/8", "after step 3/8" or "while loading the model"."""
         with self._lock:
             if self.step is not None:
                 word = "after" if self.step == self.finished_step else "in"
@@ -185,19 +182,16 @@ class Progress:
 
     def heard(self) -> None:
         """Note that the run has just said something, so that no line about silence is due."""
-        display = self._display  # another thread may end the display meanwhile
-        if display is not None:
-            display.last_output = self._clock()
+        self.last_output = self.clock()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show on the console what is being done, until the end of the context; inside another one it changes
-        nothing.
-        """
+        """Show on the console what is being done inside the context, unless that is shown already."""
         if self._display is not None:
             yield
             return
-        kind = _StatusLine if self._console.is_terminal else _Heartbeat
+        kind = _StatusLine if self.console.is_terminal else _Heartbeat
+        self.heard()
         self._display = kind(self)
         self._display.start()
         try:
@@ -210,7 +204,7 @@ class Progress:
         """The status line of a terminal."""
         line = Table.grid(padding=(0, 1))
         cells: list[RenderableType] = [_SPINNER]
-        if self.step is not None and self.total_steps and self._console.width >= WIDE_ENOUGH_FOR_BAR:
+        if self.step is not None and self.total_steps and self.console.width >= WIDE_ENOUGH_FOR_BAR:
             cells.append(ProgressBar(self.total_steps, self.step - 1, width=BAR_WIDTH))
         text = self.describe() or "working"
         if self.seconds_left:
@@ -219,40 +213,11 @@ class Progress:
         line.add_row(*cells)
         return line
 
-    @property
-    def console(self) -> Console:
-        """Where the display is."""
-        return self._console
 
-    @property
-    def now(self) -> float:
-        """Seconds on the clock of this object."""
-        return self._clock()
-
-
-class _Display(ABC):
-    """How progress is shown on one kind of console."""
-
-    last_output = 0.0
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.last_output = progress.now
-
-    @abstractmethod
-    def start(self) -> None:
-        """Begin to show the progress."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Show nothing any longer."""
-
-
-class _StatusLine(_Display):
+class _StatusLine:
     """A line at the bottom of a terminal that moves. It gives way to a debugger for good."""
 
-    def start(self) -> None:
-        progress = self.progress
+    def __init__(self, progress: Progress) -> None:
         self._live = Live(
             get_renderable=progress.render,
             console=progress.console,
@@ -260,10 +225,14 @@ class _StatusLine(_Display):
             transient=True,
         )
         self._hook = sys.breakpointhook
+
+    def start(self) -> None:
+        """Show the line."""
         sys.breakpointhook = self._before_debugger
         self._live.start()
 
     def stop(self) -> None:
+        """Show it no longer."""
         sys.breakpointhook = self._hook
         self._live.stop()
 
@@ -275,21 +244,33 @@ class _StatusLine(_Display):
         pdb.Pdb().set_trace(sys._getframe(1))
 
 
-class _Heartbeat(_Display):
-    """A log line where nothing else was said for a while, for pipes and log files."""
+class _Heartbeat(logging.Handler):
+    """A log line where nothing else was said for a while, for pipes and log files.
 
-    def start(self) -> None:
-        self._started = self.progress.now
-        self._ear = _Ear(self.progress)
-        logging.getLogger().addHandler(self._ear)
+    It hears every log line, so that silence is counted from the last one.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+        self._started = progress.clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+
+    def start(self) -> None:
+        """Listen to the log, and watch over its silences."""
+        logging.getLogger().addHandler(self)
         self._thread.start()
 
     def stop(self) -> None:
+        """End the watch."""
         self._ended.set()
         self._thread.join()
-        logging.getLogger().removeHandler(self._ear)
+        logging.getLogger().removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a log line of anybody."""
+        self.progress.heard()
 
     def _beat(self) -> None:
         while not self._ended.wait(0.5):
@@ -297,23 +278,12 @@ class _Heartbeat(_Display):
 
     def say_if_due(self) -> None:
         """Log what is being done if the silence has lasted long enough."""
-        now = self.progress.now
+        now = self.progress.clock()
         early = now - self._started < EARLY_SECONDS
         longest = EARLY_SILENCE if early else LATE_SILENCE
-        if now - self.last_output < longest - 1.0:
+        if now - self.progress.last_output < longest - 1.0:
             return
         logger.info(self.progress.describe() or "working")
-
-
-class _Ear(logging.Handler):
-    """Hears every log line, so that silence is counted from the last one."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
-        self._progress = progress
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._progress.heard()
 
 
 def _nothing() -> None:

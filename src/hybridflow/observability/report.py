@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ _PARTS = {
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run folder to `out` (default: `report.html` in the run folder) and return its
-    path.
+    """Write the report of a run to `out` (default: `report.html` in its folder) and return its path.
 
     Raises DataError where the folder does not exist or holds nothing of a run, ConfigError where `out` cannot
     be written.
@@ -105,9 +104,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Any) -> str:
-    """Return JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or
-    open a comment.
-    """
+    """Return JSON for a <script> element, without `<`, `>` and `&`, which could end it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -142,27 +139,29 @@ def _number(value: Any) -> float | str | None:
     return float(f"{value:.6g}")
 
 
+def _read(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any] | None:
+    """Return the object in a file, or None where it cannot be read, with a note."""
+    try:
+        loaded = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} could not be read: {error}")
+        return None
+    if not isinstance(loaded, dict):
+        return None
+    return loaded
+
+
 def _json(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        notes.append(f"{path.name} could not be read: {error}")
-        return None
-    return _finite(loaded) if isinstance(loaded, dict) else None
+    return _finite(_read(path, json.loads, notes))  # type: ignore[no-any-return]
 
 
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         notes.append("No config.yaml in the run folder.")
         return {}
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        notes.append(f"config.yaml could not be read: {error}")
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return _read(path, yaml.safe_load, notes) or {}
 
 
 def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:

@@ -50,11 +50,9 @@ _NO_SCORES = {
 
 
 class SampleWriter:
-    """Writes the samples of each step into its own file in `folder`; a step written again after a resume
-    replaces its file.
+    """Writes the samples of each step into a file of its own in `folder`, again after a resume.
 
-    With `keep_to`, files of later steps are removed first, because they belong to a run that this one
-    replaces.
+    With `keep_to`, files of later steps are removed first: they belong to a run that is replaced.
     """
 
     def __init__(self, folder: str | Path, *, keep_to: int | None = None) -> None:
@@ -117,15 +115,16 @@ def sample_rows(
         row |= _non_tensors(batch, index)
         if token_level:
             row["tokens"] = _token_columns(columns, index, here, response, decode, pieces)
-        row |= _ids(batch, columns, index)
+        if "uid" in batch.non_tensor_batch:
+            row["uid"] = batch.non_tensor_batch["uid"][index]
+        if "row_id" in columns:
+            row["row_id"] = int(columns["row_id"][index])
         rows.append(row)
     return rows
 
 
 def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
-    """Return what the data says of a row, why its response ended, and every further number: the scores that
-    the reward returned by name.
-    """
+    """Return what the data says of a row, why its response ended, and the scores of the reward."""
     columns = batch.non_tensor_batch
     row = _truth(columns, index)
     row |= {name: columns[name][index] for name in ("finish_reason", "data_source") if name in columns}
@@ -146,15 +145,6 @@ def _truth(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
     if "extra_info" in columns and columns["extra_info"][index]:
         row["extra_info"] = columns["extra_info"][index]
     return row
-
-
-def _ids(batch: DataProto, columns: Mapping[str, Tensor], index: int) -> dict[str, Any]:
-    ids: dict[str, Any] = {}
-    if "uid" in batch.non_tensor_batch:
-        ids["uid"] = batch.non_tensor_batch["uid"][index]
-    if "row_id" in columns:
-        ids["row_id"] = int(columns["row_id"][index])
-    return ids
 
 
 def _token_columns(
@@ -184,9 +174,7 @@ def _short(value: bool | float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as
-    text.
-    """
+    """Return what JSON can hold: lists of arrays and tensors, numbers, anything else as text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, numbers.Real):

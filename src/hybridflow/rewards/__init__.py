@@ -7,8 +7,7 @@
 
 `load.py` and `resolve.py` turn `reward.*` into a function (a built-in one of `table.py`, a sum of
 `compose.py`, or the user's), `result.py` checks what a function returns, `keeper.py` ends the processes that
-a function leaves behind, `build.py` wires it all, `early_checks.py` and `dry_run.py` find mistakes before a
-run.
+a function leaves behind, `build.py` wires it all, `early_checks.py`, `dry_run.py` find mistakes before a run.
 """
 
 from hybridflow.rewards.manager import RewardManager, ScoredBatch

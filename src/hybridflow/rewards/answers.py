@@ -1,5 +1,4 @@
-"""The answers of a reward worker to the trainer, as JSON: reading them runs no code, whatever the function
-made.
+"""The answers of a reward worker to the trainer, as JSON, which runs no code when it is read.
 
 {"state": "ready", "is_async": false, "process_id": 4711}        the reward function is loaded
 {"state": "failed", "error": "ConfigError", "detail": "..."}     it could not be loaded

@@ -10,7 +10,7 @@ from functools import partial
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import Scorer
-from hybridflow.rewards.resolve import check_choice, describe, resolve
+from hybridflow.rewards.resolve import describe, resolve
 
 
 def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
@@ -19,15 +19,13 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
     Raises ConfigError if it cannot be found, imported or called as reward functions are, RewardError if a
     built-in one needs an extra that is not installed or a worker does not start.
     """
-    check_choice(config)
     scorer: Scorer
     if config.num_workers > 0:
         from hybridflow.rewards.pool import RewardPool
 
         scorer = RewardPool(config, seed)
     else:
-        from hybridflow.rewards.in_process import InProcessScorer, load_guarded
+        from hybridflow.rewards.in_process import InProcessScorer
 
-        function, guard = load_guarded(partial(resolve, config, seed))
-        scorer = InProcessScorer(function, config.timeout, guard)
+        scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
     return RewardManager(scorer, on_error=config.on_error, function=describe(config))

@@ -1,5 +1,4 @@
-"""Messages over a socket between the trainer and a reward worker, each with a mark, its length and a
-checksum.
+"""Messages between the trainer and a reward worker, each with a mark, its length and a checksum.
 
     payload ──frame──► mark [4] · length [8] · crc32 [4] · payload ──socket──► take_messages ──► payload
 
@@ -34,8 +33,7 @@ def frame(payload: bytes) -> bytes:
 def take_messages(buffer: bytearray) -> list[bytes]:
     """Remove the complete messages from the front of `buffer` and return their payloads.
 
-    Raises ChannelBroken where the buffer does not begin with a header, or a payload does not have its
-    checksum.
+    Raises ChannelBroken where the buffer begins with no header, or a payload lacks its checksum.
     """
     messages = []
     while buffer:
@@ -72,9 +70,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, payload: bytes) -> None:
-        """Queue one message and send as much as the socket takes now. Raises OSError if the other end is
-        gone.
-        """
+        """Queue a message and send what the socket takes now; OSError if the other end is gone."""
         self.unsent += frame(payload)
         self.flush()
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.reward import RewardConfig
-from hybridflow.errors import DataError, RewardError
+from hybridflow.errors import DataError
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import ScoreRequest
-from hybridflow.rewards.table import ANSWER_FORMS, name_for_source
+from hybridflow.rewards.table import ANSWER_FORMS, function_of
 
 GROUND_TRUTH = "ground_truth"
 EMPTY = "empty"
+
+Respond = Callable[[Mapping[str, Any], tuple[str, Any]], str]
+"""The response to a row, by the row and its (data source, ground truth)."""
 
 
 def dry_run(
@@ -28,13 +31,13 @@ def dry_run(
     """Score the first `num_rows` rows.
 
     Returns for each: row, data_source, prompt, response, ground_truth, score, extras, seconds, error.
-    `response` is a list with a response for each row, or a word that `describe_response` explains.
+    `response` is a list with a response for each row, or a word that `choose_response` explains.
     `reward.on_error` is not applied: a failing row has score None and its error. Raises DataError for a row
     without the columns that scoring needs.
     """
     chosen = rows[:num_rows]
     if isinstance(response, str):
-        respond = _responder(response, chosen, config)
+        _, respond = choose_response(response, chosen, config)
         responses = [
             respond(row, _needed(position, row, reward_fn_key)) for position, row in enumerate(chosen)
         ]
@@ -64,26 +67,34 @@ def dry_run(
     return table
 
 
-def describe_response(response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig) -> str:
-    """Describe in words the response that is fed for the word `response`.
+def choose_response(
+    response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig
+) -> tuple[str, Respond]:
+    """Return in words what is fed for the word `response`, and the function that gives a row's response.
 
     "ground_truth" is the answer itself, written as the row's built-in function wants it (`#### 72` for
     gsm8k); "empty" is the empty text. Another word is the name of a column, else of a file whose text is the
-    response to every row, else it is that text itself.
+    response to every row, else it is that text itself. Raises DataError for a file that cannot be read.
     """
     if response == GROUND_TRUTH:
         forms = sorted({answer_form(config, str(row.get("data_source"))) for row in rows} - {"{}"})
         written = ""
         if forms:
             written = f", written as {' or '.join(forms).replace('{}', 'ANSWER')}"
-        return f"the ground truth of each row{written}: a right reward scores it as right"
+        words = f"the ground truth of each row{written}: a right reward scores it as right"
+        return words, lambda row, needed: answer_form(config, needed[0]).format(needed[1])
     if response == EMPTY:
-        return "the empty text: a right reward scores it as wrong"
+        return "the empty text: a right reward scores it as wrong", lambda row, needed: ""
     if any(response in row for row in rows):
-        return f"the column {response} of the data"
-    if Path(response).is_file():
-        return f"the text of the file {response}, for every row"
-    return f"the text {response!r}, for every row (there is no column or file of that name)"
+        return f"the column {response} of the data", lambda row, needed: str(row.get(response, ""))
+    if not Path(response).is_file():
+        words = f"the text {response!r}, for every row (there is no column or file of that name)"
+        return words, lambda row, needed: response
+    try:
+        text = Path(response).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--response {response} cannot be read: {error}") from error
+    return f"the text of the file {response}, for every row", lambda row, needed: text
 
 
 def prompt_text(prompt: object) -> str:
@@ -97,32 +108,10 @@ def answer_form(config: RewardConfig, data_source: str) -> str:
     """Return the text in which the row's built-in function finds a bare answer; {} is the answer."""
     if config.terms or config.custom_reward_function.path:
         return "{}"
-    name = config.function
+    name: str | None = config.function
     if name == "auto":
-        try:
-            name = name_for_source(data_source)
-        except RewardError:  # an unknown source: scoring the row says so
-            return "{}"
-    return ANSWER_FORMS.get(name, "{}")
-
-
-def _responder(
-    response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig
-) -> Callable[[Mapping[str, Any], tuple[str, Any]], str]:
-    """The function that gives a row's response, from the row and its (data source, ground truth)."""
-    if response == GROUND_TRUTH:
-        return lambda row, needed: answer_form(config, needed[0]).format(needed[1])
-    if response == EMPTY:
-        return lambda row, needed: ""
-    if any(response in row for row in rows):
-        return lambda row, needed: str(row.get(response, ""))
-    text = response
-    if Path(response).is_file():
-        try:
-            text = Path(response).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--response {response} cannot be read: {error}") from error
-    return lambda row, needed: text
+        name = function_of(data_source)  # None for an unknown source: scoring the row says so
+    return ANSWER_FORMS.get(name or "", "{}")
 
 
 def _needed(position: int, row: Mapping[str, Any], reward_fn_key: str) -> tuple[str, Any]:

@@ -1,5 +1,4 @@
-"""The checks of the reward against the data that need no model: sources, ground truth and the keys that it
-returns.
+"""Checks of the reward against the data without a model: sources, ground truth, returned keys.
 
     SplitFacts of the data files, reward.*, algorithm.* ──check_reward──► RewardError or ConfigError, or
     nothing
@@ -18,7 +17,14 @@ from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import is_path, split_path
-from hybridflow.rewards.table import DATA_SOURCES, NEEDS_TRUTH, RETURNED, check_options, find, name_for_source
+from hybridflow.rewards.table import (
+    NEEDS_TRUTH,
+    RETURNED,
+    check_options,
+    find,
+    function_of,
+    unknown_source,
+)
 
 SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score itself."""
@@ -28,8 +34,7 @@ def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
     """Raise RewardError or ConfigError for what would stop the run when the first responses are scored.
 
     That is a function that does not exist, a data source that `auto` knows no reward for, rows without the
-    ground truth that a built-in reward compares with, and keys of `algorithm` that no built-in reward
-    returns.
+    ground truth that a built-in reward needs, and keys of `algorithm` that no built-in reward returns.
     """
     _check_functions(config.reward)
     for split in splits:
@@ -71,19 +76,13 @@ def _check_function(name: str, key: str) -> None:
 def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:
     if "auto" not in names_of(reward):
         return
-    unknown: dict[str, RewardError] = {}
-    for source in split.sources:
-        try:
-            name_for_source(source)
-        except RewardError as error:
-            unknown[source] = error
+    unknown = [source for source in split.sources if function_of(source) is None]
     # rows of an unknown source are errors that reward.on_error may forgive, but not all of them
     if unknown and (reward.on_error == "raise" or len(unknown) == len(split.sources)):
-        first = next(iter(unknown.values()))
         others = ""
         if len(unknown) > 1:
             others = f" (and {len(unknown) - 1} more unknown sources)"
-        raise RewardError(f"{split.source}: {first}{others}")
+        raise RewardError(f"{split.source}: {unknown_source(unknown[0])}{others}")
 
 
 def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
@@ -120,18 +119,11 @@ def _check_truth_of_file(reward: RewardConfig, file: str, sources: Sequence[str]
 
 def _functions_of(sources: Sequence[str]) -> set[str]:
     """The built-in functions that `auto` takes for the sources that it knows."""
-    found = set()
-    for source in sources:
-        name = DATA_SOURCES.get(source) or DATA_SOURCES.get(source.partition(":")[0])
-        if name is not None:
-            found.add(name)
-    return found
+    return {name for source in sources if (name := function_of(source)) is not None}
 
 
 def returned_keys(reward: RewardConfig, sources: Sequence[str]) -> tuple[set[str], set[str]] | None:
-    """The keys that the reward returns for some rows and those for all rows, besides `score`; None if not
-    known.
-    """
+    """The keys besides `score` of some rows, and those of all rows; None if not known."""
     some: set[str] = set()
     every: set[str] = set()
     for position, name in enumerate(names_of(reward)):

@@ -25,8 +25,6 @@ class ExitGuard:
     """
 
     def __init__(self) -> None:
-        self._real = os._exit
-        self._process = os.getpid()
         self._scoring: list[int] = []
 
     def install(self) -> None:

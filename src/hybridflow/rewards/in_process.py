@@ -26,15 +26,19 @@ NUM_CONCURRENT = 32
 class InProcessScorer:
     """Calls the reward function here, one row after another (async ones NUM_CONCURRENT at a time).
 
-    `guard` is in place already where the function was loaded under it.
+    `os._exit` is guarded from the time that the function is loaded; what `load` raises passes through.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float, guard: ExitGuard | None = None) -> None:
-        self._function = function
+    def __init__(self, load: Callable[[], RewardFunction], timeout: float) -> None:
         self._timeout = timeout
-        self._guard = guard or ExitGuard()
-        if guard is None:
-            self._guard.install()
+        self._guard = ExitGuard()
+        self._guard.install()
+        try:
+            with self._guard.scoring():
+                self._function = load()
+        except BaseException:
+            self._guard.remove()
+            raise
         logger.info("reward.num_workers=0: scoring in this process, where reward.timeout has no effect")
 
     def open(self) -> OpenScoring:
@@ -88,15 +92,3 @@ class _Collected:
 
     def close(self) -> None:
         self._requests.clear()
-
-
-def load_guarded(load: Callable[[], RewardFunction]) -> tuple[RewardFunction, ExitGuard]:
-    """Load a reward function while `os._exit` is guarded; what `load` raises passes through."""
-    guard = ExitGuard()
-    guard.install()
-    try:
-        with guard.scoring():
-            return load(), guard
-    except BaseException:
-        guard.remove()
-        raise

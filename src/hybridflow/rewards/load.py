@@ -34,8 +34,7 @@ def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> 
 
 
 def load_user_function(path: str, name: str, options: dict[str, Any], *, key: str) -> RewardFunction:
-    """Load a user's function, sync or async, and bind its options; `path` may carry the name
-    ("file.py:name").
+    """Load a user's function and bind its options; `path` may carry the name ("file.py:name").
 
     Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
     imported.
@@ -94,9 +93,7 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether a call gives a coroutine: of an async def, a partial of one, or an object whose __call__ is
-    one.
-    """
+    """Whether a call of a function, a partial or an object with __call__ gives a coroutine."""
     inner = function
     while isinstance(inner, partial):
         inner = inner.func

@@ -32,9 +32,7 @@ class ScoredBatch:
     scores: list[float]
     extras: dict[str, list[Any]]
     dropped: list[str]
-    """Kind of the error where the reward failed and reward.on_error=drop leaves the row out; else empty. The
-    score of such a row is 0.
-    """
+    """Kind of the error of rows that reward.on_error=drop leaves out, which have score 0; else empty."""
     metrics: dict[str, float]
 
 

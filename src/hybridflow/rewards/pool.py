@@ -1,5 +1,4 @@
-"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function
-does.
+"""Scoring in processes that may be killed: a deadline for each sample, whatever the function does.
 
     add(request) ─► hand out ─► worker (socket) ─► collect ─► past the deadline? kill, count, start anew
                                                               ─► outcomes in the order of the requests

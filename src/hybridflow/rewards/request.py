@@ -34,15 +34,12 @@ class OpenScoring(Protocol):
 
     def add(self, request: ScoreRequest) -> None:
         """Have one more request scored."""
-        ...
 
     def outcomes(self) -> list[Outcome]:
         """Wait for all outcomes; return them in the order in which the requests came."""
-        ...
 
     def close(self) -> None:
         """End what is under way, unless all outcomes are there."""
-        ...
 
 
 class Scorer(Protocol):

@@ -1,6 +1,4 @@
-"""From the `reward.*` keys to the function that scores rows: a sum of terms, the user's function, or a
-built-in.
-"""
+"""The function that the `reward.*` keys choose: a sum of terms, the user's, or a built-in one."""
 
 from __future__ import annotations
 
@@ -12,21 +10,13 @@ from hybridflow.rewards.load import DEFAULT_NAMES, is_path, load_builtin, load_u
 from hybridflow.rewards.table import RewardFunction
 
 
-def check_choice(config: RewardConfig) -> None:
-    """Raise ConfigError if the keys choose more than one reward function.
-
-    A run from the command line is checked for this before it begins.
-    """
-    raise_all(list(reward_problems(config)))
-
-
 def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     """Load the reward function that the configuration chooses.
 
     Raises ConfigError for a choice that cannot be loaded, RewardError if a built-in one needs an extra that
     is not installed.
     """
-    check_choice(config)
+    raise_all(list(reward_problems(config)))  # a run from the command line was checked for this before
     custom = config.custom_reward_function
     if config.terms:
         return compose(load_terms(config.terms, seed))

@@ -1,5 +1,4 @@
-"""The results that a reward function may return, and their one form: (score: float, extras: dict of plain
-values).
+"""The results of reward functions, in one form: (score: float, extras: dict of plain values).
 
 Plain are None, bool, int, float, str, and lists and dicts of them: what JSON can carry from a worker.
 """

@@ -1,6 +1,4 @@
-"""Literal tables of the built-in reward functions: names, data sources for `auto`, and the keys that they
-return.
-"""
+"""Tables of the built-in reward functions: names, data sources for `auto`, returned keys."""
 
 from __future__ import annotations
 
@@ -70,21 +68,30 @@ NEEDS_TRUTH = ("exact_match", "gsm8k", "math", "arithmetic_chain")
 _STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
+def function_of(data_source: str) -> str | None:
+    """Return the name of the function that `auto` takes for a data source, or None where it knows none."""
+    return DATA_SOURCES.get(data_source) or DATA_SOURCES.get(data_source.partition(":")[0])
+
+
 def name_for_source(data_source: str) -> str:
     """Return the name of the built-in function that `auto` takes for a data source.
 
-    `reasoning_gym:NAME` goes by its part before the colon. Raises RewardError for a source that no built-in
-    function knows.
+    `reasoning_gym:NAME` goes by its part before the colon. Raises RewardError for an unknown source.
     """
-    name = DATA_SOURCES.get(data_source) or DATA_SOURCES.get(data_source.partition(":")[0])
+    name = function_of(data_source)
     if name is None:
-        raise RewardError(
-            f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: "
-            f"{', '.join(DATA_SOURCES)}); set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give "
-            "your own by reward.custom_reward_function.path=FILE.py:NAME, or choose another column by "
-            "data.reward_fn_key"
-        )
+        raise RewardError(unknown_source(data_source))
     return name
+
+
+def unknown_source(data_source: str) -> str:
+    """Return the message about a data source that `auto` knows no function for."""
+    return (
+        f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: "
+        f"{', '.join(DATA_SOURCES)}); set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give "
+        "your own by reward.custom_reward_function.path=FILE.py:NAME, or choose another column by "
+        "data.reward_fn_key"
+    )
 
 
 def auto(
@@ -101,9 +108,7 @@ def auto(
 
 
 def find(name: str, *, key: str) -> RewardFunction:
-    """Find a built-in function by its name. Raises ConfigError, naming the configuration `key`, if there is
-    none.
-    """
+    """Find a built-in function by its name; ConfigError, naming `key`, if there is none."""
     if name == "auto":
         return auto
     if name not in REWARD_FUNCTIONS:
@@ -121,9 +126,7 @@ def prepare(name: str) -> None:
 
 
 def check_options(name: str, options: dict[str, Any], *, key: str) -> None:
-    """Raise ConfigError if a built-in function does not have one of the `options`, or needs one that is
-    missing.
-    """
+    """Raise ConfigError for options that a built-in function does not have, or needs and lacks."""
     functions = [function for each, function in REWARD_FUNCTIONS.items() if name in ("auto", each)]
     parameters = {
         p.name: p for function in functions for p in inspect.signature(function).parameters.values()

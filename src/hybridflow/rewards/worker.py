@@ -5,8 +5,7 @@
 
 Requests are pickles, made by the trainer of its own rows. Answers are JSON (`answers.py`): the reward
 function makes the values, so the trainer must not run what it reads. A thread reads the socket at all times;
-where the trainer closes it, the worker ends, and its keeper ends every process that the reward function
-started.
+where the trainer closes it, the worker ends, and its keeper ends all that the reward function started.
 """
 
 from __future__ import annotations
@@ -85,11 +84,10 @@ def _serve(trainer: _TrainerEnd, function: RewardFunction) -> None:
     while True:
         message = trainer.inbox.get()
         ticket = _take(trainer, message)
-        request = _request(message)
-        if isinstance(request, ScoreRequest):
-            trainer.write(encode_outcome(ticket, call(function, request)))
-        else:
-            trainer.write(encode_outcome(ticket, request))
+        outcome = _request(message)
+        if isinstance(outcome, ScoreRequest):
+            outcome = call(function, outcome)
+        trainer.write(encode_outcome(ticket, outcome))
 
 
 async def _serve_async(trainer: _TrainerEnd, function: RewardFunction, timeout: float) -> None:

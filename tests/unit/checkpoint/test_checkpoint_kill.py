@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.layout import TRACKER
+from hybridflow.checkpoint.store import CheckpointStore
 
 KILLED = 9
 

@@ -133,13 +133,6 @@ def test_a_module_and_its_optimizer(tmp_path: Path) -> None:
     assert_same(back["optimizer"], optimizer.state_dict())
 
 
-def test_one_part_is_read_alone(tmp_path: Path) -> None:
-    save_tree(tmp_path, {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.zeros(2)}})
-    assert list(load_tree(tmp_path, only="model")) == ["w"]
-    with pytest.raises(KeyError):
-        load_tree(tmp_path, only="scheduler")
-
-
 @pytest.mark.parametrize(
     ("tree", "message"),
     [

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.checkpoint import CheckpointStore, manifest
+from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, TRACKER, TRAINER
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.errors import CheckpointError
 
 

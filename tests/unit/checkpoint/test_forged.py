@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_sharded import assert_equal, save_at_two, state, whole
 
-from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.layout import MANIFEST, SHARDS, STRUCTURE, TRAINER, shard_file
 from hybridflow.checkpoint.shard_index import read_index, read_tensors
 from hybridflow.checkpoint.sharded import load_shards
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.errors import CheckpointError
 from ranks import Ranks
 

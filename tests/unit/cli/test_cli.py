@@ -12,7 +12,8 @@ import transformers
 import yaml
 
 from hybridflow import __version__
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint.sharded import save_shards
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli import doctor
 from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
@@ -358,7 +359,8 @@ def test_a_wrong_folder_is_one_message_and_status_1(
 def test_merge_refuses_a_checkpoint_without_a_model_and_a_full_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = CheckpointStore(tmp_path / "run").save(1, {"actor": {"scheduler": {"num_steps": 1}}})
+    fill = {"actor": lambda folder: save_shards(folder, {"scheduler": {"num_steps": 1}})}
+    step = CheckpointStore(tmp_path / "run").save(1, {}, folders=fill)
     assert main(run("merge", step, "out")) == 1
     assert "has no model" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
 from hybridflow.checkpoint.sharded import save_shards
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli import serve
 from hybridflow.cli.main import main, parser
 from hybridflow.data.tokenizer import load_tokenizer
@@ -57,9 +57,14 @@ def test_a_checkpoint_is_made_a_folder_first(tmp_path: Path) -> None:
     tiny = create_tiny_model(tmp_path / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
     policy = build_policy(tiny, device="cpu", probe=False)
     tokenizer = load_tokenizer(tiny)
+
+    def configuration(folder: Path) -> None:
+        save_config(policy, folder)
+        tokenizer.save_pretrained(folder)
+
     fill: dict[str, Any] = {
         ACTOR: lambda folder: save_shards(folder, {"model": policy.state_dict()}),
-        f"{ACTOR}/{HF_FOLDER}": lambda folder: save_config(policy, folder, tokenizer) and None,
+        f"{ACTOR}/{HF_FOLDER}": configuration,
     }
     step = CheckpointStore(tmp_path / "run").save(4, {}, folders=fill)
     for given in (step, step / ACTOR):

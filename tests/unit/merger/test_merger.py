@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from hybridflow import model_merger
-from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
 from hybridflow.checkpoint.sharded import save_shards
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger import compare, merge
@@ -52,7 +52,8 @@ def save(run_dir: Path, policy: PolicyModel, **more: Any) -> Path:
     tokenizer = load_tokenizer(str(policy.config.name_or_path))
 
     def configuration(folder: Path) -> None:
-        save_config(policy, folder, tokenizer)
+        save_config(policy, folder)
+        tokenizer.save_pretrained(folder)
 
     fill = {ACTOR: lambda folder: save_shards(folder, parts), f"{ACTOR}/{HF_FOLDER}": configuration}
     return CheckpointStore(run_dir).save(4, {}, folders=fill)
@@ -148,19 +149,6 @@ def test_numbers_beyond_a_dtype(tmp_path: Path, tiny_folder: Path) -> None:
     assert merge(step, tmp_path / "merged", dtype="trained").is_dir()
 
 
-def test_a_state_in_one_file(tmp_path: Path, tiny_folder: Path) -> None:
-    """As one process writes a state whole; with the names of the Hugging Face module."""
-    policy = build_policy(tiny_folder, device="cpu", dtype="float32", probe=False)
-    fill = {f"{ACTOR}/{HF_FOLDER}": lambda folder: save_config(policy, folder, None) and None}
-    step = CheckpointStore(tmp_path / "run").save(
-        4, {ACTOR: {"model": dict(policy.hf.state_dict())}}, folders=fill
-    )
-    merged = load_file(merge(step / ACTOR, tmp_path / "merged") / "model.safetensors")
-    original = load_file(tiny_folder / "model.safetensors")
-    assert merged.keys() == original.keys(), "tied weights are written once, as transformers writes them"
-    assert all(merged[name].equal(original[name]) for name in original)
-
-
 def test_damage_and_what_is_missing(tmp_path: Path, tiny_folder: Path) -> None:
     step = save(tmp_path / "run", trained(tiny_folder))
     with pytest.raises(CheckpointError, match=r"no actor to merge at .*: there is no such folder"):
@@ -183,7 +171,8 @@ def test_damage_and_what_is_missing(tmp_path: Path, tiny_folder: Path) -> None:
 
 
 def test_a_checkpoint_without_the_model(tmp_path: Path) -> None:
-    step = CheckpointStore(tmp_path).save(1, {ACTOR: {"optimizer": {}}})
+    fill = {ACTOR: lambda folder: save_shards(folder, {"optimizer": {}})}
+    step = CheckpointStore(tmp_path).save(1, {}, folders=fill)
     with pytest.raises(CheckpointError, match="save_contents"):
         merge(step, tmp_path / "merged")
 

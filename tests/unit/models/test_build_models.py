@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from zoo import eager_log_probs, tiny_hf
 
 from hybridflow.data.tokenizer import load_tokenizer
@@ -18,7 +18,7 @@ from hybridflow.distributed.device import resolve_device, set_threads
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import build_policy, build_value, load_config
 from hybridflow.models.export import save_hf
-from hybridflow.models.flops import forward_flops, matmul_parameters, peak_flops, training_flops
+from hybridflow.models.flops import matmul_parameters, workload_of
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol import DataProto
@@ -57,15 +57,12 @@ def test_export_and_reload(folder: Path, tmp_path: Path, dtype: torch.dtype) -> 
     policy = build_policy(folder, device="cpu", dtype=str(dtype).removeprefix("torch."))
     with torch.no_grad():
         policy.head.weight.add_(0.5)
-    save_hf(policy, tmp_path / "out", AutoTokenizer.from_pretrained(folder))
+    save_hf(policy, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == dtype and again.config._attn_implementation != "hybridflow"
     wanted = policy.hf.state_dict()
     assert wanted.keys() == again.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in wanted.items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1 + 1") == AutoTokenizer.from_pretrained(
-        folder
-    ).encode("1 + 1")
 
 
 def test_value_of_a_folder(folder: Path) -> None:
@@ -151,13 +148,10 @@ def test_flops() -> None:
     assert 0 <= matmul_parameters(hf) - (layers * per_layer + 64 * width) <= 5 * width
     count = matmul_parameters(hf)
     attention = sum(4 * heads * head_dim * length**2 / 2 for length in (10, 20)) * layers
-    assert forward_flops(hf.config, count, [10, 20]) == 2 * count * 30 + attention
-    assert training_flops(hf.config, count, [10, 20]) == 3 * forward_flops(hf.config, count, [10, 20])
-    windowed = tiny_hf("mistral")
-    assert forward_flops(windowed.config, 0, [100]) == 2 * 4 * 16 * 2 * (4 * 100 - 8)
+    workload = workload_of(hf.config, count)
+    assert workload.cost(10) + workload.cost(20) == 2 * count * 30 + attention
     moe = tiny_hf("qwen3_moe")
     assert matmul_parameters(moe) < 0.75 * sum(p.numel() for p in moe.parameters())
-    assert peak_flops(torch.device("cpu")) is None
 
 
 def test_untied_head_counts_once() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -56,7 +55,7 @@ def log_probs(policy: PolicyModel) -> Tensor:
 
 def export(rank: int, kind: str, lora: bool, folder: str, max_file_bytes: int) -> Tensor:
     policy = shard(built(kind, lora))
-    save_hf_sharded(policy, folder, group=dist.group.WORLD, max_file_bytes=max_file_bytes)
+    save_hf_sharded(policy, Path(folder), max_file_bytes=max_file_bytes)
     return log_probs(policy)
 
 
@@ -89,7 +88,7 @@ def test_transformers_reads_what_two_ranks_write(
 
 def fail_to_export(rank: int, folder: str) -> str:
     try:
-        save_hf_sharded(shard(built("llama", False)), folder, group=dist.group.WORLD, max_file_bytes=20_000)
+        save_hf_sharded(shard(built("llama", False)), Path(folder), max_file_bytes=20_000)
     except ModelError as error:
         return str(error)
     return ""
@@ -145,7 +144,7 @@ def test_the_reference_may_come_first(two_ranks: Ranks) -> None:
 def export_narrow(rank: int, folder: str) -> None:
     policy = shard(built("llama", False))
     narrow = {name: torch.bfloat16 for name, _ in policy.named_parameters() if "norm" not in name}
-    save_hf_sharded(policy, folder, group=dist.group.WORLD, dtypes=narrow)
+    save_hf_sharded(policy, Path(folder), dtypes=narrow)
 
 
 def test_shards_wider_than_the_model_are_written_as_the_model(two_ranks: Ranks, tmp_path: Path) -> None:

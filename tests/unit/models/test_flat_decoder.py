@@ -42,14 +42,14 @@ def test_llama_shaped_models_decode_flat_and_to_the_bit(kind: str, dtype: torch.
     expected = decoded(policy, "hidden")
     for _ in range(2):  # the first step of the first time is compared, the others are flat
         assert all(map(torch.equal, decoded(policy, "decode"), expected))
-    assert policy.decodes_flat
+    assert policy._flat is not None
 
 
 @pytest.mark.parametrize("kind", sorted(set(SUPPORTED) - FLAT))
 def test_every_other_model_decodes_by_its_modules(kind: str) -> None:
     policy = PolicyModel(tiny_hf(kind, **SHAPED_ALIKE.get(kind, {})))
     assert all(map(torch.equal, decoded(policy, "decode"), decoded(policy, "hidden")))
-    assert not policy.decodes_flat
+    assert policy._flat is None
 
 
 def test_weights_and_layers_may_be_exchanged_after_it_was_made() -> None:

@@ -66,8 +66,8 @@ def test_mean_of_nothing_is_left_out_but_a_broken_one_is_not() -> None:
 def test_mappings_update_as_newest_values_and_order_is_kept() -> None:
     metrics = Metrics()
     metrics.add_sum("b", 1)
-    metrics |= {"a": 1.0}
-    metrics |= {"a": 2.0}
+    metrics.update({"a": 1.0})
+    metrics.update({"a": 2.0})
     assert list(metrics.to_floats().items()) == [("b", 1.0), ("a", 2.0)]
 
 

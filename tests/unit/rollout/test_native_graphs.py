@@ -328,7 +328,6 @@ def test_a_step_needs_nothing_of_the_host_so_it_can_be_recorded(kind: str) -> No
         with HostSeen() as seen, torch.no_grad():
             states = decode_rows(policy, cache, tokens, lengths, 31, 32)
         assert tuple(states.shape) == (3, 32) and not seen.names
-        assert policy.decodes_flat == (policy._flat is not None)
 
 
 def test_buckets_are_few() -> None:

@@ -14,7 +14,7 @@ import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 
 from hybridflow.checkpoint.layout import DATA, TRAINER
-from hybridflow.checkpoint.shard_index import saved_parts
+from hybridflow.checkpoint.shard_index import read_index
 from hybridflow.checkpoint.sharded import load_shards
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.errors import CheckpointError
@@ -62,7 +62,7 @@ def engine_state(group: StatefulGroup[Any]) -> Any:
 
 
 def read_engine(folder: Path) -> Any:
-    return load_shards(folder, {part: {} for part in saved_parts(folder)})
+    return load_shards(folder, {part: {} for part in read_index(folder).structure})
 
 
 def equal(ours: Any, theirs: Any) -> bool:

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint import CheckpointStore, shard_storage
+from hybridflow.checkpoint import shard_storage
 from hybridflow.checkpoint.layout import TRACKER
 from hybridflow.checkpoint.shard_index import read_tensors
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.checkpoint.tensor_file import write_tensors
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.controller import LocalBackend

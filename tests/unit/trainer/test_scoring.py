@@ -68,7 +68,7 @@ def score(
 
 
 def manager(on_error: Any = "raise") -> RewardManager:
-    return RewardManager(InProcessScorer(compute_score, RewardConfig().timeout), on_error=on_error)
+    return RewardManager(InProcessScorer(lambda: compute_score, RewardConfig().timeout), on_error=on_error)
 
 
 def test_scores_and_extra_keys_become_columns() -> None:
@@ -83,7 +83,7 @@ def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixtu
     def presuming(**row: Any) -> Any:
         return {"score": 1.0, "uid": "mine", "reward": 7.0, "advantages": 1.0, "share": 0.5}
 
-    rewards = RewardManager(InProcessScorer(presuming, RewardConfig().timeout))
+    rewards = RewardManager(InProcessScorer(lambda: presuming, RewardConfig().timeout))
     for _ in range(2):
         scored, _ = score(trajectories("4", "4", "5"), rewards)
         assert all(one.extra["share"] == 0.5 for one in scored)

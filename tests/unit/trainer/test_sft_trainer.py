@@ -11,7 +11,7 @@ from tiny_trainer import TIMINGS, ppo_config, sft_config, tiny_model
 from tiny_trainer import build as build_ppo
 from transformers import AutoModelForCausalLM
 
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.sft import SFTDataset, SFTRow
 from hybridflow.errors import CheckpointError, ConfigError

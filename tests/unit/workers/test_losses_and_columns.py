@@ -94,7 +94,7 @@ def test_an_adaptive_coefficient_moves_after_use() -> None:
 def test_without_kl_in_the_reward_scores_are_rewards() -> None:
     config = AlgorithmConfig()
     batch, metrics = apply_kl_penalty(rows(token_level_scores=SCORES), config, kl_controller(config))
-    assert torch.equal(batch.batch["token_level_rewards"], SCORES) and len(metrics) == 0
+    assert torch.equal(batch.batch["token_level_rewards"], SCORES) and metrics.to_floats() == {}
 
 
 def test_no_sampled_token_at_all_leaves_the_coefficient_finite() -> None:

@@ -77,8 +77,7 @@ class NodeSlots:
 def _fit(
     wishes: Sequence[Wish], hosts: Sequence[NodeSlots], tries: list[int]
 ) -> dict[tuple[str, int], NodeInfo] | None:
-    """Place the wishes by depth-first search, best fit first, until `tries` runs out; None where they do not
-    fit.
+    """Place the wishes by depth-first search, best fit first, in at most `tries`; None where they do not fit.
 
     Of hosts in the same state only one is tried.
     """

@@ -53,9 +53,7 @@ SETTLE_SECONDS = 3.0  # devices of a run that has just ended become free within 
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """Devices that are reserved for a pool. The lists but the last have one entry for each rank, in rank
-    order.
-    """
+    """Devices reserved for a pool; the lists but the last have an entry for each rank, in rank order."""
 
     pool: ResourcePool
     bundles: list[dict[str, Any]]
@@ -76,32 +74,31 @@ class PlacedPool:
                 remove_placement_group(group)
 
 
+@dataclass(eq=False)
 class Cluster:
     """A Ray cluster that this run has started or joined."""
 
-    def __init__(
-        self,
-        *,
-        device: str,
-        address: str,
-        owns: bool,
-        leaves: bool,
-        temp_dir: str | None,
-        timeline: str | None,
-    ) -> None:
-        self.device = device
-        """`cpu` or `cuda`: the kind of device that each rank computes on."""
-        self.address = address
-        """host:port of the cluster's control service."""
-        self.owns = owns
-        """True where this run has started the cluster."""
-        self._leaves = leaves
-        self._temp_dir = temp_dir
-        self._timeline = timeline
-        self._placed: list[PlacedPool] = []
-        self._plan: dict[str, list[NodeInfo]] = {}
-        self._open = True
+    device: str
+    """`cpu` or `cuda`: the kind of device that each rank computes on."""
+    address: str
+    """host:port of the cluster's control service."""
+    timeline: str | None
+    """File that Ray's timeline is written to at the end; None for none."""
+    leaves: bool = True
+    """False where this process was connected to Ray before, and stays so."""
+    temp_dir: str | None = None
+    """Folder of a Ray that this run has started; None for one that it has joined."""
+    _placed: list[PlacedPool] = field(default_factory=list)
+    _plan: dict[str, list[NodeInfo]] = field(default_factory=dict)
+    _open: bool = True
+
+    def __post_init__(self) -> None:
         atexit.register(self.shutdown)
+
+    @property
+    def owns(self) -> bool:
+        """Whether this run has started the cluster."""
+        return self.temp_dir is not None
 
     @classmethod
     def connect(cls, config: RayConfig, *, device: str, wanted: int, num_nodes: int = 1) -> Cluster:
@@ -139,14 +136,7 @@ class Cluster:
         given = [f"ray_kwargs.ray_init.{name}" for name in ours if getattr(config.ray_init, name) is not None]
         if given:
             logger.warning("%s: this has no effect on a Ray that runs already", ", ".join(given))
-        cluster = cls(
-            device=device,
-            address=address,
-            owns=False,
-            leaves=leaves,
-            temp_dir=None,
-            timeline=config.timeline_json_file,
-        )
+        cluster = cls(device, address, config.timeline_json_file, leaves=leaves)
         logger.info(
             "joined the Ray cluster at %s: %s",
             address,
@@ -176,14 +166,7 @@ class Cluster:
         logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs", address, cpus, num_gpus)
         if dashboard:
             logger.info("the dashboard of this Ray is at http://%s", dashboard)
-        return cls(
-            device=device,
-            address=address,
-            owns=True,
-            leaves=True,
-            temp_dir=temp_dir,
-            timeline=config.timeline_json_file,
-        )
+        return cls(device, address, config.timeline_json_file, temp_dir=temp_dir)
 
     def nodes(self) -> list[NodeInfo]:
         """Return the living nodes with their free and total devices: GPUs for cuda, CPUs for cpu.
@@ -308,9 +291,7 @@ class Cluster:
         return placed
 
     def shutdown(self) -> None:
-        """Free the reserved devices and leave the cluster; a Ray of the run's own ends with its processes and
-        files. It may be called twice.
-        """
+        """Free the devices and leave the cluster, or end the run's own; it may be called twice."""
         if not self._open:
             return
         self._open = False
@@ -322,18 +303,18 @@ class Cluster:
                 if not self.owns:
                     for placed in self._placed:
                         placed.free()
-                if self._leaves:
+                if self.leaves:
                     ray.shutdown()
         finally:
-            if self._temp_dir is not None:
-                session.end(self._temp_dir)
+            if self.temp_dir is not None:
+                session.end(self.temp_dir)
 
     def _write_timeline(self) -> None:
-        if self._timeline is None:
+        if self.timeline is None:
             return
         try:
-            Path(self._timeline).parent.mkdir(parents=True, exist_ok=True)
-            ray.timeline(self._timeline)
-            logger.info("Ray's timeline is in %s (open it in https://ui.perfetto.dev)", self._timeline)
+            Path(self.timeline).parent.mkdir(parents=True, exist_ok=True)
+            ray.timeline(self.timeline)
+            logger.info("Ray's timeline is in %s (open it in https://ui.perfetto.dev)", self.timeline)
         except Exception as error:  # whatever Ray raises, the run itself went well
-            logger.warning("ray_kwargs.timeline_json_file=%s could not be written: %s", self._timeline, error)
+            logger.warning("ray_kwargs.timeline_json_file=%s could not be written: %s", self.timeline, error)

@@ -56,9 +56,7 @@ class Failure:
         return cls(pickled, text, "".join(trace.format()).rstrip(), place, os.getpid(), time.time())
 
     def original(self) -> Exception:
-        """Return the exception that was raised, or a WorkerError with its text where it cannot be
-        unpickled.
-        """
+        """Return the exception that was raised, or a WorkerError with its text."""
         if self.error is not None:
             with contextlib.suppress(Exception):  # its class may be missing in this process
                 error: Exception = pickle.loads(self.error)
@@ -80,9 +78,7 @@ class Failure:
 
 
 def telling(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the frames of the user's and our own code, without those of Ray, of `threading` and of
-    `process.py`.
-    """
+    """Return the frames that are not Ray's, nor those of `threading` and of `process.py`."""
     return traceback.StackSummary.from_list(
         [frame for frame in stack if not frame.filename.startswith(_MACHINERY)]
     )
@@ -104,11 +100,8 @@ def lost(
 def cause_of(error: BaseException) -> str:
     """Return the reason that a process is gone, made from Ray's message about it."""
     text = str(error)
-    if (
-        isinstance(error, ray.exceptions.OutOfMemoryError)
-        or "memory monitor" in text
-        or "low on memory" in text
-    ):
+    low = "memory monitor" in text or "low on memory" in text
+    if low or isinstance(error, ray.exceptions.OutOfMemoryError):
         return f"Ray ended it because its node ran low on memory: {_last_line(text)}"
     if "ray.kill" in text:
         return "it was ended by ray.kill"

@@ -17,8 +17,7 @@ from typing import Any
 from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.ray.assignment import UNIT, NodeInfo, assign, shortage
-from hybridflow.controller.resource_pool import pools_of
+from hybridflow.controller.ray.assignment import UNIT, NodeInfo
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def choose_address(key: str | None) -> str | None:
 def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> None:
     """Check the cluster that a run asks for, as far as is possible before torch is loaded.
 
-    Raises ConfigError where it cannot be reached, or is too small.
+    Raises ConfigError where it cannot be reached, or where this machine alone would be too small.
     """
     if trainer.controller != "ray":
         return
@@ -56,7 +55,6 @@ def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> 
         return
     if address is not None:
         reach(address, source=source_of(config))
-        _check_totals(address, trainer)
         return
     if given.include_dashboard and given.dashboard_port is not None:
         check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
@@ -88,8 +86,7 @@ def reach(address: str, *, source: str, greet: bool = True) -> None:
     """Make sure, within seconds, that a Ray cluster at `host:port` can be joined from this machine.
 
     It must answer, accept this process's token (asked only with `greet`), and have a node here. `source` is
-    the key or variable that holds the address. Raises ConfigError. Ray itself would wait 20 to 60 seconds in
-    each of these cases.
+    the key or variable that holds the address. Raises ConfigError, for which Ray would take 20 to 60 s.
     """
     host, port = _parse(address, source)
     try:
@@ -148,10 +145,13 @@ def _greet(address: str, source: str) -> None:
     except ImportError:  # ray without its [default] parts
         return
     token = _token()
+    metadata = []
+    if token is not None:
+        metadata.append(("authorization", f"Bearer {token}"))
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
-            ask(b"", timeout=CONNECT_SECONDS, metadata=_authorization(token))
+            ask(b"", timeout=CONNECT_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
             code: Any = error.code()
             if code is not grpc.StatusCode.UNAUTHENTICATED:
@@ -168,12 +168,6 @@ def _greet(address: str, source: str) -> None:
                 "or ~/.ray/auth_token to the token of the node that was started first (`ray get-auth-token` "
                 "prints it there)"
             ) from error
-
-
-def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    if token is None:
-        return ()
-    return (("authorization", f"Bearer {token}"),)
 
 
 def _token() -> str | None:
@@ -261,9 +255,7 @@ def check_own(wanted: int, num_nodes: int, offered: int, device: str) -> None:
 def living(
     table: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]], device: str
 ) -> list[NodeInfo]:
-    """Return the nodes of Ray's table that answer, with their free and total devices: GPUs for cuda, CPUs
-    for cpu.
-    """
+    """Return the nodes of Ray's table that answer, with their devices: GPUs for cuda, CPUs for cpu."""
     # Ray takes a node that was just lost for alive for some seconds, and a restarted run must not go there
     alive = [
         node
@@ -295,42 +287,3 @@ def _name(node: Mapping[str, Any]) -> str:
     if node["NodeName"] != node["NodeManagerAddress"]:
         return str(node["NodeName"])
     return str(node["NodeManagerHostname"])
-
-
-def _check_totals(address: str, trainer: TrainerConfig | SFTTrainerConfig) -> None:
-    """Raise ConfigError if the cluster has too few devices even when nobody else uses them.
-
-    It is asked without joining it, because joining takes seconds.
-    """
-    try:
-        table, free = _tables(address)
-    except Exception as error:  # another version of Ray may lack this, or the cluster refuses: joining tells
-        logger.debug(
-            "the devices of the Ray cluster at %s could not be counted before joining it: %s", address, error
-        )
-        return
-    device: str = trainer.device
-    if device == "auto":
-        device = device_of(table)
-    pools = pools_of(trainer)
-    nodes = living(table, free, device)
-    if assign(pools, nodes, by_total=True) is None:
-        raise ConfigError(shortage(pools, nodes, device, f"the Ray cluster at {address}", own=False))
-
-
-def _tables(address: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Return a cluster's node table and the free resources of each node.
-
-    Ray offers no public function for this; its own commands use these classes.
-    """
-    from ray._private.state import GlobalState
-    from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
-
-    state = GlobalState()
-    try:
-        state._initialize_global_state(
-            GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
-        )
-        return state.node_table(), state.available_resources_per_node()
-    finally:
-        state.disconnect()

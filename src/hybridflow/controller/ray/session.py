@@ -46,8 +46,7 @@ MAX_TEMP_LENGTH = 40  # sockets live some 60 characters below, and a socket's pa
 
 
 def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
-    """Start a Ray in a new temporary folder; return the folder and the dashboard's address, or "" without
-    one.
+    """Start a Ray in a new temporary folder; return the folder and the dashboard's address (or "").
 
     Ray gives a node 30 s to start, however busy the machine is. After that the start is tried again; after
     the third attempt ConfigError is raised.
@@ -131,14 +130,9 @@ def connect(config: RayConfig, *, address: str, **own: Any) -> str:
         with warnings.catch_warnings(), _signal_handlers_kept():
             # about environment variables of accelerators in later versions of Ray
             warnings.simplefilter("ignore", FutureWarning)
-            given = {
-                "namespace": namespace,
-                "runtime_env": runtime_env,
-                "log_to_driver": True,
-                "logging_level": logging.ERROR,
-                **own,
-            }
-            return ray.init(address=address, **given).dashboard_url or ""
+            given: dict[str, Any] = {"namespace": namespace, "runtime_env": runtime_env, **own}
+            context = ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR, **given)
+            return context.dashboard_url or ""
     except (RuntimeError, ConnectionError, ValueError) as error:
         text = " ".join(str(error).split())
         if "Version mismatch" in text:
@@ -171,8 +165,7 @@ def end(temp_dir: str) -> None:
                 logger.debug("killed process %d (%s) that Ray left behind", pid, words[0])
         until = time.monotonic() + REMOVE_SECONDS
         shutil.rmtree(temp_dir, ignore_errors=True)
-        while (
-            os.path.exists(temp_dir) and time.monotonic() < until
-        ):  # a process on its way out may still write
+        # a process on its way out may still write
+        while os.path.exists(temp_dir) and time.monotonic() < until:
             time.sleep(0.1)
             shutil.rmtree(temp_dir, ignore_errors=True)

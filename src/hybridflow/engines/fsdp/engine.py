@@ -88,7 +88,7 @@ class FSDPEngine(MicroBatchEngine):
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
             yield micro, answer(self.module, micro.packed, ask)
-        self._reshard()
+        reshard(self.module)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
         for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
@@ -98,7 +98,7 @@ class FSDPEngine(MicroBatchEngine):
             with self._activations_kept():
                 answers = answer(self.module, micro.packed, ask)
             sums.share(micro, answers, loss).backward()
-        self._reshard()
+        reshard(self.module)
 
     def _apply(self, lr: float) -> None:
         with self.offloader.moments():
@@ -134,16 +134,17 @@ class FSDPEngine(MicroBatchEngine):
     def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
         """See `TrainEngine.export_hf`."""
         policy = self.policy
+        target = Path(folder)
         dtype = policy.source_dtype
         if not with_weights:
             if rank_and_size()[0] == 0:
-                save_config(policy, folder)
+                save_config(policy, target)
             return
         with self.offloader.parameters():
             if dist.is_initialized():
-                save_hf_sharded(policy, folder, dtype=dtype, dtypes=self.compute_dtypes)
+                save_hf_sharded(policy, target, dtype=dtype, dtypes=self.compute_dtypes)
             else:
-                save_hf(policy, folder, dtype=dtype)
+                save_hf(policy, target, dtype=dtype)
 
     @property
     def is_offloaded(self) -> bool:
@@ -162,11 +163,6 @@ class FSDPEngine(MicroBatchEngine):
         if self.activations is None:
             return nullcontext()
         return self.activations.kept()
-
-    def _reshard(self) -> None:
-        """Free gathered parameters, so that every parameter is this rank's shard again."""
-        if self.mesh is not None:
-            reshard(self.module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of module, optimizer and counters; of a model with adapters only what is trained.
@@ -191,9 +187,7 @@ class FSDPEngine(MicroBatchEngine):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the parts of `state_dict()` that are there, in place: every user of the module sees the new
-        weights.
-        """
+        """Load the parts of `state_dict()` that are there, in place, for every user of the module."""
         if "model" in state:
             self._load_module(state["model"])
         if self.optimizer is not None:

@@ -1,5 +1,4 @@
-"""Offloading to CPU memory: parameters and optimizer between phases, activations between forward and
-backward.
+"""Offloading to CPU memory: of model and optimizer between phases, of activations until the backward.
 
 Tensors move for a whole phase, at the places named here. On a CPU the same code runs and nothing moves.
 """
@@ -19,9 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Offloader:
-    """The offloader of a model and its optimizer: it sends them to CPU memory and brings them back to the
-    device.
-    """
+    """Sends a model and its optimizer to CPU memory, and brings them back to the device."""
 
     def __init__(
         self, module: nn.Module, optimizer: MasterAdamW | None, device: torch.device, config: FSDPConfig
@@ -86,8 +83,7 @@ class ActivationOffload:
     """Offloading of activations: tensors that autograd keeps for the backward pass wait in CPU memory.
 
     Parameters stay, since the device has them anyway. With gradient checkpointing the activations are the
-    inputs of the blocks. Copies are queued on the stream that computes, so they come back in order without a
-    wait.
+    inputs of the blocks. Copies are queued on the stream that computes: they come back without a wait.
     """
 
     smallest = 1024

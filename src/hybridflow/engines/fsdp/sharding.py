@@ -1,7 +1,6 @@
 """FSDP2 on a model: the modules that are gathered together, their dtypes, and when gradients are reduced.
 
-Gradients are summed over ranks, not averaged: a loss share is normalised by the counts of the whole
-mini-batch already.
+Gradients are summed over ranks, not averaged: a loss share is normalised by the whole mini-batch's counts.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(
     module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, config: FSDPConfig, compute: torch.dtype
 ) -> None:
-    """Shard parameters over the ranks of `mesh`: each block is a group, and the rest is a group with the
-    root.
+    """Shard parameters over the ranks of `mesh`: each block is a group, the rest one with the root.
 
     The root's group (embeddings, last norm, head) stays gathered from its forward to its backward, since the
     head's weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a

@@ -1,6 +1,4 @@
-"""The trackers that metrics go to: console, JSONL, TensorBoard, wandb, mlflow and swanlab, each in its own
-file.
-"""
+"""The trackers that metrics go to, each in its own file."""
 
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, Trackers
 from hybridflow.observability.trackers.build import TRACKERS, build_trackers

@@ -93,21 +93,8 @@ def import_extra(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration as dotted keys."""
-    entries: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            entries |= flat(value, f"{prefix}{name}.")
-        else:
-            entries[f"{prefix}{name}"] = value
-    return entries
-
-
 def remembered_id(file: Path, resumed: bool) -> str | None:
-    """Return the remote run's id from the run folder, or None where this run does not go on from an earlier
-    one.
-    """
+    """Return the remote run's id from the run folder; None for a fresh run."""
     if resumed and file.exists():
         return file.read_text(encoding="utf-8").strip()
     return None

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.paths import unwritable
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
@@ -31,8 +30,8 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
 }
 
 
-LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
-"""Modules that trackers need, by the tracker's name."""
+LIBRARIES = ("tensorboard", "wandb", "mlflow", "swanlab")
+"""Trackers that need a library, which has their name."""
 
 
 def check_trackers(names: str | Sequence[str]) -> None:
@@ -44,9 +43,9 @@ def check_trackers(names: str | Sequence[str]) -> None:
     for name in chosen:
         if name == "tensorboard" and chosen == TrainerConfig().logger:
             continue
-        if name in LIBRARIES and not _is_installed(LIBRARIES[name]):
+        if name in LIBRARIES and not _is_installed(name):
             raise ConfigError(
-                f"trainer.logger lists {name!r}, and {LIBRARIES[name]} is not installed: "
+                f"trainer.logger lists {name!r}, and {name} is not installed: "
                 f"{install_extra(name)}, or take {name!r} out of trainer.logger"
             )
 
@@ -75,37 +74,23 @@ def build_trackers(
     *,
     total_steps: int | None = None,
     resume_step: int | None = None,
-    explicit: bool | None = None,
 ) -> Trackers:
     """Build the trackers of a run, `jsonl` always among them.
 
-    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `explicit` says
-    whether the user named the trackers; None: yes, unless they are the default list, of which a missing
-    tensorboard is skipped. Raises ConfigError for an unknown name, a library that is not installed or a run
-    folder that cannot be written.
+    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). Of the default
+    list a missing tensorboard is skipped. Raises ConfigError for unknown names and missing libraries.
     """
     chosen = _known(names)
-    if explicit is None:
-        explicit = chosen != TrainerConfig().logger
-    run = RunInfo(_writable(Path(run_dir)), project, experiment, config_dict or {}, total_steps, resume_step)
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunInfo(folder, project, experiment, config_dict or {}, total_steps, resume_step)
     built: list[Tracker] = []
     for name in dict.fromkeys(["jsonl", *chosen]):
         try:
             built.append(TRACKERS[name](run))
         except ConfigError as error:
-            if name != "tensorboard" or explicit:
+            if name != "tensorboard" or chosen != TrainerConfig().logger:
                 Trackers(built).close()
                 raise
             logger.info("no TensorBoard files: %s", error.__cause__ or error)
     return Trackers(built)
-
-
-def _writable(run_dir: Path) -> Path:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(unwritable("trainer.default_local_dir", run_dir, error)) from error
-    return run_dir

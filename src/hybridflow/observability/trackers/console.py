@@ -120,9 +120,7 @@ class ConsoleTracker(Tracker):
         return line
 
     def _time_left(self, metrics: Mapping[str, float], step: int) -> float | None:
-        """Return the steps left times the recent seconds of a step, validation and saving included; None
-        after the last.
-        """
+        """Return the seconds of the steps left, by the recent ones; None after the last."""
         now = self._clock()
         seconds = now - self._last_time
         self._last_time = now
@@ -136,13 +134,7 @@ class ConsoleTracker(Tracker):
         return (self._total - step) * self._step_seconds
 
     def _show_validation(self, metrics: Mapping[str, float], step: int) -> None:
-        table = Table(
-            title=f"validation at step {step}",
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
+        table = _table(f"validation at step {step}", pad_edge=False)
         for name in ("source", "score", "samples"):
             table.add_column(name, overflow="fold")
         for name in ("value", "change", "in all"):
@@ -162,13 +154,7 @@ class ConsoleTracker(Tracker):
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         if not rows:
             return
-        table = Table(
-            title=f"samples at step {step}",
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            show_lines=True,
-        )
+        table = _table(f"samples at step {step}", show_lines=True)
         for name in ("prompt", "response", "answer"):
             table.add_column(name, overflow="fold")
         table.add_column("score", justify="right")
@@ -181,6 +167,11 @@ class ConsoleTracker(Tracker):
     def close(self) -> None:
         self._progress.seconds_left = None
         self._shown.close()
+
+
+def _table(title: str, **options: bool) -> Table:
+    head = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
+    return Table(title=title, **head, **options)  # type: ignore[arg-type]  # its options have many types
 
 
 def _cut(value: object) -> Text:

@@ -1,6 +1,4 @@
-"""`metrics.jsonl` in the run folder: one JSON object a step, floats exact (repr), NaN and Infinity as
-Python's json writes them.
-"""
+"""`metrics.jsonl` in the run folder: a JSON object a step, with exact floats, NaN and Infinity."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from hybridflow.observability.trackers.base import RunInfo, Tracker
 
 
 class JsonlTracker(Tracker):
-    """Writes each step once: what is logged again for the newest step joins its line, and after a resume the
-    lines of later steps are dropped.
+    """Writes each step once, joins what is logged again, and drops later steps after a resume.
 
 
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
@@ -28,7 +25,9 @@ class JsonlTracker(Tracker):
             kept: dict[int, dict[str, float]] = {}
         else:
             kept = {step: line for step, line in read_metrics(self.path).items() if step <= run.resume_step}
-        self._rewrite(kept)
+        partial = self.path.with_suffix(".jsonl.partial")
+        partial.write_bytes(b"".join(_encode(step, kept[step]) for step in sorted(kept)))
+        os.replace(partial, self.path)
         self._step = max(kept, default=-1)
         self._line = dict(kept.get(self._step, {}))
         self._offset = self.path.stat().st_size
@@ -51,16 +50,9 @@ class JsonlTracker(Tracker):
     def close(self) -> None:
         self._file.close()
 
-    def _rewrite(self, lines: Mapping[int, Mapping[str, float]]) -> None:
-        partial = self.path.with_suffix(".jsonl.partial")
-        partial.write_bytes(b"".join(_encode(step, lines[step]) for step in sorted(lines)))
-        os.replace(partial, self.path)
-
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands
-    twice is joined.
-    """
+    """Return the metrics of a `metrics.jsonl` by step; torn lines are left out, lines of one step joined."""
     steps: dict[int, dict[str, float]] = {}
     if not path.exists():
         return steps

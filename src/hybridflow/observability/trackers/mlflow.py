@@ -1,5 +1,4 @@
-"""MLflow. By default a local store in the run folder (`mlflow.db`, artifacts in `mlruns/`);
-MLFLOW_TRACKING_URI sends it elsewhere.
+"""MLflow: a store in the run folder (`mlflow.db`, `mlruns/`), or where MLFLOW_TRACKING_URI says.
 
 SQLite and not plain files: MLflow keeps its file store in maintenance mode and refuses it from 3.13 on.
 """
@@ -11,13 +10,12 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
+from hybridflow.config.tree import flatten
 from hybridflow.observability.trackers.base import (
     RunInfo,
     SampleRow,
     Tracker,
-    flat,
     import_extra,
     remembered_id,
 )
@@ -46,7 +44,7 @@ class MlflowTracker(Tracker):
         if run_id is None:
             experiment_id = self._experiment_id(run.project, None if uri else (folder / "mlruns").as_uri())
             run_id = self._client.create_run(experiment_id, run_name=run.experiment).info.run_id
-            self._log_params(run_id, flat(run.config))
+            self._log_params(run_id, flatten(run.config))
             id_file.write_text(run_id, encoding="utf-8")
         self._run_id = run_id
 
@@ -56,23 +54,20 @@ class MlflowTracker(Tracker):
             return str(experiment.experiment_id)
         return str(self._client.create_experiment(name, artifact_location=artifact_location))
 
-    def _log_params(self, run_id: str, config: Mapping[str, object]) -> None:
-        params = iter(
-            [
-                self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
-                for key, value in config.items()
-            ]
-        )
-        while chunk := list(islice(params, _MAX_PARAMS)):
-            self._client.log_batch(run_id, params=chunk)
+    def _log_params(self, run_id: str, config: Sequence[tuple[str, object]]) -> None:
+        params = [
+            self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
+            for key, value in config
+            if value != {}
+        ]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        entities = iter(
-            [self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()]
-        )
-        while chunk := list(islice(entities, _MAX_METRICS)):
-            self._client.log_batch(self._run_id, metrics=chunk)
+        entities = [self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()]
+        for start in range(0, len(entities), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=entities[start : start + _MAX_METRICS])
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         text = json.dumps([dict(row) for row in rows], indent=1, ensure_ascii=False, default=str)

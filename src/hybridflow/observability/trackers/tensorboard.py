@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from hybridflow.errors import ConfigError, install_extra
-from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
+from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, import_extra
 
 
 class TensorBoardTracker(Tracker):
@@ -16,15 +15,9 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, run: RunInfo) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"trainer.logger lists 'tensorboard', but it cannot be imported ({error}): "
-                f"{install_extra('tensorboard')}, or take it out of trainer.logger"
-            ) from error
+        library = import_extra("torch.utils.tensorboard", "tensorboard")
         purge = None if run.resume_step is None else run.resume_step + 1
-        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)
+        self._writer = library.SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)
         if run.config:
             self._writer.add_text(
                 "config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", 0

@@ -8,9 +8,7 @@ from hybridflow.errors import RewardError
 
 
 def required(ground_truth: Any) -> Any:
-    """Return the ground truth. Raises RewardError where the row has none: scored 0, it would hide the
-    mistake.
-    """
+    """Return the ground truth; RewardError where the row has none, as a score of 0 would hide it."""
     if ground_truth is None:
         raise RewardError(
             "the row has no ground truth: give the data a column reward_model with ground_truth in it, "

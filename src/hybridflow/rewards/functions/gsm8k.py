@@ -24,8 +24,7 @@ def compute_score(
     format_score: float = 0.0,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Score 1.0 if the response's last answer is the ground truth's number, `format_score` if it is another
-    number.
+    """Score 1.0 if the last answer is the ground truth's number, `format_score` for another number.
 
     A response without an answer scores 0.0. `method="strict"` wants `#### number`; `"flexible"` takes the
     last number anywhere. Commas, `$` and a trailing dot do not count, and 72 equals 72.0. The ground truth

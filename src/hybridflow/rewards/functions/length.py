@@ -1,6 +1,4 @@
-"""Length: the excess of a response over a number of characters. A term for compositions, with a negative
-weight.
-"""
+"""Length: the characters of a response beyond a limit, as a term with a negative weight."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ def compute_score(
 
     The ground truth is LaTeX, boxed or bare. `boxed_only=False` also accepts an answer that math-verify finds
     without a box. math-verify's own time limit is off: it works by a signal, which only a main thread may
-    set, and the scoring worker's deadline bounds the call already. Raises RewardError if math-verify is not
-    installed.
+    set, and the worker's deadline bounds the call. Raises RewardError if math-verify is not installed.
     """
     truth = str(required(ground_truth))
     answer = last_boxed(solution_str)
@@ -49,8 +48,7 @@ def compute_score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}` of `text`; None if there is
-    none.
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}` of `text`, or None.
 
     One pass over the text: a policy that only repeats `\boxed{` must not run into the deadline.
     """
@@ -84,7 +82,5 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
 
 
 def prepare() -> None:
-    """Import math-verify now, so that a missing installation shows before the run and its start is on no
-    sample's clock.
-    """
+    """Import math-verify before the run, on no sample's clock; RewardError where it is missing."""
     _math_verify()

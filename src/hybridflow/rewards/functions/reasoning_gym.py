@@ -27,8 +27,7 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Return the score in [0, 1] that the task gives to the response's answer; "acc" is 1.0 only for a full
-    score.
+    """Return the task's score of the response's answer, in [0, 1]; "acc" is 1.0 only for a full score.
 
     An answer that the task's scorer cannot make sense of scores 0.0.
 
@@ -86,7 +85,5 @@ def _library() -> Any:
 
 
 def prepare() -> None:
-    """Import reasoning-gym now: a missing installation shows before the run, and its start is on no sample's
-    clock.
-    """
+    """Import reasoning-gym before the run, on no sample's clock; RewardError where it is missing."""
     _library()

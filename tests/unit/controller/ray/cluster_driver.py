@@ -73,7 +73,7 @@ def own(timeline: str) -> None:
             device=cluster.device,
             pids=[pid for _, pid in where],
             local_ranks=placed.local_ranks,
-            temp_dir=cluster._temp_dir,
+            temp_dir=cluster.temp_dir,
             too_many=too_many,
             in_ray_before=in_ray_before,
             no_room=no_room,
@@ -99,7 +99,7 @@ def handles(_: str) -> None:
         Process.options(**options).remote() for options in cluster.place(pool, "cpu", deadline=60).bundles
     ]
     before = ray.get([actor.where.remote() for actor in actors])
-    say(pids=[pid for _, pid in before], temp_dir=cluster._temp_dir)
+    say(pids=[pid for _, pid in before], temp_dir=cluster.temp_dir)
     sys.stdin.readline()  # the test sends its signals
     say(caught=caught, same=ray.get([actor.where.remote() for actor in actors]) == before)
     cluster.shutdown()

@@ -16,10 +16,8 @@ import psutil
 import pytest
 import ray
 
-from hybridflow.config.cluster import RayConfig, RayInitConfig
-from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.cluster import Cluster
-from hybridflow.controller.ray.preflight import look_ahead
+from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.errors import ConfigError
 from ray_nodes import RayNodes, descendants
 
@@ -136,24 +134,16 @@ def test_a_node_that_does_not_answer_is_not_there(cluster: Cluster, monkeypatch:
     assert [node.id for node in cluster.nodes()] == [node["NodeID"] for node in here]
 
 
-def test_devices_that_a_cluster_does_not_have_are_missed_before_it_is_joined(cluster: Cluster) -> None:
-    joined = RayConfig(RayInitConfig(address=cluster.address))
+def test_devices_that_a_cluster_does_not_have_are_missed(cluster: Cluster) -> None:
     (node,) = cluster.nodes()
-    look_ahead(TrainerConfig(controller="ray", n_gpus_per_node=node.total), joined)
-    for wrong, says in (
-        (
-            TrainerConfig(controller="ray", n_gpus_per_node=node.total + 1),
-            f"has {node.total}.*start more nodes",
-        ),
-        (TrainerConfig(controller="ray", nnodes=2, n_gpus_per_node=1), "not on as many nodes as wanted"),
-        (
-            TrainerConfig(controller="ray", resource_pools={"train": [1], "rollout": [node.total]}),
-            "pool 'rollout', 1 node",
-        ),
-        (SFTTrainerConfig(controller="ray", n_gpus_per_node=1, device="cuda"), "the run wants 1 GPUs.*has 0"),
+    for pools, says in (
+        ((ResourcePool("global", (node.total + 1,)),), f"has {node.total}.*Lower trainer.nnodes"),
+        ((ResourcePool("global", (1, 1)),), "not on as many nodes as wanted"),
+        ((ResourcePool("train", (1,)), ResourcePool("rollout", (node.total,))), "pool 'rollout', 1 node"),
     ):
+        placement = Placement(pools, {f"on {pool.name}": (pool.name,) for pool in pools})
         with pytest.raises(ConfigError, match=f"(?s){says}"):
-            look_ahead(wrong, joined)
+            cluster.check(placement, "cpu", wait=0.1)
 
 
 @pytest.mark.slow

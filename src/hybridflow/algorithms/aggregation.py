@@ -79,9 +79,9 @@ def aggregate(
 
     per_token [B, R] float, mask [B, R] bool. With sums over the tokens t of the mask and over rows i:
     `token-mean` Σ/num_tokens · `token-sum` Σ · `seq-mean-token-sum` Σ_i Σ_t/num_sequences ·
-    `seq-mean-token-mean` Σ_i w_i·mean_t/num_sequences · `seq-mean-token-sum-norm` Σ_i
-    Σ_t/(num_sequences·scale_factor). A sequence is a trajectory, and w_i is 1 / number of its rows. Raises
-    ConfigError for another mode, and for the last one without `scale_factor`.
+    `seq-mean-token-mean` Σ_i mean_t/num_sequences · `seq-mean-token-sum-norm` Σ_i
+    Σ_t/(num_sequences·scale_factor). A sequence is a trajectory, and the mean of a row weighs 1 / number of
+    rows of its trajectory. Raises ConfigError for another mode, and for the last one without `scale_factor`.
     """
     total = zero_outside(per_token, mask).sum()
     if mode not in get_args(LossAggMode):

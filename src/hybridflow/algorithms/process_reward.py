@@ -41,12 +41,13 @@ def process_reward_loss(
     log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, outcome: Tensor, scale: LossScale, *, beta: float
 ) -> LossOutput:
     """−o·logσ(h) − (1 − o)·logσ(−h) with h = β·Σ_t (logπ_rm − logπ_ref): cross-entropy of each row's outcome
-    o, the mean over trajectories, whose rows weigh 1 / their number.
+    o, the mean over rows.
 
     log_prob (with gradient), ref_log_prob [B, R] float, nats; mask [B, R] bool: the sampled tokens; outcome
-    [B] bool or float in [0, 1]; `scale` counts the trajectories of the whole mini-batch. A row without tokens
-    has no part in it. β: `beta`. Metrics, as means over rows: `process_reward/accuracy` (h > 0 where o > ½)
-    and `process_reward/probability` (σ(h)). PRIME, 2502.01456. Left out: the pairwise (DPO) form of the loss.
+    [B] bool or float in [0, 1]; `scale` counts the trajectories of the whole mini-batch, and a row weighs
+    1 / number of rows of its trajectory. A row without tokens has no part in it. β: `beta`. Metrics, as means
+    over rows: `process_reward/accuracy` (h > 0 where o > ½) and `process_reward/probability` (σ(h)). PRIME,
+    2502.01456. Left out: the pairwise (DPO) form of the loss.
     """
     log_ratio = zero_outside(log_prob, mask) - zero_outside(ref_log_prob, mask).detach()
     h = beta * log_ratio.sum(-1)

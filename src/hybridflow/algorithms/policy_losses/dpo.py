@@ -33,10 +33,11 @@ def dpo(
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
     """mean of −logσ(β·(Δ⁺ − Δ⁻)) over a group's pairs of a row with A > 0 and one with A < 0; Δ = Σ_t (logπ −
-    logπ_ref) over a row; rows of equal `trajectory_id` are one row with the tokens of all.
+    logπ_ref) over a row.
 
     Shapes and `rollout_is_weights` as in `vanilla`; ref_log_prob [B, R] float, nats; group_ids,
     trajectory_id [B] int64; group_ids are equal for the rows of one prompt, which must be in one micro-batch.
+    Rows of equal `trajectory_id` are one row with the tokens of all; without it, each row is one.
     Only the sign of a row's mean advantage counts. β: `dpo_beta`; `dpo_loss` is sigmoid (with
     `dpo_label_smoothing`: cDPO) or ipo; their equations are in `algorithms/preference`.
 

@@ -28,7 +28,7 @@ from hybridflow.config.checks.paths import (
     resume_problems,
 )
 from hybridflow.config.checks.reward import reward_problems
-from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
+from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -128,7 +128,7 @@ def _near_divisor(number: int, wanted: int) -> int:
 def _token_limits(config: PPOConfig) -> Iterator[str]:
     data = config.data
     roles = config.actor_rollout_ref
-    longest = data.max_prompt_length + data.max_response_length
+    longest, keys = longest_row(config)
     limits: dict[str, int | None] = {
         f"{ACTOR}.ppo_max_token_len_per_gpu": roles.actor.ppo_max_token_len_per_gpu,
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": roles.rollout.log_prob_max_token_len_per_gpu,
@@ -149,10 +149,8 @@ def _token_limits(config: PPOConfig) -> Iterator[str]:
     for path, limit in limits.items():
         if limit is not None and limit < longest:
             yield (
-                f"{path}={limit} tokens cannot hold one row of "
-                f"data.max_prompt_length={data.max_prompt_length} + "
-                f"data.max_response_length={data.max_response_length} = {longest} tokens: set it to "
-                f"{longest} or more, or shorten the rows"
+                f"{path}={limit} tokens cannot hold one row of {keys} tokens: set it to {longest} or "
+                "more, or shorten the rows"
             )
     if roles.rollout.max_num_batched_tokens < data.max_prompt_length:
         yield (

@@ -45,8 +45,8 @@ def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: f
 
 
 def filter_overlong(batch: DataProto) -> Metrics:
-    """Leave trajectories that were cut (finish_reason "length") out of the loss, in place; return their share
-    as a metric.
+    """Leave rows that were cut (finish_reason "length") out of the loss, in place; return their share as a
+    metric, of trajectories.
     """
     cut = torch.tensor(
         [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]], dtype=torch.bool

@@ -32,6 +32,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
+from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.columns import (
     apply_kl_penalty,
@@ -44,6 +45,7 @@ from hybridflow.trainer.ppo.columns import (
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
+from hybridflow.trainer.ppo.trajectories import _baselines_as_column
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import critic_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
@@ -263,6 +265,39 @@ def test_what_counts_samples_counts_trajectories(seed: int) -> None:
 
 @FEW
 @given(SEED)
+def test_the_baseline_is_the_score_of_a_whole_greedy_trajectory(seed: int) -> None:
+    plain = whole(seed)
+    split = Split(plain, seed)
+    for batch in (plain, split.batch):
+        batch.pop(["reward_baselines"])
+        batch.batch["token_level_scores"].nan_to_num_(0.0)  # a dense reward, all rows of which count
+        batch.batch["token_level_scores"] += batch.batch["response_mask"]
+    greedy = torch.tensor([sample in (0, 3, 7, 9, 11) for sample in range(len(GROUPS))])
+    expected = _baselines_as_column(plain, greedy)
+    found = _baselines_as_column(split.batch, greedy[split.owner])
+    samples = ByTrajectory(found).samples
+    assert samples.batch["reward_baselines"].tolist() == expected.batch["reward_baselines"].tolist()
+    assert len(found) == int((~greedy)[split.owner].sum())
+
+
+def test_other_columns_are_those_of_the_first_row() -> None:
+    tensors = make_rows([[1], [2, 3], [4]], [[5], [6, 7], [8]], 0)
+    tensors |= {"trajectory_id": torch.tensor([9, 4, 9]), "x": torch.tensor([1.5, 2.5, 3.5])}
+    view = ByTrajectory(DataProto.from_dict(tensors, {"uid": ["a", "b", "c"]}))
+    assert view.samples.batch["responses"].tolist() == [[5, 8], [6, 7]]
+    assert view.samples.batch["x"].tolist() == [1.5, 2.5] and list(view.samples.non_tensor_batch["uid"]) == [
+        "a",
+        "b",
+    ]
+    assert not {"prompts", "input_ids", "attention_mask"} & {*view.samples.names()}
+    assert view.first_rows.tolist() == [0, 1] and view.sample_of_row.tolist() == [0, 1, 0]
+    nothing = make_rows([[1], [2]], [[], []], 0) | {"trajectory_id": torch.tensor([3, 3])}
+    empty = ByTrajectory(DataProto.from_dict(nothing))
+    assert not empty.samples.batch["response_mask"].any() and len(empty.samples) == 1
+
+
+@FEW
+@given(SEED)
 def test_the_overlong_penalty_judges_a_trajectory_once(seed: int) -> None:
     plain = whole(seed)
     split = Split(plain, seed)
@@ -303,6 +338,7 @@ def test_rollout_correction(level: str, seed: int) -> None:
         rollout_rs_threshold="1.1,0.2",
     )
     expected = correct_rollout(plain, config, plain.batch["old_log_probs"])
+    split.batch.pop(["call"])  # mini-batches have none, and sums need no order
     found = correct_rollout(split.batch, config, split.batch.batch["old_log_probs"])
     assert found.weights is not None and expected.weights is not None
     assert found.keep is not None and expected.keep is not None

@@ -17,7 +17,8 @@ from hybridflow.protocol.fields import FIELDS
 class ByTrajectory:
     """The K trajectories of a batch of B rows: rows that share a `trajectory_id` are one.
 
-    Rows of a trajectory need not be neighbours. A batch without that column has one row a trajectory.
+    Rows of a trajectory need not be neighbours. A batch without that column has one row a trajectory, and
+    one without `call` has its tokens in the order of rows.
     """
 
     samples: DataProto
@@ -80,7 +81,9 @@ class ByTrajectory:
     def _place_tokens(self, batch: DataProto) -> None:
         """Find where each of the N sampled tokens stands: row and column, [N] each, in batch and samples."""
         row, column = self._mask.nonzero(as_tuple=True)
-        order = batch.batch["call"][row, column].argsort(stable=True)
+        order = torch.arange(len(row))
+        if "call" in batch:
+            order = batch.batch["call"][row, column].argsort(stable=True)
         order = order[self.sample_of_row[row[order]].argsort(stable=True)]
         sample = self.sample_of_row[row[order]]
         before = torch.searchsorted(sample, sample)

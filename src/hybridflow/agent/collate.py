@@ -29,9 +29,8 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
     rollout_log_probs [B, R] float32 nats, policy_version and call [B, R] int32, which are 0, -1 and 0
     elsewhere; trajectory_id, lineage and row_id [B] int64, ascending by (group, sample, lineage). Where
     trajectories are scored, token_level_scores [B, R] float32 has the score on the last token that each one
-    has sampled.
-    Object columns: uid of the group, finish_reason, and what the trajectories have in `extra`. No trajectory
-    may have failed.
+    has sampled. Object columns: uid of the group, finish_reason, and what the trajectories have in `extra`.
+    No trajectory may have failed.
     """
     assert not any(trajectory.failed for trajectory in trajectories), "a failed trajectory is never a row"
     rows = [(trajectory, lineage) for trajectory in trajectories for lineage in trajectory.lineages]

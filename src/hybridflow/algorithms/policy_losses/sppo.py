@@ -28,8 +28,8 @@ def sppo(
     estimator makes equal; π_old is the policy at the start of the step. A row's loss lies in equal parts on
     its tokens, so that `loss_agg_mode` None, which is seq-mean-token-sum, is the mean over rows; the weights
     multiply these parts. Metrics: `actor/sppo_error` (mean over rows of |Δ − A|, nats), `actor/ppo_kl` (mean
-    over tokens of logπ_old − logπ). Raises ConfigError for a trajectory of several rows, whose sum
-    would need all of them in one micro-batch.
+    over tokens of logπ_old − logπ). Raises ConfigError for a trajectory of several rows, whose
+    sum would need all of them in one micro-batch.
 
     Left out: the paper's π_old of a whole round over the data set; here a step is a round. The log-ratio is
     not clamped.

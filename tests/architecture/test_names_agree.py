@@ -68,7 +68,7 @@ def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
     parameters = loss_parameters(PPO)
     assert {"loss_agg_mode", "loss_scale_factor"} <= set(record.keywords)
     columns = set(record.keywords) - set(parameters)
-    assert columns == {"dpo": {"ref_log_prob", "group_ids"}}.get(
+    assert columns == {"dpo": {"ref_log_prob", "group_ids", "trajectory_id"}}.get(
         name, {f"{name}_selected"} if record.select else set()
     )
     for keyword, argument in inspect.signature(record.function).parameters.items():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.trajectory import Trajectory
@@ -25,11 +26,11 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
     """Make a DataProto with a row for each lineage, in the order of the trajectories.
 
     Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask; on sampled tokens
-    rollout_log_probs [B, R] float32 nats and policy_version [B, R] int32, which are 0 and -1 elsewhere;
-    trajectory_id, lineage and row_id [B] int64, ascending by (group, sample, lineage). Where trajectories are
-    scored, token_level_scores [B, R] float32 has the score on the last sampled token of each one's last row.
-    Object columns: uid of the group, finish_reason, and what the trajectories have in `extra`. No trajectory
-    may have failed.
+    rollout_log_probs [B, R] float32 nats, policy_version and call [B, R] int32, which are 0, -1 and 0
+    elsewhere; trajectory_id, lineage and row_id [B] int64, ascending by (group, sample, lineage). Where
+    trajectories are scored, token_level_scores [B, R] float32 has the score on the last token that each one
+    has sampled. Object columns: uid of the group, finish_reason, and what the trajectories have in `extra`.
+    No trajectory may have failed.
     """
     assert not any(trajectory.failed for trajectory in trajectories), "a failed trajectory is never a row"
     rows = [(trajectory, lineage) for trajectory in trajectories for lineage in trajectory.lineages]
@@ -47,29 +48,35 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
     versions[mask] = torch.tensor(
         [version for segment in segments for version in segment.versions], dtype=torch.int32
     )
+    calls = torch.zeros(mask.shape, dtype=torch.int32)
+    calls[mask] = torch.tensor(
+        [segment.call for segment in segments for _ in segment.token_ids], dtype=torch.int32
+    )
     ids = [trajectory_id(trajectory) for trajectory in trajectories for _ in trajectory.lineages]
     places = [place for trajectory in trajectories for place in range(len(trajectory.lineages))]
     tensors |= {
         "loss_mask": mask.clone(),
         "rollout_log_probs": log_probs,
         "policy_version": versions,
+        "call": calls,
         "trajectory_id": torch.tensor(ids, dtype=torch.int64),
         "lineage": torch.tensor(places, dtype=torch.int64),
         "row_id": torch.tensor(ids, dtype=torch.int64) * ROWS_PER_TRAJECTORY
         + torch.tensor(places, dtype=torch.int64),
     }
-    if all(trajectory.reward is not None for trajectory in trajectories):
-        scores = [
-            trajectory.reward if lineage is trajectory.lineages[-1] else 0.0 for trajectory, lineage in rows
-        ]
-        tensors["token_level_scores"] = place_scores(torch.tensor(scores, dtype=torch.float32), mask)
     columns: dict[str, list[Any]] = {
         "uid": [uid(trajectory) for trajectory, _ in rows],
         "finish_reason": [_FINISH_REASONS[trajectory.outcome.kind] for trajectory, _ in rows],
     }
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.extra)
     columns |= {name: [trajectory.extra.get(name) for trajectory, _ in rows] for name in names}
-    return DataProto.from_dict(tensors, columns)
+    batch = DataProto.from_dict(tensors, columns)
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    if len(rewards) == len(trajectories):
+        view = ByTrajectory(batch)
+        scores = place_scores(torch.tensor(rewards, dtype=torch.float32), view.samples.batch["response_mask"])
+        batch.batch["token_level_scores"] = view.spread(scores)
+    return batch
 
 
 _FINISH_REASONS = {"finished": "stop", "truncated": "length"}

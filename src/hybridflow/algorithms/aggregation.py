@@ -29,16 +29,35 @@ class LossScale:
     num_tokens: float
     """Number of tokens in `loss_mask`."""
     num_sequences: float
-    """Number of rows with at least one token in `loss_mask`."""
+    """Number of trajectories with at least one token in `loss_mask`."""
     num_positive_tokens: float = 0.0
     """Number of tokens in `loss_mask` of rows that were right."""
+    trajectory_rows: Tensor | None = None
+    """[B] int64, of the rows of one micro-batch: how many rows of its trajectory are learned from. None where
+    every trajectory has one row.
+    """
 
     @classmethod
-    def count(cls, loss_mask: Tensor, positive: Tensor | None = None) -> LossScale:
-        """Return the counts of `loss_mask` [B, R] bool; `positive` [B] bool marks rows that were right."""
+    def count(
+        cls, loss_mask: Tensor, positive: Tensor | None = None, trajectory_id: Tensor | None = None
+    ) -> LossScale:
+        """Return the counts of `loss_mask` [B, R] bool; `positive` [B] bool marks rows that were right.
+
+        Rows of equal `trajectory_id` [B] int64 are one sequence; without it, each row is one.
+        """
         tokens = loss_mask.bool().sum(-1)
         right = 0.0 if positive is None else float(tokens[positive.bool()].sum())
-        return cls(float(tokens.sum()), float((tokens > 0).sum()), right)
+        learned = tokens > 0
+        num_sequences = int(learned.sum())
+        if trajectory_id is not None:
+            num_sequences = len(trajectory_id[learned].unique())
+        return cls(float(tokens.sum()), float(num_sequences), right)
+
+    def weighted(self, per_row: Tensor) -> Tensor:
+        """Return per_row [B] float divided by the number of rows of each one's trajectory."""
+        if self.trajectory_rows is None:
+            return per_row
+        return per_row / self.trajectory_rows
 
 
 @dataclass(frozen=True)
@@ -59,8 +78,8 @@ def aggregate(
     per_token [B, R] float, mask [B, R] bool. With sums over the tokens t of the mask and over rows i:
     `token-mean` Σ/num_tokens · `token-sum` Σ · `seq-mean-token-sum` Σ_i Σ_t/num_sequences ·
     `seq-mean-token-mean` Σ_i mean_t/num_sequences · `seq-mean-token-sum-norm` Σ_i
-    Σ_t/(num_sequences·scale_factor). Raises ConfigError for another mode, and for the last one without
-    `scale_factor`.
+    Σ_t/(num_sequences·scale_factor). A sequence is a trajectory, and the mean of a row weighs 1 / number of
+    rows of its trajectory. Raises ConfigError for another mode, and for the last one without `scale_factor`.
     """
     total = zero_outside(per_token, mask).sum()
     if mode not in get_args(LossAggMode):
@@ -78,5 +97,5 @@ def aggregate(
     else:
         count = scale.num_sequences
     if mode == "seq-mean-token-mean":
-        total = masked_mean(per_token, mask, dim=-1).sum()
+        total = scale.weighted(masked_mean(per_token, mask, dim=-1)).sum()
     return total / count if count else total * 0.0

@@ -44,15 +44,17 @@ def process_reward_loss(
     o, the mean over rows.
 
     log_prob (with gradient), ref_log_prob [B, R] float, nats; mask [B, R] bool: the sampled tokens; outcome
-    [B] bool or float in [0, 1]; `scale` counts the rows of the whole mini-batch. A row without tokens has no
-    part in it. β: `beta`. Metrics, as means over rows: `process_reward/accuracy` (h > 0 where o > ½) and
-    `process_reward/probability` (σ(h)). PRIME, 2502.01456. Left out: the pairwise (DPO) form of the loss.
+    [B] bool or float in [0, 1]; `scale` counts the trajectories of the whole mini-batch, and a row weighs
+    1 / number of rows of its trajectory. A row without tokens has no part in it. β: `beta`. Metrics, as means
+    over rows: `process_reward/accuracy` (h > 0 where o > ½) and `process_reward/probability` (σ(h)). PRIME,
+    2502.01456. Left out: the pairwise (DPO) form of the loss.
     """
     log_ratio = zero_outside(log_prob, mask) - zero_outside(ref_log_prob, mask).detach()
     h = beta * log_ratio.sum(-1)
     rows = mask.bool().any(-1)
     o = zero_outside(outcome, rows).to(h.dtype).detach()
-    total = masked_sum(binary_cross_entropy_with_logits(h, o, reduction="none"), rows)
+    cross_entropy = scale.weighted(binary_cross_entropy_with_logits(h, o, reduction="none"))
+    total = masked_sum(cross_entropy, rows)
     count = rows.sum()
     logits = h.detach()
     return LossOutput(

@@ -309,7 +309,7 @@ POLICY_LOSSES: dict[str, LossFacts] = {
         "mean of −logσ({dpo_beta}·(Δ⁺ − Δ⁻)) over a group's pairs of a row with A > 0 and one with A < 0; "
         "Δ = Σ_t (logπ − logπ_ref) over a row",
         ("2402.04792", "2401.01335", "2305.18290", "2310.12036"),
-        ("ref_log_prob", "group_ids", "dpo_loss", "dpo_beta", "dpo_label_smoothing"),
+        ("ref_log_prob", "group_ids", "trajectory_id", "dpo_loss", "dpo_beta", "dpo_label_smoothing"),
         "seq-mean-token-sum",
         has_ratio=False,
         estimators=("online_dpo", "spin"),

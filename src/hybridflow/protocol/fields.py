@@ -22,294 +22,65 @@ class Field:
     dtype: str
     """A torch dtype by name, or "object" for a column of Python values."""
     unit: str
-    writers: tuple[str, ...]
-    readers: tuple[str, ...]
+    writers: str
+    readers: str
     meaning: str
 
 
-_ROWS = (
-    Field(
-        "prompts",
-        "B,P",
-        "int64",
-        "token id",
-        ("collate",),
-        ("rollout", "viewer"),
-        "prompt tokens, left-padded",
-    ),
-    Field(
-        "responses",
-        "B,R",
-        "int64",
-        "token id",
-        ("collate",),
-        ("engines", "rewards"),
-        "response tokens, right-padded",
-    ),
-    Field(
-        "input_ids",
-        "B,T",
-        "int64",
-        "token id",
-        ("collate",),
-        ("engines",),
-        "prompts and responses side by side",
-    ),
-    Field(
-        "attention_mask", "B,T", "bool", "", ("collate",), ("engines",), "true on tokens, false on padding"
-    ),
-    Field(
-        "response_mask",
-        "B,R",
-        "bool",
-        "",
-        ("collate",),
-        ("rewards", "advantages"),
-        "true only on tokens the policy sampled; never changes",
-    ),
-    Field(
-        "loss_mask",
-        "B,R",
-        "bool",
-        "",
-        ("collate", "correction", "filters"),
-        ("advantages", "losses", "metrics"),
-        "subset of response_mask that may still be learned from; narrowed only by narrow_loss_mask",
-    ),
-    Field(
-        "rollout_log_probs",
-        "B,R",
-        "float32",
-        "nats",
-        ("rollout",),
-        ("correction", "metrics"),
-        "log-probabilities when sampled",
-    ),
-    Field(
-        "policy_version",
-        "B,R",
-        "int32",
-        "version",
-        ("rollout",),
-        ("correction", "buffer"),
-        "version of the weights that sampled it",
-    ),
-    Field(
-        "trajectory_id",
-        "B",
-        "int64",
-        "",
-        ("collate",),
-        ("metrics",),
-        "sample of a group: the rows of one trajectory share it",
-    ),
-    Field("lineage", "B", "int64", "", ("collate",), ("metrics",), "number of the row in its trajectory"),
-    Field(
-        "row_id",
-        "B",
-        "int64",
-        "",
-        ("collate",),
-        ("advantages", "metrics"),
-        "the row itself; a resampled duplicate gets a fresh one",
-    ),
-    Field(
-        "rm_scores",
-        "B",
-        "float32",
-        "score",
-        ("reward model",),
-        ("rewards",),
-        "reward model's score; [B, R] where it is dense",
-    ),
-    Field(
-        "token_level_scores",
-        "B,R",
-        "float32",
-        "score",
-        ("rewards",),
-        ("KL penalty", "metrics"),
-        "on the last sampled token or dense",
-    ),
-    Field(
-        "token_level_rewards",
-        "B,R",
-        "float32",
-        "score",
-        ("KL penalty",),
-        ("advantages",),
-        "scores less the KL penalty",
-    ),
-    Field(
-        "reward_baselines",
-        "B",
-        "float32",
-        "score",
-        ("trajectories",),
-        ("advantages",),
-        "ReMax: score of the prompt's greedy response",
-    ),
-    Field(
-        "reward_components",
-        "B,K",
-        "float32",
-        "score",
-        ("driver",),
-        ("advantages",),
-        "GDPO: the reward's result by key",
-    ),
-    Field(
-        "process_rewards",
-        "B,R",
-        "float32",
-        "score",
-        ("process reward model",),
-        ("advantages",),
-        "PRIME: implicit reward of a token",
-    ),
-    Field(
-        "old_log_probs",
-        "B,R",
-        "float32",
-        "nats",
-        ("actor",),
-        ("policy losses", "correction"),
-        "log-probabilities before the update",
-    ),
-    Field(
-        "entropys",
-        "B,R",
-        "float32",
-        "nats",
-        ("actor",),
-        ("metrics",),
-        "entropy of the distribution that sampled the token",
-    ),
-    Field(
-        "sum_pi_squared",
-        "B,R",
-        "float32",
-        "",
-        ("actor",),
-        ("advantages",),
-        "sum of squared probabilities over the vocabulary",
-    ),
-    Field(
-        "teacher_log_probs",
-        "B,R",
-        "float32",
-        "nats",
-        ("teacher",),
-        ("advantages",),
-        "log-probabilities of the teacher",
-    ),
-    Field(
-        "ref_log_prob",
-        "B,R",
-        "float32",
-        "nats",
-        ("reference",),
-        ("KL penalty", "KL loss"),
-        "log-probabilities of the reference",
-    ),
-    Field(
-        "values",
-        "B,R",
-        "float32",
-        "score",
-        ("critic",),
-        ("advantages", "value loss"),
-        "read at the position that predicts the token",
-    ),
-    Field(
-        "advantages",
-        "B,R",
-        "float32",
-        "score",
-        ("advantages",),
-        ("policy losses",),
-        "better than expected by; 0 outside the mask",
-    ),
-    Field(
-        "returns",
-        "B,R",
-        "float32",
-        "score",
-        ("advantages",),
-        ("value loss",),
-        "what the value should have been",
-    ),
-    Field(
-        "rollout_is_weights",
-        "B,R",
-        "float32",
-        "ratio",
-        ("correction",),
-        ("policy losses",),
-        "importance against the rollout policy",
-    ),
-    Field(
-        "positive",
-        "B",
-        "bool",
-        "",
-        ("driver",),
-        ("losses",),
-        "the response is right (acc is 1): the positive-example loss reads it",
-    ),
-    Field(
-        "is_demonstration",
-        "B",
-        "bool",
-        "",
-        ("trajectories",),
-        ("advantages", "metrics"),
-        "SPIN: the data's answer, not a sampled one",
-    ),
-    Field(
-        "group_ids",
-        "B",
-        "int64",
-        "",
-        ("driver",),
-        ("advantages", "losses"),
-        "number of the group: the same for the same uid",
-    ),
-    Field(
-        "uid",
-        "B",
-        "object",
-        "str",
-        ("collate",),
-        ("advantages", "filters", "metrics"),
-        "group: the responses of one prompt share it",
-    ),
-    Field(
-        "finish_reason", "B", "object", "str", ("rollout",), ("filters", "metrics"), "stop, length or abort"
-    ),
-    Field(
-        "solution_str",
-        "B",
-        "object",
-        "str",
-        ("collate",),
-        ("rewards",),
-        "text of the response without special tokens",
-    ),
-    Field(
-        "overlong_reward",
-        "B",
-        "object",
-        "float",
-        ("overlong shaping",),
-        ("metrics",),
-        "what was added to the score; 0 or less",
-    ),
-    Field("data_source", "B", "object", "str", ("data",), ("rewards", "validation"), "name of the data set"),
-    Field("reward_model", "B", "object", "dict", ("data",), ("rewards",), "style and ground_truth"),
-    Field("extra_info", "B", "object", "dict", ("data",), ("rewards",), "further facts of the data row"),
-)
+_TABLE = """
+prompts | B,P | int64 | token id | collate | rollout, viewer | prompt tokens, left-padded
+responses | B,R | int64 | token id | collate | engines, rewards | response tokens, right-padded
+input_ids | B,T | int64 | token id | collate | engines | prompts and responses side by side
+attention_mask | B,T | bool | | collate | engines | true on tokens, false on padding
+response_mask | B,R | bool | | collate | rewards, advantages | \
+true only on tokens the policy sampled; never changes
+loss_mask | B,R | bool | | collate, correction, filters | advantages, losses, metrics | \
+subset of response_mask that may still be learned from; narrowed only by narrow_loss_mask
+rollout_log_probs | B,R | float32 | nats | rollout | correction, metrics | log-probabilities when sampled
+policy_version | B,R | int32 | version | rollout | correction, buffer | version of the weights that sampled it
+call | B,R | int32 | | collate | advantages | \
+number of its call, in the order of the trajectory's calls; 0 where given
+trajectory_id | B | int64 | | collate | advantages, filters, losses, metrics | \
+sample of a group: rows of one trajectory share it
+lineage | B | int64 | | collate | metrics | number of the row in its trajectory
+trajectory_rows | B | int64 | | mini-batches | losses | \
+rows of its trajectory that are learned from, where some trajectory has several
+row_id | B | int64 | | collate | advantages, metrics | the row itself; a resampled duplicate gets a fresh one
+rm_scores | B | float32 | score | reward model | rewards | reward model's score; [B, R] where it is dense
+token_level_scores | B,R | float32 | score | rewards | KL penalty, metrics | \
+on the last sampled token or dense
+token_level_rewards | B,R | float32 | score | KL penalty | advantages | scores less the KL penalty
+reward_baselines | B | float32 | score | trajectories | advantages | \
+ReMax: score of the prompt's greedy response
+reward_components | B,K | float32 | score | driver | advantages | GDPO: the reward's result by key
+process_rewards | B,R | float32 | score | process reward model | advantages | \
+PRIME: implicit reward of a token
+old_log_probs | B,R | float32 | nats | actor | policy losses, correction | log-probabilities before the update
+entropys | B,R | float32 | nats | actor | metrics | entropy of the distribution that sampled the token
+sum_pi_squared | B,R | float32 | | actor | advantages | sum of squared probabilities over the vocabulary
+teacher_log_probs | B,R | float32 | nats | teacher | advantages | log-probabilities of the teacher
+ref_log_prob | B,R | float32 | nats | reference | KL penalty, KL loss | log-probabilities of the reference
+values | B,R | float32 | score | critic | advantages, value loss | \
+read at the position that predicts the token
+advantages | B,R | float32 | score | advantages | policy losses | better than expected by; 0 outside the mask
+returns | B,R | float32 | score | advantages | value loss | what the value should have been
+rollout_is_weights | B,R | float32 | ratio | correction | policy losses | \
+importance against the rollout policy
+positive | B | bool | | driver | losses | the response is right (acc is 1): the positive-example loss reads it
+is_demonstration | B | bool | | trajectories | advantages, metrics | \
+SPIN: the data's answer, not a sampled one
+group_ids | B | int64 | | driver | advantages, losses | number of the group: the same for the same uid
+uid | B | object | str | collate | advantages, filters, metrics | group: the responses of one prompt share it
+finish_reason | B | object | str | rollout | filters, metrics | stop, length or abort
+solution_str | B | object | str | collate | rewards | text of the response without special tokens
+overlong_reward | B | object | float | overlong shaping | metrics | what was added to the score; 0 or less
+data_source | B | object | str | data | rewards, validation | name of the data set
+reward_model | B | object | dict | data | rewards | style and ground_truth
+extra_info | B | object | dict | data | rewards | further facts of the data row
+"""
+"""One line for each field, with its cells in the order of `Field`; a backslash goes on with the line."""
 
+_ROWS = [Field(*map(str.strip, line.split("|"))) for line in _TABLE.strip().splitlines()]
 FIELDS: dict[str, Field] = {row.name: row for row in _ROWS}
 
 
@@ -329,9 +100,8 @@ def describe() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in _ROWS:
-        people = (", ".join(row.writers), ", ".join(row.readers))
         lines.append(
-            f"| `{row.name}` | [{row.axes}] | {row.dtype} | {row.unit} | {people[0]} | {people[1]} | "
+            f"| `{row.name}` | [{row.axes}] | {row.dtype} | {row.unit} | {row.writers} | {row.readers} | "
             f"{row.meaning} |"
         )
     return "\n".join(lines)

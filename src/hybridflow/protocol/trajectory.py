@@ -62,6 +62,8 @@ class Segment:
     """Log-prob of each sampled token, in nats; empty where the tokens were given."""
     versions: tuple[int, ...] = ()
     """Version of the weights that sampled each token; empty where the tokens were given."""
+    call: int = 0
+    """Number of the call that sampled the tokens, in the order of the trajectory's calls; 0 where given."""
 
     def __post_init__(self) -> None:
         wanted = len(self.token_ids) if self.sampled else 0
@@ -144,10 +146,8 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
     sampled segment.
     """
     rows: list[_Row] = []
-    for number, call in enumerate(calls):
-        output = call.output
-        if not call.accepted or not output.token_ids:
-            continue
+    used = [call for call in calls if call.accepted and call.output.token_ids]
+    for number, call in enumerate(used):
         extended = [row for row in rows if row.begins(call.prompt)]
         if extended:
             row = max(extended, key=lambda each: (len(each.units), each.newest_call))
@@ -155,7 +155,7 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
         else:
             row = _Row(call.prompt)
             rows.append(row)
-        row.sample(output, number)
+        row.sample(call.output, number)
     return tuple(Lineage(row.prompt, tuple(row.segments)) for row in rows)
 
 
@@ -179,9 +179,9 @@ class _Row:
             self._add(Segment(token_ids))
 
     def sample(self, output: Sampled, call: int) -> None:
-        """Add tokens that the policy wrote in its call number `call`."""
+        """Add tokens that the policy wrote in its call number `call`, from 0."""
         versions = tuple(output.policy_versions)
-        self._add(Segment(tuple(output.token_ids), True, tuple(output.log_probs), versions))
+        self._add(Segment(tuple(output.token_ids), True, tuple(output.log_probs), versions, call))
         self.newest_call = call
 
     def _add(self, segment: Segment) -> None:

@@ -15,6 +15,7 @@ from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.thresholds import parse_is_threshold, parse_rejection
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,15 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
 
     Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
-    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor
-    measured.
+    group. A sequence is a trajectory, with the tokens of all its rows. The demonstrations of SPIN, which no
+    policy sampled, are neither weighted nor rejected nor measured.
     """
-    mask = batch.batch["loss_mask"]
-    rollout = batch.batch["rollout_log_probs"]
-    own = sampled_rows(batch)[:, None]
+    view = ByTrajectory(batch)
+    rows = view.samples.batch
+    log_probs = view.join(log_probs)
+    mask = rows["loss_mask"]
+    rollout = rows["rollout_log_probs"]
+    own = sampled_rows(view.samples)[:, None]
     sampled = mask & own
     bounds = parse_is_threshold(config.rollout_is_threshold)
     weights = None
@@ -45,7 +49,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
         weights = rollout_weights(
             log_probs,
             rollout,
-            batch.batch["response_mask"] & own,
+            rows["response_mask"] & own,
             level=config.rollout_is,
             bounds=bounds,
             batch_normalize=config.rollout_is_batch_normalize,
@@ -74,9 +78,9 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
             metrics.add_mean(name, value * num_weights, num_weights)
     outside = mask & ~sampled
     if weights is not None:
-        weights = torch.where(outside, 1.0, weights)
+        weights = view.spread(torch.where(outside, 1.0, weights))
     if keep is not None:
-        keep = keep | outside
+        keep = view.spread(keep | outside)
     return Correction(weights, keep, metrics)
 
 

@@ -38,6 +38,10 @@ LOSS_SHARES = (
 """Metrics that micro-batches and ranks add up to the loss of a mini-batch."""
 
 
+TRAJECTORY_COLUMNS = ("trajectory_id", "trajectory_rows")
+"""Columns by which the losses of every update count trajectories, where the batch has them."""
+
+
 def find_policy_loss(config: ActorConfig) -> PolicyLoss:
     """Return the policy loss with its name in the table, or a user's own given as `path.py:name`.
 
@@ -85,12 +89,13 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         mask = micro.batch["loss_mask"]
         log_prob = outputs["log_probs"]
         chosen = base.arguments(parameters | dict(rows.items()))
+        shares = of_micro_batch(scale, micro)
         out = base.function(
             log_prob,
             rows["old_log_probs"],
             rows["advantages"],
             mask,
-            scale,
+            shares,
             rows.get("rollout_is_weights", None),
             **chosen,
         )
@@ -102,12 +107,12 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
         if "entropy" in outputs:
-            entropy = aggregate(outputs["entropy"], mask, mode, scale, config.loss_scale_factor)
+            entropy = aggregate(outputs["entropy"], mask, mode, shares, config.loss_scale_factor)
             total = total - config.entropy_coeff * entropy
             metrics.add_sum("actor/entropy_loss", entropy.detach())
         if config.use_kl_loss:
             estimate = kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type, mask)
-            kl = aggregate(estimate, mask, mode, scale, config.loss_scale_factor)
+            kl = aggregate(estimate, mask, mode, shares, config.loss_scale_factor)
             total = total + config.kl_loss_coef * kl
             metrics.add_sum("actor/kl_loss", kl.detach())
             metrics.add_last("actor/kl_coef", config.kl_loss_coef)
@@ -132,7 +137,7 @@ def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float
             rows["values"],
             rows["returns"],
             rows["loss_mask"],
-            scale,
+            of_micro_batch(scale, micro),
             clip_range=config.cliprange_value,
             loss_agg_mode=config.loss_agg_mode,
             loss_scale_factor=loss_scale_factor,
@@ -142,6 +147,13 @@ def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float
         return out.loss, metrics
 
     return loss
+
+
+def of_micro_batch(scale: LossScale, micro: DataProto) -> LossScale:
+    """Return the counts of the mini-batch with the weights of the rows of one of its micro-batches."""
+    if "trajectory_rows" in micro:
+        return replace(scale, trajectory_rows=micro.batch["trajectory_rows"])
+    return scale
 
 
 def sft_loss(scale: LossScale) -> LossFn:

@@ -1,11 +1,12 @@
 """Cuts a batch into mini-batches, whose order depends on (seed, step, epoch) and on nothing else.
 
-A mini-batch holds whole groups; of rows that were drawn again (PF-PPO) it holds as many as its groups had.
+A mini-batch holds whole groups; of trajectories that were drawn again (PF-PPO) it holds as many as its groups
+had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import rows_of_trajectories
 from hybridflow.protocol.randomness import generator
 from hybridflow.workers.losses import LOSS_SHARES
 
@@ -31,19 +33,25 @@ class MiniBatchPlan:
     step: int
     """The training step, which with the seed and the epoch decides the order."""
     drawn_from: int | None = None
-    """Number of prompts of the batch before its rows were drawn again (PF-PPO); None where rows are as
-    generated. Draws leave groups of any size, so mini-batches are then cut by rows, each in proportion to its
-    prompts.
+    """Number of prompts of the batch before its trajectories were drawn again (PF-PPO); None where they are
+    as generated. Draws leave groups of any size, so mini-batches are then cut by trajectories, in proportion
+    to their prompts.
     """
 
 
-def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[int]]:
+def mini_batch_rows(names: Sequence[Hashable], plan: MiniBatchPlan) -> Iterator[list[int]]:
     """Yield the row indices of each mini-batch, over all epochs; the last one of an epoch may be smaller.
+
+    Rows of equal `names` stay together: the uid of their group, or where rows were drawn again the
+    trajectory.
 
     Ranks and balancing play no part here, so the same rows meet in an optimizer step on any number of
     devices.
     """
-    units = _units(uids, plan)
+    places: dict[Hashable, list[int]] = {}
+    for row, name in enumerate(names):
+        places.setdefault(name, []).append(row)
+    units = list(places.values())
     num_groups = len(units) if plan.drawn_from is None else plan.drawn_from
     # in groups, then in units: the same number of mini-batches however many rows each prompt has left
     ends = [
@@ -57,18 +65,6 @@ def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[i
             order = torch.randperm(len(units), generator=rng).tolist()
         for start, end in pairwise(ends):
             yield [row for index in order[start:end] for row in units[index]]
-
-
-def _units(uids: Sequence[str], plan: MiniBatchPlan) -> list[list[int]]:
-    """Return lists of rows that stay together: the rows of a prompt, or single rows where they were drawn
-    again.
-    """
-    if plan.drawn_from is not None:
-        return [[row] for row in range(len(uids))]
-    groups: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
-    return list(groups.values())
 
 
 Prepare = Callable[[DataProto, int], tuple[DataProto, Metrics]]
@@ -93,7 +89,10 @@ def update_by_mini_batches(
     nothing to learn from are left out.
     """
     metrics = Metrics()
-    mini_batches = list(mini_batch_rows(list(rows.non_tensor_batch["uid"]), plan))
+    names: list[Hashable] = list(rows.non_tensor_batch["uid"])
+    if plan.drawn_from is not None:
+        names = rows.batch["trajectory_id"].tolist()
+    mini_batches = list(mini_batch_rows(names, plan))
     for number, indices in enumerate(progress.each(mini_batches, "mini-batch", len(mini_batches))):
         mini = rows.select_idxs(indices)
         if prepare is not None:
@@ -105,7 +104,12 @@ def update_by_mini_batches(
             continue
         if not bool(learned.all()):
             mini = mini.select_idxs(learned.nonzero().flatten())
-        scale = LossScale.count(mini.batch["loss_mask"], mini.batch.get("positive", None))
+        trajectories = mini.batch.get("trajectory_id", None)
+        if trajectories is not None:
+            several = rows_of_trajectories(trajectories)
+            if several is not None:
+                mini |= DataProto.from_dict({"trajectory_rows": several})
+        scale = LossScale.count(mini.batch["loss_mask"], mini.batch.get("positive", None), trajectories)
         found = update(mini, scale)
         found.average_sums(LOSS_SHARES)
         metrics.update(found)

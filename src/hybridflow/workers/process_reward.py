@@ -20,14 +20,14 @@ from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
-from hybridflow.workers.losses import ratios
+from hybridflow.workers.losses import of_micro_batch, ratios
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.reference import check_token_ids
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
 def outcome_loss(beta: float, scale: LossScale) -> LossFn:
-    """Return the cross-entropy against the outcome on a micro-batch, the mean over the rows of its
+    """Return the cross-entropy against the outcome on a micro-batch, the mean over the trajectories of its
     mini-batch.
     """
 
@@ -35,7 +35,12 @@ def outcome_loss(beta: float, scale: LossScale) -> LossFn:
         rows = micro.batch
         mask = rows["response_mask"] & rows["loss_mask"].any(-1, keepdim=True)
         out = process_reward_loss(
-            outputs["log_probs"], rows["ref_log_prob"], mask, rows["positive"], scale, beta=beta
+            outputs["log_probs"],
+            rows["ref_log_prob"],
+            mask,
+            rows["positive"],
+            of_micro_batch(scale, micro),
+            beta=beta,
         )
         metrics = ratios(out.metrics)
         metrics.add_sum("process_reward/loss", out.loss.detach())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hybridflow.algorithms import preference
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss, vanilla
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, dpo, register_policy_loss, sppo, vanilla
 from hybridflow.algorithms.policy_losses.dpo import in_a_pair
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.process_reward import process_reward_loss
@@ -41,6 +42,60 @@ def test_aggregation_by_hand(mode: str, expected: float) -> None:
     leaf = TOKENS.clone().requires_grad_()
     nothing = aggregate(leaf, torch.zeros_like(MASK), mode, LossScale(0.0, 0.0), 8.0)
     assert nothing.item() == 0.0 and not torch.autograd.grad(nothing, leaf)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 15 / 4),
+        ("seq-mean-token-sum", 15 / 2),
+        ("seq-mean-token-mean", (2 / 2 + 6 / 2 + 5) / 2),
+        ("seq-mean-token-sum-norm", 15 / (2 * 8)),
+    ],
+)
+def test_a_trajectory_of_two_rows_is_one_sequence(mode: str, expected: float) -> None:
+    mask = MASK.clone()
+    mask[2, 1] = True
+    scale = LossScale.count(mask, trajectory_id=torch.tensor([4, 4, 9]))
+    assert scale == LossScale(4.0, 2.0)
+    scale = replace(scale, trajectory_rows=torch.tensor([2, 2, 1]))
+    assert float(aggregate(TOKENS, mask, mode, scale, 8.0)) == pytest.approx(expected)
+
+
+def test_a_pair_of_trajectories_of_several_rows_is_one_pair() -> None:
+    """The better one has two rows: the loss and the gradient are those of one row with the tokens of both."""
+    moved = torch.tensor([[0.3, 0.2], [0.4, 0.0], [-0.1, 0.5]], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    zeros = torch.zeros_like(moved)
+    advantages = torch.tensor([[1.0], [1.0], [-1.0]]).expand(3, 2)
+    names = torch.tensor([6, 6, 2])
+    x = moved.clone().requires_grad_()
+    out = dpo(
+        x,
+        zeros,
+        advantages,
+        mask,
+        LossScale.count(mask, trajectory_id=names),
+        ref_log_prob=zeros,
+        group_ids=torch.zeros(3, dtype=torch.int64),
+        trajectory_id=names,
+        dpo_beta=0.5,
+    )
+    margin = 0.5 * ((0.3 + 0.2 + 0.4) - (-0.1 + 0.5))
+    assert float(out.loss.detach()) == pytest.approx(math.log1p(math.exp(-margin)))
+    slope = 0.5 / (1 + math.exp(margin))
+    (gradient,) = torch.autograd.grad(out.loss, x)
+    expected = torch.tensor([[-slope, -slope], [-slope, 0.0], [slope, slope]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected)
+    assert float(out.metrics["actor/dpo_margin"][0]) == pytest.approx(margin)
+    assert int(out.metrics["actor/dpo_margin"][1]) == 1
+
+
+def test_sppo_refuses_a_trajectory_of_several_rows() -> None:
+    x = torch.zeros(2, 1)
+    scale = LossScale(2.0, 1.0, trajectory_rows=torch.tensor([2, 2]))
+    with pytest.raises(ConfigError, match="loss_mode=sppo compares whole responses"):
+        sppo(x, x, x, torch.ones(2, 1, dtype=torch.bool), scale)
 
 
 def test_aggregation_refuses_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,15 @@ def test_rewards_by_hand() -> None:
     torch.testing.assert_close(whole, torch.tensor([[0.0, 0.0, -1.0, 0.0], [0.0, log9, 0.0, 0.0], [0.0] * 4]))
     with pytest.raises(ConfigError, match="granularity got 'turn': set token or whole"):
         implicit_rewards(LOG_PROB, REF, MASK, beta=2.0, granularity="turn")
+
+
+def test_rows_of_one_trajectory_share_its_weight() -> None:
+    """Rows 0 and 1 are one trajectory, whose loss is the mean of theirs."""
+    outcome = torch.tensor([True, True, True])
+    names = torch.tensor([3, 3, 5])
+    scale = replace(LossScale.count(MASK, trajectory_id=names), trajectory_rows=torch.tensor([2, 2, 1]))
+    out = process_reward_loss(LOG_PROB, REF, MASK, outcome, scale, beta=1.0)
+    assert out.loss.item() == pytest.approx((math.log1p(math.exp(0.5)) + math.log(4 / 3)) / 2)
 
 
 def test_loss_by_hand() -> None:

@@ -36,6 +36,15 @@ TWO = "trainer.n_gpus_per_node=2"
         ),
         ([VLLM, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
         (
+            [
+                VLLM,
+                f"{ROLLOUT}.max_model_len=9999",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000",
+            ],
+            "actor.ppo_max_token_len_per_gpu=9000 tokens cannot hold one row of "
+            "actor_rollout_ref.rollout.max_model_len=9999 tokens: set it to 9999 or more",
+        ),
+        (
             [VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"],
             "or enable_chunked_prefill=true",
         ),

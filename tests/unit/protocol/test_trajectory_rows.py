@@ -119,7 +119,7 @@ def test_a_tool_answer_is_a_given_segment_of_the_same_row() -> None:
     assert rows[0].segments == (
         Segment((3, 4), True, (0.0, -0.01), (0, 0)),
         Segment((8, 9)),
-        Segment((5,), True, (-1.0,), (1,)),
+        Segment((5,), True, (-1.0,), (1,), call=1),
     )
     assert rows[0].sampled_mask == [True, True, False, False, True]
 

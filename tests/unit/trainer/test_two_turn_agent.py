@@ -1,4 +1,6 @@
-"""An agent of two turns with a tool between them, written here and not in the library: its rows train."""
+"""An agent of two turns with a tool between them, written here and not in the library: its rows train, one
+for each trajectory or, where the second prompt does not begin with the first row, two.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ TURN = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 class TwoTurnAgent:
-    """Asks the policy, runs a tool on what it wrote, and asks again with the tool's tokens in the prompt."""
+    """Asks the policy, runs a tool on what it wrote, and asks again with the tool's tokens in the prompt.
 
-    def __init__(self, trainer: PPOTrainer) -> None:
+    With `forgets` it leaves the first token that the policy wrote out of the second prompt.
+    """
+
+    def __init__(self, trainer: PPOTrainer, *, forgets: bool) -> None:
+        self.forgets = forgets
         self.rollout = trainer.source.trajectories.rollout
         self.tokenizer = trainer.source.trajectories.tokenizer
 
@@ -44,7 +50,7 @@ class TwoTurnAgent:
             request = GenerationRequest(2 * number + turn, Prompt(tuple(context)), TURN, seed)
             output = await client.generate(request, sticky=number)
             calls.append(Call(request.prompt, output))
-            context += output.token_ids + self.tool(output.token_ids)
+            context += output.token_ids[int(self.forgets) :] + self.tool(output.token_ids)
         reward = float(number % 2) + number
         return Trajectory(*divmod(number, SAMPLES), rows_of(calls), reward=reward, turns=2)
 
@@ -58,12 +64,15 @@ class TwoTurnAgent:
 
 
 def loss_by_hand(trainer: PPOTrainer, batch: DataProto) -> Tensor:
-    """−Σ A · log π over sampled tokens / their number, row by row with plain logits; A as in GRPO."""
-    scores = batch.batch["token_level_scores"].sum(-1).view(-1, SAMPLES)
+    """−Σ A · log π over sampled tokens / their number, row by row with plain logits; A as in GRPO, of
+    trajectories whose number of rows is the same.
+    """
+    samples = len(batch.batch["trajectory_id"].unique())
+    scores = batch.batch["token_level_scores"].view(samples, -1).sum(-1).view(-1, SAMPLES)
     spread = scores.std(-1, keepdim=True) + 1e-6
     advantages = ((scores - scores.mean(-1, keepdim=True)) / spread).flatten()
     total = torch.zeros(())
-    for row, advantage in enumerate(advantages):
+    for row, advantage in enumerate(advantages.repeat_interleave(len(batch) // samples)):
         attended = batch.batch["attention_mask"][row]
         ids = batch.batch["input_ids"][row][attended][None]
         response = batch.batch["response_mask"][row][attended[batch.batch["prompts"].shape[1] :]]
@@ -86,17 +95,23 @@ def logits(trainer: PPOTrainer, ids: Tensor) -> Tensor:
     return found
 
 
-def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forgets", [False, True])
+def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path, forgets: bool) -> None:
     model = tiny_model(tmp_path / "model")
     settings = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
         trainer.source.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
-        made = TwoTurnAgent(trainer).trajectories(next(trainer.source.batches()))
+        made = TwoTurnAgent(trainer, forgets=forgets).trajectories(next(trainer.source.batches()))
         batch = collate(made, int(trainer.source.trajectories.tokenizer.pad_token_id))
         rows = batch.batch
-        assert len(batch) == 8 and rows["response_mask"].sum(-1).tolist() == [8] * 8, "one row, two turns"
+        lengths = rows["response_mask"].sum(-1).tolist()
         given = rows["attention_mask"][:, rows["prompts"].shape[1] :] & ~rows["response_mask"]
-        assert given.any(-1).all() and (rows["policy_version"][given] == -1).all()
+        if forgets:
+            assert lengths == [4] * 16 and not given.any(), "two rows, a turn each"
+            assert not rows["token_level_scores"][::2].any(), "the score is on the second"
+        else:
+            assert lengths == [8] * 8 and given.any(-1).all(), "one row, two turns"
+        assert (rows["policy_version"][given] == -1).all()
         assert not rows["rollout_log_probs"][given].any() and rows["rollout_log_probs"][~given].any()
 
         actor_module(trainer).zero_grad()
@@ -116,4 +131,5 @@ def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path) -> N
     mean_advantage = trained.batch["advantages"][sampled].sum() / sampled.sum()
     assert found["actor/pg_loss"] == pytest.approx(-float(mean_advantage), abs=1e-6)
     assert found["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    assert found["response_length/mean"] == 8.0
+    assert found["response_length/mean"] == 8.0, "what a trajectory has sampled"
+    assert found["critic/score/mean"] == 4.0

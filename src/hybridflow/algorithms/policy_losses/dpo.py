@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms import preference
-from hybridflow.algorithms.advantages.groups import group_sum
+from hybridflow.algorithms.advantages.groups import group_best, group_sum
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean, masked_sum, zero_outside
 from hybridflow.algorithms.policy_losses.ratios import finish_loss, per_token, token_terms
@@ -23,6 +23,7 @@ def dpo(
     *,
     ref_log_prob: Tensor,
     group_ids: Tensor,
+    trajectory_id: Tensor | None = None,
     dpo_loss: str = "sigmoid",
     dpo_beta: float = 0.1,
     dpo_label_smoothing: float = 0.0,
@@ -32,10 +33,11 @@ def dpo(
     """mean of −logσ(β·(Δ⁺ − Δ⁻)) over a group's pairs of a row with A > 0 and one with A < 0; Δ = Σ_t (logπ −
     logπ_ref) over a row.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; ref_log_prob [B, R] float, nats; group_ids [B] int64,
-    equal for the rows of one prompt, which must be in one micro-batch. Only the sign of a row's mean
-    advantage counts. β: `dpo_beta`; `dpo_loss` is sigmoid (with `dpo_label_smoothing`: cDPO) or ipo; their
-    equations are in `algorithms/preference`.
+    Shapes and `rollout_is_weights` as in `vanilla`; ref_log_prob [B, R] float, nats; group_ids,
+    trajectory_id [B] int64; group_ids are equal for the rows of one prompt, which must be in one micro-batch.
+    Rows of equal `trajectory_id` are one row with the tokens of all; without it, each row is one.
+    Only the sign of a row's mean advantage counts. β: `dpo_beta`; `dpo_loss` is sigmoid (with
+    `dpo_label_smoothing`: cDPO) or ipo; their equations are in `algorithms/preference`.
 
     The group's loss is that of each row that takes part, in equal parts on its tokens; so `loss_agg_mode`
     None, which is seq-mean-token-sum, weighs a group by its rows that take part, over all rows of the
@@ -50,6 +52,11 @@ def dpo(
         tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1
     )
     row_advantage = masked_mean(tokens.advantages, tokens.mask, dim=-1)
+    if trajectory_id is not None:
+        moved = group_sum(moved, trajectory_id)
+        # the first row stands for its trajectory
+        first = group_best(torch.zeros_like(row_advantage), tokens.mask.any(-1), trajectory_id)
+        row_advantage = row_advantage.where(first, 0.0)
     good = row_advantage > 0
     bad = row_advantage < 0
     chosen, rejected = (good[:, None] & bad[None, :] & (group_ids[:, None] == group_ids[None, :])).nonzero(

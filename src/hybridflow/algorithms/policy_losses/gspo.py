@@ -31,8 +31,9 @@ def gspo(
     None: seq-mean-token-mean. Metrics, as means over tokens: `actor/pg_clipfrac` (the clip decides),
     `actor/ppo_kl` (logπ_old − logπ).
 
-    Beside the paper: the mean log-ratio is clamped to ±20, so that nothing overflows. Left out: the form
-    without tokens, whose gradient this has where the tokens of a row share one advantage.
+    Beside the paper: the mean log-ratio is clamped to ±20, so that nothing overflows; each row of a
+    trajectory has a ratio of its own. Left out: the form without tokens, whose gradient this has where the
+    tokens of a row share one advantage.
     """
     tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     moved = masked_mean(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1)

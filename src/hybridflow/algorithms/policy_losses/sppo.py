@@ -7,6 +7,7 @@ from torch import Tensor
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean, masked_sum
 from hybridflow.algorithms.policy_losses.ratios import finish_loss, per_token, token_terms
+from hybridflow.errors import ConfigError
 
 
 def sppo(
@@ -27,11 +28,17 @@ def sppo(
     estimator makes equal; π_old is the policy at the start of the step. A row's loss lies in equal parts on
     its tokens, so that `loss_agg_mode` None, which is seq-mean-token-sum, is the mean over rows; the weights
     multiply these parts. Metrics: `actor/sppo_error` (mean over rows of |Δ − A|, nats), `actor/ppo_kl` (mean
-    over tokens of logπ_old − logπ).
+    over tokens of logπ_old − logπ). Raises ConfigError for a trajectory of several rows, whose
+    sum would need all of them in one micro-batch.
 
     Left out: the paper's π_old of a whole round over the data set; here a step is a round. The log-ratio is
     not clamped.
     """
+    if scale.trajectory_rows is not None:
+        raise ConfigError(
+            "loss_mode=sppo compares whole responses, and a trajectory of this mini-batch has several rows: "
+            "use an agent that only goes on with its last prompt, or another loss"
+        )
     tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     rows = tokens.mask.any(-1)
     error = masked_sum(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1) - masked_mean(

@@ -57,6 +57,22 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def longest_row(config: PPOConfig) -> tuple[int, str]:
+    """Return the tokens of the longest row that generation may make, and the keys that say so with their
+    values.
+    """
+    data = config.data
+    longest = data.max_prompt_length + data.max_response_length
+    rollout = config.actor_rollout_ref.rollout
+    # a later call of a trajectory may be longer than a first prompt and its response
+    if rollout.name in WITH_WEIGHTS and rollout.max_model_len is not None and rollout.max_model_len > longest:
+        return rollout.max_model_len, f"{ROLLOUT}.max_model_len={rollout.max_model_len}"
+    return longest, (
+        f"data.max_prompt_length={data.max_prompt_length} + "
+        f"data.max_response_length={data.max_response_length} = {longest}"
+    )
+
+
 def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key that is set and that the engine does not read."""
     rollout = config.actor_rollout_ref.rollout

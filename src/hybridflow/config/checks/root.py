@@ -22,7 +22,7 @@ from hybridflow.config.checks.model import model_problems
 from hybridflow.config.checks.notes import has_validation, ppo_notes
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
 from hybridflow.config.checks.reward import reward_problems
-from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
+from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -117,7 +117,7 @@ def _sizes(config: PPOConfig) -> Iterator[str]:
 def _token_limits(config: PPOConfig) -> Iterator[str]:
     data = config.data
     roles = config.actor_rollout_ref
-    longest = data.max_prompt_length + data.max_response_length
+    longest, keys = longest_row(config)
     limits = {
         f"{ACTOR}.ppo_max_token_len_per_gpu": True,
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": True,
@@ -131,10 +131,8 @@ def _token_limits(config: PPOConfig) -> Iterator[str]:
         limit = get_value(config, path)
         if is_read and limit is not None and limit < longest:
             yield (
-                f"{path}={limit} tokens cannot hold one row of "
-                f"data.max_prompt_length={data.max_prompt_length} + "
-                f"data.max_response_length={data.max_response_length} = {longest} tokens: set it to "
-                f"{longest} or more, or shorten the rows"
+                f"{path}={limit} tokens cannot hold one row of {keys} tokens: set it to {longest} or "
+                "more, or shorten the rows"
             )
     if roles.rollout.max_num_batched_tokens < data.max_prompt_length:
         yield (

@@ -24,6 +24,7 @@ from hybridflow.data.plugin import load_function
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.workers.losses import find_policy_loss, loss_parameters
 
 KLController = FixedKLController | AdaptiveKLController
@@ -91,20 +92,26 @@ def columns_fetched(config: PPOConfig, estimator: AdvantageEstimator) -> frozens
 def identify(batch: DataProto) -> DataProto:
     """Return the columns group_ids [B] int64 and positive [B] bool.
 
-    group_ids are equal for the rows of one `uid`. positive is true where `acc` is 1, or without `acc` where
-    the score is above 0.
+    group_ids are equal for the rows of one `uid`. positive is true where `acc` of the trajectory is 1, or
+    without `acc` where its score is above 0.
     """
-    scores = batch.batch["token_level_scores"]
-    right = (scores * batch.batch["response_mask"]).sum(-1) > 0
+    view = ByTrajectory(batch)
+    right = _scores(view.samples) > 0
     if "acc" in batch.non_tensor_batch:
-        values = batch.non_tensor_batch["acc"]
+        values = view.samples.non_tensor_batch["acc"]
         known = torch.tensor([isinstance(value, (bool, int, float)) and value == value for value in values])
         right = torch.where(
             known,
             torch.tensor([bool(k) and float(v) >= 1.0 for v, k in zip(values, known, strict=True)]),
             right,
         )
-    return _columns(group_ids=group_ids(batch), positive=right)
+    return _columns(group_ids=group_ids(batch), positive=view.spread(right))
+
+
+def _scores(samples: DataProto) -> Tensor:
+    """Return the score [K] float32 of each sample, the sum over its sampled tokens."""
+    scores: Tensor = samples.batch["token_level_scores"] * samples.batch["response_mask"]
+    return scores.sum(-1)
 
 
 def group_ids(batch: DataProto) -> Tensor:
@@ -118,7 +125,7 @@ def group_ids(batch: DataProto) -> Tensor:
 def apply_kl_penalty(
     batch: DataProto, config: AlgorithmConfig, controller: KLController
 ) -> tuple[DataProto, Metrics]:
-    """token_level_rewards = scores - beta * kl, beta updated after use.
+    """token_level_rewards = scores - beta * kl, beta updated after use by the mean over trajectories.
 
     Without KL-in-reward the rewards are the scores.
     """
@@ -128,40 +135,54 @@ def apply_kl_penalty(
         return _columns(token_level_rewards=scores), metrics
     mask = batch.batch["response_mask"]
     kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty, mask)
-    tokens = mask.sum(-1)
+    view = ByTrajectory(batch)
+    tokens = view.samples.batch["response_mask"].sum(-1)
     current = 0.0
     if bool((tokens > 0).any()):
-        current = float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
+        current = float((view.join(kl).sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
     metrics.add_mean("actor/reward_kl_penalty", current)
     metrics.add_last("actor/reward_kl_penalty_coeff", controller.value)
     rewards = scores - controller.value * kl
-    controller.update(current, len(batch))
+    controller.update(current, len(view.samples))
     return _columns(token_level_rewards=rewards), metrics
 
 
 def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: AdvantageEstimator) -> DataProto:
-    """Return advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`."""
+    """Return advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`.
+
+    A trajectory is one row for the estimator, with its sampled tokens in the order of calls. Raises
+    ConfigError where values follow each other by that order and branches of a trajectory took turns.
+    """
     algorithm = config.algorithm
-    available = argument_values(algorithm) | argument_values(config.reward) | dict(batch.batch.items())
-    available["group_ids"] = group_ids(batch)
+    view = ByTrajectory(batch)
+    samples = view.samples
+    if "values" in estimator.needs and view.interleaved:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} goes from a token's value to the next one's, "
+            "and some trajectories have branches side by side, whose calls took turns: let the agent finish "
+            "one branch before the next, or take an estimator without a critic (grpo, rloo, "
+            "reinforce_plus_plus)"
+        )
+    available = argument_values(algorithm) | argument_values(config.reward) | dict(samples.batch.items())
+    available["group_ids"] = group_ids(samples)
     # its key names the rewards, and the argument is their values
     reward_keys = available.pop("reward_components")
     if reward_keys:
-        available["reward_components"] = _reward_components(batch, reward_keys)
+        available["reward_components"] = _reward_components(samples, reward_keys)
     result = estimator(available | algorithm.options)
-    return _columns(advantages=result.advantages, returns=result.returns)
+    return _columns(advantages=view.spread(result.advantages), returns=view.spread(result.returns))
 
 
-def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
-    """Return [B, K] float32: the reward's value under each of `algorithm.gdpo_reward_keys`.
+def _reward_components(samples: DataProto, keys: list[str]) -> Tensor:
+    """Return [B, K] float32: the reward's value of each sample under each of `algorithm.gdpo_reward_keys`.
 
     The key `score` stands for the score itself.
     """
-    columns: dict[str, Any] = dict(batch.non_tensor_batch)
+    columns: dict[str, Any] = dict(samples.non_tensor_batch)
     # every reward may have failed, and nothing is learned from these rows anyway
-    if not bool(batch.batch["loss_mask"].any()):
-        return torch.zeros(len(batch), len(keys))
-    columns["score"] = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1).tolist()
+    if not bool(samples.batch["loss_mask"].any()):
+        return torch.zeros(len(samples), len(keys))
+    columns["score"] = _scores(samples).tolist()
     missing = [key for key in keys if key not in columns]
     if missing:
         numbers = [
@@ -193,17 +214,24 @@ def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
 
 
 def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) -> DataProto:
-    """Draw rows with replacement by their scores (PF-PPO), with all their fields.
+    """Draw trajectories with replacement by their scores (PF-PPO), with all rows and fields.
 
-    Duplicates get fresh row ids.
+    Duplicates get fresh row ids; trajectory_id is then the number of the draw.
     """
-    scores = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1)
-    rows = resample_rows(
-        scores, method=config.reweight_method, weight_pow=config.weight_pow, generator=generator
+    view = ByTrajectory(batch)
+    drawn = resample_rows(
+        _scores(view.samples),
+        method=config.reweight_method,
+        weight_pow=config.weight_pow,
+        generator=generator,
     )
+    # [rows of all draws, 2]: the number of the draw, and the row
+    rows = (drawn[:, None] == view.sample_of_row).nonzero()
     # a fresh id is not that of a row that was not drawn, either
     above = int(batch.batch["row_id"].max()) if "row_id" in batch else -1
-    return batch.select_idxs(rows).fresh_row_ids(above)
+    resampled = batch.select_idxs(rows[:, 1]).fresh_row_ids(above)
+    resampled.batch["trajectory_id"] = rows[:, 0].contiguous()
+    return resampled
 
 
 def select_tokens(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.trainer.ppo.columns import explained_variance
 from hybridflow.workers.correction import sampled_rows
 
@@ -14,16 +15,18 @@ from hybridflow.workers.correction import sampled_rows
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     """Return critic/{score,rewards,advantages,returns}, response_length and prompt_length.
 
+    Scores, rewards, response_length and its clip_ratio are of trajectories; prompt_length is of rows.
     response_length counts what the policy wrote, perf/total_num_tokens all that a model reads. With a critic
     there are also values and explained variance.
     """
     rows = batch.batch
     metrics = Metrics()
-    mask = rows["response_mask"]
     loss_mask = rows["loss_mask"]
-    sampled = sampled_rows(batch)
-    add_range(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
-    add_range(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])
+    samples = ByTrajectory(batch).samples
+    mask = samples.batch["response_mask"]
+    sampled = sampled_rows(samples)
+    add_range(metrics, "critic/score", (samples.batch["token_level_scores"] * mask).sum(-1)[sampled])
+    add_range(metrics, "critic/rewards", (samples.batch["token_level_rewards"] * mask).sum(-1)[sampled])
     add_range(metrics, "critic/advantages", rows["advantages"][loss_mask])
     add_range(metrics, "critic/returns", rows["returns"][loss_mask])
     if has_critic:
@@ -35,7 +38,7 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     add_range(metrics, "response_length", mask.sum(-1)[sampled])
     add_range(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
     # never an answer of the data
-    truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])
+    truncated = sum(reason == "length" for reason in samples.non_tensor_batch["finish_reason"])
     metrics.add_mean("response_length/clip_ratio", float(truncated), float(sampled.sum()))
     metrics.add_sum("perf/total_num_tokens", float(rows["attention_mask"].sum()))
     metrics.add_mean("training/loss_tokens_ratio", float(loss_mask.sum()), float(mask.sum()))

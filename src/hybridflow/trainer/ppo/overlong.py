@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.columns import place_scores
 
 
@@ -30,27 +31,28 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
 def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: float) -> DataProto:
     """Return a batch whose `token_level_scores` include the penalty, on the last sampled token.
 
-    A response is as long as what the policy wrote: tokens that a tool has given do not count. The column
-    `overlong_reward` holds the penalty.
+    A trajectory is judged once, and is as long as what the policy wrote in all its rows: tokens that a tool
+    has given do not count. The column `overlong_reward` holds the penalty.
     """
-    rows = batch.batch
-    lengths = rows["response_mask"].sum(-1)
-    penalty = overlong_penalty(lengths, max_len=max_len, buffer_len=buffer_len, factor=factor)
+    view = ByTrajectory(batch)
+    mask = view.samples.batch["response_mask"]
+    penalty = overlong_penalty(mask.sum(-1), max_len=max_len, buffer_len=buffer_len, factor=factor)
     shaped = batch.select()
-    shaped.batch["token_level_scores"] = rows["token_level_scores"] + place_scores(
-        penalty, rows["response_mask"]
+    shaped.batch["token_level_scores"] = batch.batch["token_level_scores"] + view.spread(
+        place_scores(penalty, mask)
     )
-    return shaped | DataProto.from_dict({}, {"overlong_reward": penalty.tolist()})
+    return shaped | DataProto.from_dict({}, {"overlong_reward": view.spread(penalty).tolist()})
 
 
 def filter_overlong(batch: DataProto) -> Metrics:
     """Leave rows that were cut (finish_reason "length") out of the loss, in place; return their share as a
-    metric.
+    metric, of trajectories.
     """
     cut = torch.tensor(
         [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]], dtype=torch.bool
     )
     batch.narrow_loss_mask(~cut[:, None].expand_as(batch.batch["loss_mask"]))
     metrics = Metrics()
-    metrics.add_mean("training/overlong_filtered_ratio", float(cut.sum()), float(len(batch)))
+    samples = cut[ByTrajectory(batch).first_rows]
+    metrics.add_mean("training/overlong_filtered_ratio", float(samples.sum()), float(len(samples)))
     return metrics

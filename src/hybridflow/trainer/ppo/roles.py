@@ -18,13 +18,15 @@ from hybridflow.workers import (
     ActorGroup,
     ActorWorker,
     CriticGroup,
+    CriticWorker,
     ProcessRewardGroup,
+    ProcessRewardWorker,
     ReferenceGroup,
     ReferenceWorker,
     RolloutGroup,
     TeacherGroup,
 )
-from hybridflow.workers.losses import find_policy_loss
+from hybridflow.workers.losses import TRAJECTORY_COLUMNS, find_policy_loss
 
 
 class Scorer(Protocol):
@@ -121,8 +123,10 @@ def columns_also_read(
         "actor": {
             ActorWorker.log_probs: dealt,
             ActorWorker.mean_entropy: ["is_demonstration"],
-            ActorWorker.update_mini_batch: [*dealt, *loss_columns(config)],
+            ActorWorker.update_mini_batch: [*dealt, *TRAJECTORY_COLUMNS, *loss_columns(config)],
         },
+        "critic": {CriticWorker.update_mini_batch: TRAJECTORY_COLUMNS},
+        "process_reward": {ProcessRewardWorker.update_mini_batch: TRAJECTORY_COLUMNS},
         "reference": {ReferenceWorker.log_probs: dealt},
     }
 

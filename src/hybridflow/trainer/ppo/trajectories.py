@@ -31,6 +31,7 @@ from hybridflow.errors import DataError, RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
@@ -40,6 +41,7 @@ from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, r
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
 from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup
+from hybridflow.workers.correction import sampled_rows
 
 logger = logging.getLogger(__name__)
 
@@ -212,16 +214,14 @@ class Trajectories:
             batch |= DataProto.from_dict({"is_demonstration": samples == self._demonstration_sample})
         if self.with_baselines:
             batch = _baselines_as_column(batch, samples == self._greedy_sample)
-            metrics.add_mean(
-                "training/reward_baseline/mean", batch.batch["reward_baselines"].sum(), len(batch)
-            )
+            baselines = ByTrajectory(batch).samples.batch["reward_baselines"]
+            metrics.add_mean("training/reward_baseline/mean", baselines.sum(), len(baselines))
         if self.config.algorithm.filter_groups.enable:
-            generated = torch.ones(len(batch), dtype=torch.bool)
-            if self.with_demonstrations:
-                generated = ~batch.batch["is_demonstration"]
+            trajectories = ByTrajectory(batch).samples
+            generated = sampled_rows(trajectories)
             metrics.add_mean(
                 "training/unfiltered_score/mean",
-                batch.batch["token_level_scores"][generated].sum(),
+                trajectories.batch["token_level_scores"][generated].sum(),
                 int(generated.sum()),
             )
         return batch
@@ -292,9 +292,9 @@ class Trajectories:
             return batch
         assert buffer.len is not None, "filled by resolve"
         batch = shape_overlong(batch, max_len=max_len, buffer_len=buffer.len, factor=buffer.penalty_factor)
-        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)[
-            sampled
-        ]
+        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)
+        first = ByTrajectory(batch).first_rows
+        penalties = penalties[first][sampled[first]]
         metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
         return batch
 
@@ -355,11 +355,12 @@ class Trajectories:
         filters = self.config.algorithm.filter_groups
         if not len(rows):
             return rows
-        values = metric_values(rows, filters.metric)
+        samples = ByTrajectory(rows).samples
+        values = metric_values(samples, filters.metric)
         return rows_of(
             rows,
             groups_to_keep(
-                list(rows.non_tensor_batch["uid"]),
+                list(samples.non_tensor_batch["uid"]),
                 values,
                 min_mean=filters.min_mean,
                 max_mean=filters.max_mean,
@@ -387,14 +388,15 @@ class Trajectories:
 
 
 def _baselines_as_column(batch: DataProto, greedy: Tensor) -> DataProto:
-    """Return the rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as
-    `reward_baselines` [B] float32.
+    """Return the rows that are not `greedy` [B] bool, each with the score of its prompt's greedy trajectory
+    as `reward_baselines` [B] float32.
     """
+    view = ByTrajectory(batch)
+    scores = view.spread(view.samples.batch["token_level_scores"].sum(-1))
     uids = batch.non_tensor_batch["uid"]
     row_of = {uids[row]: row for row in greedy.nonzero().flatten().tolist()}
     baseline = torch.tensor([row_of[uid] for uid in uids])
-    batch |= DataProto.from_dict({"reward_baselines": batch.batch["token_level_scores"].sum(-1)[baseline]})
-    return batch.select_idxs(~greedy)
+    return (batch | DataProto.from_dict({"reward_baselines": scores[baseline]})).select_idxs(~greedy)
 
 
 _NO_REQUESTS = RequestBatch([], [], [], [])

@@ -9,6 +9,7 @@ from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.samples import sample_rows
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import with_all_columns
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.trainer.ppo.sample_log import SampleLog
@@ -73,7 +74,10 @@ _OWN_COLUMNS = {"uid", "finish_reason", "solution_str", "data_source", "ground_t
 
 
 def _without_padding(part: DataProto) -> DataProto:
-    """Keep what does not depend on the padding, so that parts of different widths join."""
+    """Keep what does not depend on the padding, one row a trajectory, so that parts of different widths
+    join.
+    """
+    part = ByTrajectory(part).samples
     scores = part.batch["token_level_scores"].sum(-1)
     lengths = part.batch["response_mask"].sum(-1)
     return part.select(["row_id"]).union(DataProto.from_dict({_SCORE: scores, _LENGTH: lengths}))

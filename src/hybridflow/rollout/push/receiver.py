@@ -21,6 +21,9 @@ NOTHING = -1
 Part = Literal["whole", "base", "adapters"]
 """What a push contains: all weights, the base weights without LoRA adapters, or the adapters alone."""
 
+Weights = Iterable[tuple[str, Tensor]]
+"""Weights by the names of the model's files."""
+
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """Function that loads weights into the engine's model, and reads its argument to the end."""
 

@@ -10,7 +10,7 @@ while this one sends.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
     CudaIpcWriter,
@@ -42,7 +43,6 @@ Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
 CallWorkers = Callable[[str, dict[str, Any]], list[Any]]
 """Function that calls a method of the workers' extension with its arguments and returns each worker's answer.
 """
-Weights = Iterable[tuple[str, Tensor]]
 
 
 def checked(weights: Weights) -> Iterator[tuple[str, Tensor, int]]:

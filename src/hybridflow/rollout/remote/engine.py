@@ -10,16 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import (
-    GenerationRequest,
-)
-from hybridflow.rollout.push.receiver import NOTHING
+from hybridflow.rollout.base import GenerationRequest
+from hybridflow.rollout.push.receiver import NOTHING, Weights
 from hybridflow.rollout.remote.runner import EngineDied, Runner, Submission
 from hybridflow.rollout.remote.session import PushedSession
 from hybridflow.rollout.requests import request_problem, rest_of, rest_problem
@@ -79,7 +75,7 @@ class PushedEngine(SessionEngine):
             f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot"
         )
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Weights, version: int) -> None:
         """Push all weights, by the names of the model's files, and empty the prefix cache.
 
         RolloutError while generating, and where they did not arrive as sent: the engine then has no version

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hybridflow.models.build import load_config
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -25,6 +27,13 @@ class ModelFacts:
     """Folder of the tokenizer; None where it is the model's."""
     lora_rank: int = 0
     """Rank of the actor's LoRA adapters, 0 without adapters."""
+
+    def shape(self) -> Any:
+        """Return the configuration of the text model."""
+        config = load_config(
+            self.path, trust_remote_code=self.trust_remote_code, override_config=self.override_config
+        )
+        return config.get_text_config()
 
 
 def cache_bytes_per_token(shape: Any, dtype: str) -> int:

@@ -43,6 +43,20 @@ class ServerProcess:
         self.pid = self._process.pid
         atexit.register(self.stop)
 
+    @classmethod
+    def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, engine: str, timeout: float
+    ) -> tuple[Address, ServerProcess]:
+        """Start a server on a free port that only this machine reaches; RolloutError where it does not start.
+
+        `command`: its command line without host and port. `timeout`: seconds until it answers.
+        """
+        port = free_port()
+        process = cls([*command, "--host", "127.0.0.1", "--port", str(port)], environment, engine=engine)
+        address = Address(f"http://127.0.0.1:{port}")
+        process.wait_until_ready(address, timeout)
+        return address, process
+
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the server runs."""
         return self._process.poll()

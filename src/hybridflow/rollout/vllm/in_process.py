@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import VLLM_MISSING
-from hybridflow.rollout.push.receiver import Part
+from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
+from hybridflow.rollout.vllm.sampling import piece_of
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 
 
@@ -119,11 +119,7 @@ class InProcess:
         return all(answer["has_base"] for answer in self._call("hybridflow_version"))
 
     def push(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        part: Part = "whole",
-        adapter: dict[str, Any] | None = None,
+        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
         """Push weights to the worker one by one and empty the prefix cache; RolloutError where they did not
         arrive.
@@ -146,9 +142,9 @@ class InProcess:
             self._call("hybridflow_forget")
         self._engine.sleep(level)
 
-    def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again; `tags` names its parts, None for all."""
-        self._engine.wake_up(list(tags) if tags is not None else None)
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory again; `tags` names its parts."""
+        self._engine.wake_up(list(tags))
 
     def close(self) -> None:
         """End the engine."""
@@ -200,10 +196,7 @@ def _piece(request_id: int, new: Any) -> Piece:
         log_probs.append(place[token].logprob)
         ranked = sorted(place.items(), key=lambda item: item[1].rank)
         top.append([(number, each.logprob) for number, each in ranked])
-    finish = new.finish_reason
-    if finish not in (None, "stop", "length"):
-        return Piece(request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}")
-    return Piece(request_id, ids, log_probs, top, finish, new.stop_reason)
+    return piece_of(request_id, ids, log_probs, top, new.finish_reason, new.stop_reason)
 
 
 def _first_lines(error: BaseException) -> str:

@@ -1,11 +1,12 @@
-"""Translation of sampling parameters for vLLM, or why it cannot serve them."""
+"""Translation of sampling parameters for vLLM, or why it cannot serve them, and of what it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.base import GenerationRequest, SamplingParams, TopTokens
+from hybridflow.rollout.remote.runner import Piece
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM replaces lower temperatures by others."""
@@ -77,3 +78,17 @@ def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dic
     if sampling.stop:
         params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     return params
+
+
+def piece_of(
+    request_id: int,
+    ids: list[int],
+    log_probs: list[float],
+    top: list[TopTokens],
+    finish: Any,
+    stop_reason: int | str | None,
+) -> Piece:
+    """Return the new part of a response, which failed where vLLM ended it for another reason than ours."""
+    if finish in (None, "stop", "length"):
+        return Piece(request_id, ids, log_probs, top, finish, stop_reason)
+    return Piece(request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}")

@@ -54,8 +54,9 @@ class OpenAISession:
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """Send requests; RolloutError for an id that is in use."""
         check_ids(requests, self._requests)
-        self._requests |= {request.request_id: request for request in requests}
-        self._calls.add({request.request_id: partial(self._answer, request) for request in requests})
+        for request in requests:
+            self._requests[request.request_id] = request
+            self._calls.add(request.request_id, partial(self._answer, request))
         return []
 
     def step(self) -> list[GenerationOutput]:

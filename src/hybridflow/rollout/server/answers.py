@@ -5,8 +5,9 @@ stop_reason and prompt_token_ids are our own.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from hybridflow.rollout.server.job import Job
@@ -17,38 +18,30 @@ from hybridflow.rollout.server.text import NumberedNames, TokenNames
 from hybridflow.tools.parsers import ToolCall
 
 
-class Answer(Protocol):
-    """Writer of the answer to one job."""
+class Answer(ABC):
+    """Writer of the answer to one job, whole or as chunks of a stream."""
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]: ...
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
-    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
+        self.job = job
+        self.names = names
+        if job.names_are_ids:
+            self.names = NumberedNames(model.tokenizer)
+        self.num_tokens = 0
+        """Response tokens that were written so far."""
+        self._begun: set[int] = set()
+        self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
 
-    def usage_chunk(self) -> dict[str, Any]: ...
+    @abstractmethod
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Return the answer to a request without stream."""
 
-
-@dataclass
-class _Writer:
-    job: Job
-    model: ServedModel
-    names: TokenNames
-    num_tokens: int = 0
-    """Response tokens that were written so far."""
-    _begun: set[int] = field(default_factory=set)
-    _head: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.job.names_are_ids:
-            self.names = NumberedNames(self.model.tokenizer)
-        self._head = {
-            "id": f"{self.prefix}-{uuid4().hex}",
-            "created": int(time.time()),
-            "model": self.model.name,
-        }
-
-    prefix = ""
-    kind = ""
-    chunk_kind = ""
+    @abstractmethod
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Return one event of a stream."""
 
     def usage(self) -> dict[str, int]:
         """Return the counts of tokens; a prompt counts once, whatever the number of its responses."""
@@ -64,28 +57,28 @@ class _Writer:
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        self.num_tokens += len(piece.token_ids)
-        choice |= {"index": piece.choice, "finish_reason": piece.finish_reason}
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
-        if self.job.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+        self._finish(choice, piece)
+        if piece.finish_reason is None:
+            del choice["stop_reason"]
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
         if self.job.include_usage:
             chunk["usage"] = None
         return chunk
 
     def _whole(self, choices: list[dict[str, Any]], pieces: list[Piece]) -> dict[str, Any]:
-        self.num_tokens = sum(len(piece.token_ids) for piece in pieces)
         for choice, piece in zip(choices, pieces, strict=True):
-            choice |= {
-                "index": piece.choice,
-                "finish_reason": piece.finish_reason,
-                "stop_reason": piece.stop_reason,
-            }
-            if self.job.return_token_ids:
-                choice["token_ids"] = piece.token_ids
+            self._finish(choice, piece)
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def _finish(self, choice: dict[str, Any], piece: Piece) -> None:
+        self.num_tokens += len(piece.token_ids)
+        choice |= {
+            "index": piece.choice,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self.job.return_token_ids:
+            choice["token_ids"] = piece.token_ids
 
     def _begins(self, piece: Piece) -> bool:
         """Return True for the first chunk of a response."""
@@ -94,15 +87,19 @@ class _Writer:
         return first
 
 
-class ChatAnswer(_Writer):
+class ChatAnswer(Answer):
     """Answer of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
+        super().__init__(job, model, names)
+        self._num_calls: Counter[int] = Counter()
+        """Calls of each response that were written so far."""
+
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """The answer to a request without stream."""
         choices = []
         for piece in pieces:
             message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -118,7 +115,6 @@ class ChatAnswer(_Writer):
         return answer
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """One event of a stream."""
         delta: dict[str, Any] = {}
         first = self._begins(piece)
         if first:
@@ -126,20 +122,15 @@ class ChatAnswer(_Writer):
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
-            begin = self._count_calls(piece)
             delta["tool_calls"] = [
-                {"index": begin + place, **_written(call)} for place, call in enumerate(piece.calls)
+                {"index": place, **_written(call)}
+                for place, call in enumerate(piece.calls, self._num_calls[piece.choice])
             ]
+            self._num_calls[piece.choice] += len(piece.calls)
         chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
         if first and self.job.return_token_ids:
             chunk["prompt_token_ids"] = self.job.prompts[0]
         return chunk
-
-    def _count_calls(self, piece: Piece) -> int:
-        counts: dict[int, int] = self.__dict__.setdefault("_calls", {})
-        begin = counts.get(piece.choice, 0)
-        counts[piece.choice] = begin + len(piece.calls)
-        return begin
 
     def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.job.log_probs:
@@ -147,29 +138,31 @@ class ChatAnswer(_Writer):
         return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
 
 
-class CompletionAnswer(_Writer):
+class CompletionAnswer(Answer):
     """Answer of /v1/completions."""
 
     prefix = "cmpl"
     kind = "text_completion"
     chunk_kind = "text_completion"
 
+    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
+        super().__init__(job, model, names)
+        self._offsets: Counter[int] = Counter()
+        """Place in the text of each response at which its next token begins."""
+
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """The answer to a request without stream."""
         return self._whole([self._choice(piece) for piece in pieces], pieces)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """One event of a stream."""
         return self._chunk(self._choice(piece), piece)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         prompt = piece.choice // self.job.n
-        offsets: dict[int, int] = self.__dict__.setdefault("_offsets", {})
-        offset = offsets.get(piece.choice, 0)  # log-probs and a repeated prompt exclude each other
         written = None
-        if self.job.log_probs:
+        if self.job.log_probs:  # they and a repeated prompt exclude each other
+            offset = self._offsets[piece.choice]
             written = completion_log_probs(piece, self.names, self.job.sampling[prompt].top_log_probs, offset)
-            offsets[piece.choice] = offset + sum(len(text) for text in written["tokens"])
+            self._offsets[piece.choice] += sum(len(text) for text in written["tokens"])
         choice: dict[str, Any] = {"text": piece.text, "logprobs": written}
         if self._begins(piece) and self.job.return_token_ids:
             choice["prompt_token_ids"] = self.job.prompts[prompt]

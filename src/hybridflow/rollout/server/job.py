@@ -23,13 +23,7 @@ from hybridflow.rollout.server.prompts import (
     template_message,
 )
 from hybridflow.rollout.server.readers import Check
-from hybridflow.rollout.server.schema import (
-    ChatBody,
-    CompletionBody,
-    Function,
-    NamedTool,
-    SamplingBody,
-)
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody, Function, NamedTool, SamplingBody
 from hybridflow.tools.parsers import TOOL_PARSERS
 
 COMPLETION_TOKENS = 16
@@ -42,6 +36,20 @@ LONGEST_SHOWN = 40
 """Characters of a wrong name that a message repeats."""
 OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """Options of the chat template that a request may not set: its own template, for one, would be a program."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tool calls that a response may have, or has to have."""
+
+    parser: str | None = None
+    """Parser of tool calls, where there may be any."""
+    opening: str = ""
+    """Beginning of a call that has to be made; it is in the prompt and belongs to the response."""
+    callable: frozenset[str] | None = None
+    """Tools of which one has to be called; None: no call is needed."""
+    one_call: bool = False
+    """Whether the response ends with its first call."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +71,7 @@ class Job:
     sticky: Hashable | None
     echo: list[str] = field(default_factory=list)
     """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
-    tool_parser: str | None = None
-    """Parser of tool calls, where there may be any."""
-    opening: str = ""
-    """Beginning of a call that has to be made; it is in the prompt and belongs to the response."""
-    callable: frozenset[str] | None = None
-    """Tools of which one has to be called; None: no call is needed."""
-    one_call: bool = False
-    """Whether the response ends with its first call."""
+    tools: ToolUse = ToolUse()
 
 
 def _go_on() -> None:
@@ -141,7 +142,7 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
     limit = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs or 0
     sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
-    return _job(body, [prompt], [sampling], log_probs=body.logprobs, **vars(use))
+    return _job(body, [prompt], [sampling], log_probs=body.logprobs, tools=use)
 
 
 def sampling_of(
@@ -240,16 +241,6 @@ def _check_chat(body: ChatBody) -> None:
             "continue_final_message",
             f"the last message is of {body.messages[-1].role!r}, and only an assistant's can be continued",
         )
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Fields of `Job` for tool calls, as a request sets them."""
-
-    tool_parser: str | None = None
-    opening: str = ""
-    callable: frozenset[str] | None = None
-    one_call: bool = False
 
 
 def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:

@@ -49,7 +49,7 @@ class Service:
         self.model = model
         self.limits = limits
         self.metrics = Metrics(model.name)
-        self.readers = JobReaders(limits.max_queue)
+        self.readers = JobReaders(limits.max_queue, self.check_open)
         self.draining = False
         """Whether the server is ending: running requests go on, and new ones are refused."""
         self.open_choices = 0

@@ -13,17 +13,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hybridflow.models.probe import difference, probe_tolerance
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationRequest, WeightSource
-from hybridflow.rollout.hf.batch import Batch, Ended, Row
+from hybridflow.rollout.hf.batch import Batch, Ended
+from hybridflow.rollout.hf.row import Row
 from hybridflow.rollout.hf.session import HFSession
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.sampling import sampling_problem
@@ -104,23 +107,20 @@ class HFEngine(SessionEngine):
     def _new_session(self) -> HFSession:
         return HFSession(
             problem=self._problem,
-            batch_of=self._batch_of,
+            next_batch=self._next_batch,
             run=self._run,
-            size=self._size,
             version=lambda: self._version,
             closed=self._closed,
         )
 
-    def _size(self, num_waiting: int) -> int:
-        """Return how many requests the next batch may have, of so many that wait."""
-        if self._batches is None and num_waiting > 1 and self.max_num_seqs > 1:
+    def _next_batch(self, waiting: Sequence[GenerationRequest]) -> Batch:
+        """Return a batch of the first of these requests, as many as the model takes together."""
+        if self._batches is None and len(waiting) > 1 and self.max_num_seqs > 1:
             self._batches = batches_well(self.model)
+        size = 1
         if self._batches:
-            return self.max_num_seqs
-        return 1
-
-    def _batch_of(self, requests: Sequence[GenerationRequest]) -> Batch:
-        rows = [Row(request, self._ends(request)) for request in requests]
+            size = self.max_num_seqs
+        rows = [Row(request, self._ends(request)) for request in waiting[:size]]
         filler = getattr(self.model.generation_config, "pad_token_id", None)
         if not isinstance(filler, int):
             filler = 0
@@ -148,10 +148,7 @@ class HFEngine(SessionEngine):
                 model.generate(
                     **padded(contexts, batch.filler, self.model.device),
                     generation_config=GenerationConfig(
-                        do_sample=False,
-                        max_new_tokens=longest,
-                        pad_token_id=batch.filler,
-                        use_cache=True,
+                        do_sample=False, max_new_tokens=longest, pad_token_id=batch.filler, use_cache=True
                     ),
                     logits_processor=LogitsProcessorList([batch]),
                     stopping_criteria=StoppingCriteriaList([Ended(batch)]),
@@ -178,14 +175,11 @@ class HFEngine(SessionEngine):
 
 def padded(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> dict[str, Tensor]:
     """Return left-padded input_ids and attention_mask, each [B, longest prompt] int64."""
-    longest = max(len(prompt) for prompt in prompts)
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
     return {
-        "input_ids": torch.tensor(
-            [[filler] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
-        ),
-        "attention_mask": torch.tensor(
-            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
-        ),
+        "input_ids": pad(rows, padding_value=filler),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
     }
 
 

@@ -12,24 +12,22 @@ from hybridflow.rollout.requests import aborted, check_ids, sort_out
 class HFSession:
     """An `EngineSession`; `abort` may come from another thread while a batch is decoded.
 
-    `problem` returns the reason why a request cannot be served, `size` how many of so many waiting requests
-    the next batch may have; `run` fills the rows of a batch. `version`: of the weights there are now.
+    `problem` returns the reason why a request cannot be served, `next_batch` a batch of the first waiting
+    requests; `run` fills the rows of a batch. `version`: of the weights there are now.
     """
 
     def __init__(
         self,
         *,
         problem: Callable[[GenerationRequest], str | None],
-        batch_of: Callable[[Sequence[GenerationRequest]], Batch],
+        next_batch: Callable[[Sequence[GenerationRequest]], Batch],
         run: Callable[[Batch], None],
-        size: Callable[[int], int],
         version: Callable[[], int],
         closed: Callable[[], None],
     ) -> None:
         self._problem = problem
-        self._batch_of = batch_of
+        self._next_batch = next_batch
         self._run = run
-        self._size = size
         self._version = version
         self._closed = closed
         self._waiting: list[GenerationRequest] = []
@@ -67,10 +65,8 @@ class HFSession:
         """Decode one batch to its end; outputs of rows that were aborted meanwhile came from `abort`."""
         if not self._waiting:
             return []
-        size = self._size(len(self._waiting))
-        requests = self._waiting[:size]
-        self._waiting = self._waiting[size:]
-        batch = self._batch = self._batch_of(requests)
+        batch = self._batch = self._next_batch(self._waiting)
+        self._waiting = self._waiting[len(batch.rows) :]
         try:
             self._run(batch)
         finally:

@@ -66,24 +66,20 @@ class ServerProcess:
         long.
         """
         end = time.monotonic() + timeout
-        while True:
-            if self.exit_code() is not None:
-                words = self.last_words()
-                self.stop()
-                raise RolloutError(f"the {self.engine} server did not start{words}")
+        problem = "did not start"
+        while self.exit_code() is None:
             try:
                 address.call("/health", timeout=5.0, method="GET")
                 return
             except (ServerGone, Refused):
-                pass
+                time.sleep(0.5)
             if time.monotonic() > end:
-                words = self.last_words()
-                self.stop()
-                raise RolloutError(
-                    f"the {self.engine} server did not answer within {timeout:.0f} s "
-                    "(actor_rollout_ref.rollout.server.start_timeout)" + words
-                )
-            time.sleep(0.5)
+                key = "actor_rollout_ref.rollout.server.start_timeout"
+                problem = f"did not answer within {timeout:.0f} s ({key})"
+                break
+        words = self.last_words()
+        self.stop()
+        raise RolloutError(f"the {self.engine} server {problem}{words}")
 
     def last_words(self) -> str:
         """Return the exit code, if the server has ended, and the end of its log."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
-from hybridflow.rollout.push.receiver import Load, Part, Receiver
+from hybridflow.rollout.push.receiver import Load, Part, Receiver, Weights
 from hybridflow.rollout.push.transports import memory_folder
 
 QUALIFIED_NAME = f"{__name__}.Extension"
@@ -72,17 +72,8 @@ class Extension:
 
         The version is `NOTHING` before the first whole push.
         """
-        return {
-            "version": self._hybridflow_receiver().version,
-            "has_base": self._hybridflow_receiver().has_base,
-        }
-
-    def hybridflow_checksums(self) -> dict[str, Any]:
-        """Return the checksum of each tensor of the newest push, as it arrived here."""
-        return {
-            "version": self._hybridflow_receiver().version,
-            "checksums": self._hybridflow_receiver().checksums,
-        }
+        receiver = self._hybridflow_receiver()
+        return {"version": receiver.version, "has_base": receiver.has_base}
 
     def hybridflow_forget(self) -> dict[str, Any]:
         """Forget the weights (sleep of level 2): nothing is generated until they are pushed again."""
@@ -136,15 +127,11 @@ class Extension:
         return {"id": self._hybridflow_adapter_id}
 
     def _hybridflow_loader(self, adapter: dict[str, Any] | None) -> Load:
-        return (
-            self._hybridflow_load
-            if adapter is None
-            else partial(self._hybridflow_load_adapter, adapter=adapter)
-        )
+        if adapter is None:
+            return self._hybridflow_load
+        return partial(self._hybridflow_load_adapter, adapter=adapter)
 
-    def _hybridflow_load_adapter(
-        self, weights: Iterable[tuple[str, Tensor]], adapter: dict[str, Any]
-    ) -> None:
+    def _hybridflow_load_adapter(self, weights: Weights, adapter: dict[str, Any]) -> None:
         """Load adapters by vLLM's own loader, which checks them."""
         from vllm.lora.request import LoRARequest
 
@@ -164,7 +151,7 @@ class Extension:
             self._hybridflow_received = Receiver()
         return self._hybridflow_received
 
-    def _hybridflow_load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _hybridflow_load(self, weights: Weights) -> None:
         worker: Any = self
         failed: list[Exception] = []
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.installed import VLLM_MISSING
+from hybridflow.rollout.installed import advice
 from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
@@ -33,11 +33,10 @@ class InProcess:
             import vllm
             import vllm.lora.request
         except ImportError as error:
-            message = (
+            raise RolloutError(
                 f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {error}. "
-                f"{VLLM_MISSING}"
-            )
-            raise RolloutError(message) from error
+                f"{advice('vllm')}"
+            ) from error
         self._vllm = vllm
         try:
             with _process_as_it_was():

@@ -20,7 +20,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine, SomeWeights
 from hybridflow.weight_sync.checksum import Remembered, explain_difference, first_difference
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.reshard import BUCKET_BYTES, HeldWeights, Reshard
+from hybridflow.weight_sync.reshard import HeldWeights, Reshard
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class WeightExport:
     All ranks make it and call `share` together.
     """
 
-    def __init__(self, held: HeldWeights, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, held: HeldWeights, device: torch.device) -> None:
         rank, world_size = rank_and_size()
         whole = {each.name: Box.whole(each.shape) for each in held()}
         self._trained = {each.name: whole[each.name].numel for each in held() if each.trained}
         self._sums = Remembered()
         owners = deal_tensors(self._trained, world_size)
         wanted = {name: whole[name] for name, owner in owners.items() if owner == rank}
-        self.reshard = Reshard(held, wanted, device=device, bucket_bytes=bucket_bytes)
+        self.reshard = Reshard(held, wanted, device=device)
 
     def share(self, version: int) -> WeightShare:
         """Return this rank's part of the weights as they are now, as version `version`."""

@@ -89,9 +89,7 @@ class HFEngine(SessionEngine):
         self._version = version
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights where they have a source; keys and values are freed with each batch. RolloutError
-        while generating.
-        """
+        """Free the weights where they have a source; RolloutError while generating."""
         self._check_free("sleep()")
         self._asleep = True
         if self.source is not None:

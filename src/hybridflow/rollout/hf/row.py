@@ -1,5 +1,5 @@
-"""One request's response so far, and the sampling of its next token: each parameter is applied in the order in
-which it is defined. It is the reference that the vectorised sampling of the native engine is tested against.
+"""One request's response so far, and the sampling of its next token, each parameter in the order in which it
+is defined. It is the reference that the vectorised sampling of the native engine is tested against.
 
 logits [V] ──repetition penalty──► + bias ──► no ending before min_tokens ──/ temperature──► min-p, top-k,
 top-p ──► one token

@@ -84,8 +84,7 @@ def read_completion(payload: dict[str, Any], request: GenerationRequest, version
     if ids is None:
         raise RolloutError(
             "the server's answer has no token ids (`token_ids`), and text is never tokenised again: use a "
-            "server that knows "
-            "return_token_ids (hybridflow serve, vLLM), or ask for text alone with chat()"
+            "server that knows return_token_ids (hybridflow serve, vLLM), or ask for text alone with chat()"
         )
     values = log_probs.get("token_logprobs") or [None] * len(ids)
     if len(values) != len(ids):

@@ -24,6 +24,9 @@ Part = Literal["whole", "base", "adapters"]
 Weights = Iterable[tuple[str, Tensor]]
 """Weights by the names of the model's files."""
 
+Summed = Iterable[tuple[str, Tensor, int]]
+"""Weights with the checksums that their sender computed."""
+
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """Function that loads weights into the engine's model, and reads its argument to the end."""
 
@@ -60,9 +63,7 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"version": self.version}
 
-    def take(
-        self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole"
-    ) -> None:
+    def take(self, load: Load, weights: Summed, version: int, part: Part = "whole") -> None:
         """Load weights, each with the checksum that its sender computed.
 
         A base alone has no version: nothing is generated before its adapters have come. Raises RolloutError
@@ -82,9 +83,7 @@ class Receiver:
         if part != "base":
             self.version = version
 
-    def _compared(
-        self, weights: Iterable[tuple[str, Tensor, int]], part: Part
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _compared(self, weights: Summed, part: Part) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, sent in weights:
             here = int(bit_sum(tensor, Box.whole(tensor.shape)))
             if here != sent:

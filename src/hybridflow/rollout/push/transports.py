@@ -87,7 +87,7 @@ class Reader:
 class SharedMemoryWriter(Writer):
     """A file in memory, freed when both sides have closed it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=memory_folder())
         self._path = Path(path)
         try:
@@ -137,18 +137,18 @@ class CudaIpcWriter(Writer):
     """A buffer on this process's GPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise RolloutError(
+                f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory"
+            )
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def facts(self, receiver: int) -> dict[str, Any]:
         handle = self.buffer.untyped_storage()._share_cuda_()
         packed = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
+        packs = [isinstance(part, bytes) for part in handle]
         uuid = _uuid(self.buffer.device)
-        return {
-            "kind": "cuda_ipc",
-            "handle": packed,
-            "bytes": [isinstance(part, bytes) for part in handle],
-            "uuid": uuid,
-        }
+        return {"kind": "cuda_ipc", "handle": packed, "bytes": packs, "uuid": uuid}
 
     def publish(self, size: int) -> None:
         torch.cuda.synchronize(self.buffer.device)

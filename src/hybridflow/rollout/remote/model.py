@@ -15,9 +15,7 @@ class ModelFacts:
     """The model whose weights will be pushed."""
 
     path: str
-    """A Hugging Face folder or hub name: its configuration and tokenizer are read, its weights only with
-    `load_format=auto`.
-    """
+    """A Hugging Face folder or hub name; its weights are read with `load_format=auto` only."""
     device: torch.device
     dtype: str
     """Data type in which the actor computes."""

@@ -62,9 +62,7 @@ class ServerProcess:
         return self._process.poll()
 
     def wait_until_ready(self, address: Address, timeout: float) -> None:
-        """Wait until the server answers; RolloutError with the end of its log where it ends or takes too
-        long.
-        """
+        """Wait until the server answers; RolloutError with the end of its log where it does not."""
         end = time.monotonic() + timeout
         problem = "did not start"
         while self.exit_code() is None:

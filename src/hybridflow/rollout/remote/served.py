@@ -213,7 +213,7 @@ class Served(ABC):
             host=host,
             bucket_bytes=self.bucket_bytes,
             timeout=self.timeout,
-            more=more,
+            **more,
         )
 
     def _get(self, path: str) -> Any:

@@ -74,11 +74,7 @@ class Job:
     tools: ToolUse = ToolUse()
 
 
-def _go_on() -> None:
-    """Check nothing: whoever asked still waits."""
-
-
-def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_on) -> Job:
+def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Job:
     """Return the job of a /v1/completions request; ApiError where it cannot be served."""
     if body.best_of is not None and body.best_of != body.n:
         raise refuse(
@@ -93,20 +89,15 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_
             "out",
         )
     texts, prompts = completion_prompts(body, model, check)
+    limit = body.max_tokens or COMPLETION_TOKENS
+    top = body.logprobs or 0
     sampling = [
-        sampling_of(
-            body,
-            model,
-            len(prompt),
-            max_tokens=body.max_tokens or COMPLETION_TOKENS,
-            top_log_probs=body.logprobs or 0,
-        )
-        for prompt in prompts
+        sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top) for prompt in prompts
     ]
     return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
-def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
+def chat_job(body: ChatBody, model: ServedModel, check: Check) -> Job:
     """Return the job of a /v1/chat/completions request; ApiError where it cannot be served."""
     check_count(1, body.n)
     _check_chat(body)
@@ -148,19 +139,17 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
 def sampling_of(
     body: SamplingBody, model: ServedModel, prompt_tokens: int, *, max_tokens: int | None, top_log_probs: int
 ) -> SamplingParams:
-    """Return the sampling parameters of responses to one prompt; without `max_tokens` they may fill the
-    context.
-    """
+    """Return the sampling parameters for one prompt; without `max_tokens` a response may fill the context."""
     room = model.max_model_len - prompt_tokens
     if prompt_tokens < 1:
         raise refuse("prompt", "is empty; at least one token is needed to predict the next")
     if room < (max_tokens or 1):
+        wanted = max_tokens or 1
         raise ApiError(
             400,
             f"the model's context has {model.max_model_len} tokens, and the request asks for "
-            f"{prompt_tokens + (max_tokens or 1)}: "
-            f"{prompt_tokens} of the prompt and {max_tokens or 1} of the response. Shorten the prompt or "
-            "set a smaller max_tokens",
+            f"{prompt_tokens + wanted}: {prompt_tokens} of the prompt and {wanted} of the response. Shorten "
+            "the prompt or set a smaller max_tokens",
             param="max_tokens",
             code="context_length_exceeded",
         )

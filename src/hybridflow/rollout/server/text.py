@@ -68,9 +68,7 @@ class Detokenizer:
 
 
 class StopCutter:
-    """Filter that passes text on up to the first stop text, and holds back an end that may be the beginning
-    of one.
-    """
+    """Filter that passes text on up to the first stop text, and holds back what may be its beginning."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -15,9 +15,7 @@ from hybridflow.rollout.sglang.settings import positions_of, server_arguments, s
 def build_sglang_engine(
     config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int
 ) -> SGLangEngine:
-    """Return the engine of rollout rank `rank`, with a server of its own; RolloutError where it does not
-    start.
-    """
+    """Return the engine of rollout rank `rank`, over its own server; RolloutError where it does not start."""
     server = config.server
     arguments = server_arguments(config, model)
     start = partial(start_server, arguments, python=server.python, timeout=server.start_timeout)

@@ -23,9 +23,7 @@ KNOWN = "0.5.23"
 
 
 def install() -> None:
-    """Change the sampler of this process; RolloutError where it is not the known one. A second call does
-    nothing.
-    """
+    """Change the sampler of this process, once; RolloutError where it is not the known one."""
     import sglang
     from sglang.srt.layers import sampler as layer
     from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer

@@ -31,9 +31,7 @@ _REPORT_S = 5.0
 
 @dataclass(eq=False, kw_only=True)
 class Server(Served):
-    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, where the server does not
-    say.
-    """
+    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, unless the server says."""
 
     engine = "sglang"
     vocabulary: int
@@ -55,8 +53,7 @@ class Server(Served):
         ):
             raise RolloutError(
                 f"{self.name} does not take our weights: start it with --custom-weight-loader "
-                f"{QUALIFIED_NAME} and "
-                "--incremental-streaming-output, in a python that has hybridflow"
+                f"{QUALIFIED_NAME} and --incremental-streaming-output, in a python that has hybridflow"
             )
         if told.get("speculative_algorithm"):
             raise RolloutError(
@@ -140,9 +137,7 @@ class Server(Served):
             self._end(f"{self._run}-{request_id}")
 
     def push(self, weights: Weights, version: int) -> None:
-        """Push weights to all workers in buckets and empty the prefix cache; RolloutError where they did not
-        arrive.
-        """
+        """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive."""
         self._alive()
         self._name_weights(NOTHING)
         try:

@@ -17,9 +17,7 @@ from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-"""Environment variables of SGLang. Its health check must not generate, because weights have not been pushed
-yet.
-"""
+"""Environment variables of SGLang. Its health check must not generate before weights have been pushed."""
 _ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -96,9 +94,7 @@ def start_server(
 
 
 def _cache_tokens(config: RolloutConfig, model: ModelFacts, dtype: str) -> int:
-    """Return the tokens of `max_num_seqs` rows of full length, within `gpu_memory_utilization` of free
-    memory.
-    """
+    """Return the tokens of `max_num_seqs` full rows, within `gpu_memory_utilization` of free memory."""
     each = cache_bytes_per_token(model.shape(), dtype)
     wanted = config.max_num_seqs * (positions_of(config, model) + 1)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu")) // each))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
-from hybridflow.rollout.push.receiver import Load, Part, Receiver, Weights
+from hybridflow.rollout.push.receiver import Load, Part, Receiver, Summed, Weights
 from hybridflow.rollout.push.transports import memory_folder
 
 QUALIFIED_NAME = f"{__name__}.Extension"
@@ -34,9 +34,7 @@ _GREEDY_BELOW = 1e-5
 
 
 class Extension:
-    """Methods that `collective_rpc` calls on each worker; the prefix of their names keeps them apart from
-    vLLM's.
-    """
+    """Methods that `collective_rpc` calls on each worker, with a prefix that none of vLLM's own has."""
 
     vllm_config: Any
     model_runner: Any
@@ -85,11 +83,7 @@ class Extension:
         return self._hybridflow_receiver().receive(self._hybridflow_loader(receipt.get("adapter")), receipt)
 
     def hybridflow_take(
-        self,
-        weights: Iterable[tuple[str, Tensor, int]],
-        version: int,
-        part: Part = "whole",
-        adapter: dict[str, Any] | None = None,
+        self, weights: Summed, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
         """Load weights of this process, each as (name, tensor, checksum).
 
@@ -172,9 +166,7 @@ class Extension:
             raise failed[0]
 
     def _hybridflow_whole_distribution(self) -> bool:
-        """Make the sampler keep log-probs at the temperature alone; returns False where the sampler is
-        unknown.
-        """
+        """Make the sampler keep log-probs at the temperature alone; returns False for an unknown sampler."""
         sampler = getattr(self.model_runner, "sampler", None)
         if getattr(sampler, "hybridflow_whole", False):
             return True

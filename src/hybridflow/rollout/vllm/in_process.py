@@ -47,8 +47,8 @@ class InProcess:
             raise RolloutError(
                 f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}"
             ) from error
-        self._names: dict[str, int] = {}
-        """Request ids by vLLM's names of the requests."""
+        self._running: set[str] = set()
+        """vLLM's names of the requests that run: their ids as text."""
         self._death: str | None = None
         self._adapter: Any = None
         """Adapter that each request asks for, where adapters are pushed."""
@@ -86,7 +86,7 @@ class InProcess:
                 )
             except Exception as error:  # whatever vLLM has against it: it answers no more
                 raise self._died(error) from error
-            self._names[str(submission.request_id)] = submission.request_id
+            self._running.add(str(submission.request_id))
 
     def poll(self) -> list[Piece]:
         """Run one step of the engine; raises EngineDied."""
@@ -97,19 +97,17 @@ class InProcess:
             raise self._died(error) from error
         pieces = []
         for output in outputs:
-            number = self._names.get(output.request_id)
-            if number is None:  # aborted meanwhile
+            if output.request_id not in self._running:  # aborted meanwhile
                 continue
-            pieces.append(_piece(number, output.outputs[0]))
+            pieces.append(_piece(int(output.request_id), output.outputs[0]))
             if pieces[-1].finish is not None:
-                del self._names[output.request_id]
+                self._running.discard(output.request_id)
         return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop these requests."""
         names = [str(request_id) for request_id in request_ids]
-        for name in names:
-            self._names.pop(name, None)
+        self._running.difference_update(names)
         if self._death is None:
             self._engine.abort_request(names)
 
@@ -120,9 +118,7 @@ class InProcess:
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Push weights to the worker one by one and empty the prefix cache; RolloutError where they did not
-        arrive.
-        """
+        """Push weights to the worker and empty the prefix cache; RolloutError where they did not arrive."""
         self._alive()
         try:
             self._call("hybridflow_take", checked(weights), version, part, adapter)

@@ -46,10 +46,8 @@ def vllm_problem(
     if shifted and not temperature_only:
         return (
             "top_k, top_p, min_p, repetition_penalty, logit_bias or min_tokens: this vllm's log-probs would "
-            "be those of what they leave, "
-            "and training computes those of the whole distribution; start it with "
-            "VLLM_USE_V2_MODEL_RUNNER=0 and without speculation, or "
-            "leave them out"
+            "be those of what they leave, and training computes those of the whole distribution; start it "
+            "with VLLM_USE_V2_MODEL_RUNNER=0 and without speculation, or leave them out"
         )
     return None
 

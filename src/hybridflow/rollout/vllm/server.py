@@ -44,9 +44,8 @@ class Server(Served):
         except Refused as error:
             raise RolloutError(
                 f"{self.name} does not take our calls ({error}): start it with VLLM_SERVER_DEV_MODE=1, "
-                "VLLM_USE_V2_MODEL_RUNNER=0, "
-                f"--worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode processed_logprobs, in a "
-                "python that has hybridflow"
+                f"VLLM_USE_V2_MODEL_RUNNER=0, --worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode "
+                "processed_logprobs, in a python that has hybridflow"
             ) from error
         self._workers = len(found)
         if self.adapters:
@@ -57,10 +56,8 @@ class Server(Served):
     def _name_adapter(self) -> None:
         """Let the server know the adapter's name; its weights and the base are pushed later."""
         self._call("hybridflow_forget", {})  # what is below those of an earlier run may be another model
-        body = {
-            "lora_name": ADAPTER_NAME,
-            "lora_path": self._call("hybridflow_empty_adapter", {})[0]["folder"],
-        }
+        folder = self._call("hybridflow_empty_adapter", {})[0]["folder"]
+        body = {"lora_name": ADAPTER_NAME, "lora_path": folder}
         try:
             try:
                 self._post("/v1/load_lora_adapter", body)
@@ -71,9 +68,8 @@ class Server(Served):
         except Refused as error:
             raise RolloutError(
                 f"{self.name} does not take adapters ({error}): start it with "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
-                "--max-lora-rank as large as the adapters', or set "
-                "actor_rollout_ref.rollout.lora_as_adapters=false"
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a --max-lora-rank as large as the "
+                "adapters', or set actor_rollout_ref.rollout.lora_as_adapters=false"
             ) from error
         finally:
             if self._death is None:
@@ -106,9 +102,7 @@ class Server(Served):
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Push weights to all workers in buckets and empty the prefix cache; RolloutError where they did not
-        arrive.
-        """
+        """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive."""
         self._alive()
         self._push(self._call, weights, version, part=part, adapter=adapter)
         emptied = self._post("/reset_prefix_cache", {})

@@ -79,9 +79,7 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
 
 
 def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) -> int:
-    """Return the bytes of keys and values of `max_num_seqs` rows of full length, within
-    `gpu_memory_utilization` of free memory.
-    """
+    """Return the bytes of `max_num_seqs` full rows, within `gpu_memory_utilization` of free memory."""
     blocks = (config.max_num_seqs + 1) * math.ceil(longest / _CPU_BLOCK)
     wanted = blocks * _CPU_BLOCK * cache_bytes_per_token(shape, dtype)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu"))))

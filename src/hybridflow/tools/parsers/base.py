@@ -29,13 +29,11 @@ class ToolParser(Protocol):
         """Return the beginning of a call, of this tool where it is named. Put behind the prompt, it makes the
         model write a call.
         """
-        ...
 
     def feed(self, text: str) -> list[str | ToolCall]: ...
 
     def end(self) -> list[str | ToolCall]:
         """Return what was held back, when no more text comes."""
-        ...
 
 
 class TaggedParser(ABC):

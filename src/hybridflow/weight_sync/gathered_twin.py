@@ -14,10 +14,7 @@ from hybridflow.weight_sync.reshard import HeldWeights, Reshard
 
 
 class GatheredTwin:
-    """A `WeightSource` for `twin`, filled from the parts that the ranks in training hold.
-
-    All ranks of the world make it, acquire and release together.
-    """
+    """A `WeightSource` for `twin`, filled from the parts of all ranks, which make and use it together."""
 
     def __init__(self, held: HeldWeights, twin: Twin) -> None:
         self.twin = twin
@@ -25,10 +22,7 @@ class GatheredTwin:
         self.reshard = Reshard(held, self.holding.boxes, device=twin.device)
 
     def acquire(self, version: int) -> None:
-        """Gather the weights as they are in training now, and compare checksums.
-
-        Raises RolloutError on all ranks, naming a weight, where one differs on any rank.
-        """
+        """Gather the weights as they are now; RolloutError on all ranks where a checksum differs on any."""
         self.reshard.run(self.twin.allocate())
         sent = self.reshard.checksums()
         arrived = self.holding.checksums(self.twin.parameters)

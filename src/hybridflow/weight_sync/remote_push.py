@@ -36,10 +36,7 @@ class WeightShare:
 
 
 class WeightExport:
-    """The sending side: it gathers whole tensors on the ranks that train, about as many bytes on each.
-
-    All ranks make it and call `share` together.
-    """
+    """The sending side: all ranks together gather whole tensors, about as many bytes on each."""
 
     def __init__(self, held: HeldWeights, device: torch.device) -> None:
         rank, world_size = rank_and_size()
@@ -72,10 +69,7 @@ def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
 
 
 class RemotePush:
-    """The receiving side: it puts shares into the module of an engine that has its own weights.
-
-    The ranks of a replica do it together.
-    """
+    """The receiving side: the ranks of a replica together put shares into the module of their engine."""
 
     def __init__(self, policy: PolicyModel, holding: Holding) -> None:
         self.policy = policy

@@ -35,10 +35,7 @@ class Batch(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose the next token of each unfinished row from its scores [B, V].
-
-        Returns scores [B, V] that leave `generate` only the chosen token.
-        """
+        """Choose each unfinished row's next token; returns scores [B, V] that leave `generate` only that."""
         with self._lock:
             going = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
             tokens = torch.full((len(self.rows),), self.filler, device=scores.device)

@@ -80,11 +80,7 @@ class HFEngine(SessionEngine):
         self._version = version
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the model by their Hugging Face names.
-
-        Raises RolloutError for a name or shape that the model does not have, and for weights that are
-        missing, unless the sender says by `SomeWeights` that the others are in place.
-        """
+        """Copy weights into the model by their Hugging Face names; RolloutError as `load_weights`."""
         load_weights(self.model, weights)
         self._version = version
 
@@ -141,16 +137,14 @@ class HFEngine(SessionEngine):
         contexts = [token_ids_of(request.context) for request in requests]
         longest = max(request.sampling.max_tokens - len(request.begun) for request in requests)
         try:
-            with torch.no_grad(), own_attention(self.model):
-                model: Any = self.model
-                model.generate(
-                    **padded(contexts, batch.filler, self.model.device),
-                    generation_config=GenerationConfig(
-                        do_sample=False, max_new_tokens=longest, pad_token_id=batch.filler, use_cache=True
-                    ),
-                    logits_processor=LogitsProcessorList([batch]),
-                    stopping_criteria=StoppingCriteriaList([Ended(batch)]),
-                )
+            generate(
+                self.model,
+                contexts,
+                batch.filler,
+                GenerationConfig(max_new_tokens=longest, use_cache=True),
+                logits_processor=LogitsProcessorList([batch]),
+                stopping_criteria=StoppingCriteriaList([Ended(batch)]),
+            )
         except Exception as error:
             logger.exception("the hf engine failed in a batch of %d requests", len(requests))
             for row in batch.rows:
@@ -182,25 +176,22 @@ def padded(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) 
 
 
 @torch.no_grad()
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], filler: int, config: GenerationConfig, **more: Any
+) -> Any:
+    """Return what transformers' own greedy `generate` makes of left-padded prompts."""
+    config.update(do_sample=False, pad_token_id=filler)
+    with own_attention(model):
+        return model.generate(**padded(prompts, filler, model.device), generation_config=config, **more)
+
+
 def batches_well(model: PreTrainedModel) -> bool:
     """Return whether a left-padded prompt gets the log-probs that it gets alone, tried with a few tokens."""
     vocabulary = model.get_output_embeddings().weight.shape[0]
     long = [(7 * place + 5) % vocabulary for place in range(9)]
-    either: Any = model
-    with own_attention(model):
-        beside, alone = (
-            either.generate(
-                **padded(prompts, 0, model.device),
-                generation_config=GenerationConfig(
-                    do_sample=False,
-                    max_new_tokens=3,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    output_logits=True,
-                ),
-            ).logits
-            for prompts in ([long, long[:4]], [long[:4]])
-        )
+    config = GenerationConfig(max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
+    beside = generate(model, [long, long[:4]], 0, config).logits
+    alone = generate(model, [long[:4]], 0, config).logits
     limit = probe_tolerance(model.dtype)
     return all(
         difference(a[-1].log_softmax(-1), b[-1].log_softmax(-1), model.dtype) <= limit

@@ -99,15 +99,13 @@ class Row:
 
     def output(self) -> GenerationOutput:
         """Return the row as an output; one that has not finished counts as aborted."""
+        number = self.request.request_id
+        reason = self.finish_reason or "abort"
+        top = None
+        if self.request.sampling.top_log_probs:
+            top = self.top
         return GenerationOutput(
-            self.request.request_id,
-            self.tokens,
-            self.log_probs,
-            self.finish_reason or "abort",
-            self.versions,
-            self.error,
-            self.stop_reason,
-            self.top if self.request.sampling.top_log_probs else None,
+            number, self.tokens, self.log_probs, reason, self.versions, self.error, self.stop_reason, top
         )
 
 
@@ -129,9 +127,8 @@ def changed_logits(logits: Tensor, row: Row) -> Tensor:
 
 
 def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return unnormalised probabilities [V] after min-p, top-k and top-p, in that order.
-
-    Tokens that are filtered out have 0; tokens of equal probability are kept or dropped together.
+    """Return unnormalised probabilities [V] after min-p, top-k and top-p, in that order. Tokens that are
+    filtered out have 0; tokens of equal probability are kept or dropped together.
     """
     weights = (scaled - scaled.max()).exp()
     weights[weights < sampling.min_p] = 0
@@ -148,10 +145,7 @@ def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def uniform_of(row: Row, logits: Tensor) -> Tensor:
-    """Return the random number [1] in [0, 1) that decides the row's next token.
-
-    It is a function of the request's seed and of the number of tokens so far.
-    """
+    """Return the random number [1] in [0, 1) for the row's next token, by its seed and number of tokens."""
     key = stream_keys(torch.tensor([row.request.seed & SEED_BITS], device=logits.device))
     number: Tensor = uniforms(key, torch.tensor([len(row.tokens)], device=logits.device), logits.dtype)
     return number

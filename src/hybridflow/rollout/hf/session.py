@@ -51,9 +51,8 @@ class HFSession:
         return self._batch is None and not self._waiting
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
-        """Add requests, which wait for the next batch; those that cannot be served come back at once.
-
-        RolloutError for an id that is in use.
+        """Add requests to those that wait; those that cannot be served come back. RolloutError for an id in
+        use.
         """
         decoded = [] if self._batch is None else [row.request for row in self._batch.rows]
         check_ids(requests, {request.request_id for request in [*self._waiting, *decoded]})

@@ -107,10 +107,7 @@ class OpenAIEngine(SessionEngine):
         return OpenAISession(calls, self._stats, answer=self._one, closed=self._closed)
 
     def chat(self, conversations: Sequence[Sequence[Message]], sampling: SamplingParams) -> list[TextAnswer]:
-        """Return an answer to each conversation (messages of {role, content}), in their order.
-
-        Answers are text, which any endpoint gives.
-        """
+        """Return an answer as text, which any endpoint gives, to each conversation of {role, content}."""
         calls: Calls[tuple[int, TextAnswer]] = Calls(self._client, self.max_concurrent)
         answers: dict[int, TextAnswer] = {}
         try:

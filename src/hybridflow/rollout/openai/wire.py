@@ -19,10 +19,7 @@ _FINISH = ("stop", "length", "abort")
 
 
 def sampling_fields(sampling: SamplingParams, *, extended: bool) -> dict[str, Any]:
-    """Return the sampling fields of a request body.
-
-    Raises RolloutError for a setting that OpenAI's own API has no field for, unless `extended`.
-    """
+    """Return the sampling fields of a body; RolloutError for one that OpenAI lacks, unless `extended`."""
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": 0.0 if sampling.takes_argmax else sampling.temperature,

@@ -73,9 +73,8 @@ class _Pending:
 
 
 class Listener:
-    """A free port of `host` where receivers connect; only those that send its token are let in.
-
-    Tokens are read from all connections side by side, so a silent one delays nobody.
+    """A free port of `host` where receivers connect. Only those that send its token are let in, and a silent
+    one delays nobody: tokens are read from all side by side.
     """
 
     def __init__(self, host: str) -> None:
@@ -86,10 +85,8 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def accept(self, count: int, *, timeout: float, failed: Callable[[], bool]) -> list[Channel]:
-        """Return the channels of `count` receivers.
-
-        RolloutError where they do not come within `timeout` seconds, or once `failed` returns true: then none
-        will come.
+        """Return the channels of `count` receivers; RolloutError where they do not come within `timeout`
+        seconds, or once `failed` returns true: then none will come.
         """
         channels: list[Channel] = []
         end = time.monotonic() + timeout

@@ -108,10 +108,7 @@ class SharedMemoryWriter(Writer):
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Give a file its size and the memory for it; RolloutError where there is too little.
-
-    Without it, the process that writes into a file beyond the memory's end is killed by SIGBUS.
-    """
+    """Give a file its size and memory; RolloutError where there is too little: a write would be a SIGBUS."""
     if not hasattr(os, "posix_fallocate"):
         os.ftruncate(handle, size)
         return

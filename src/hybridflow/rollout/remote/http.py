@@ -32,10 +32,7 @@ class Call(http.client.HTTPConnection):
         self._socket = self.sock
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that a server streams.
-
-        Raises Refused with the server's message, and ServerGone where the stream ends before "[DONE]".
-        """
+        """Yield the events of a stream; raises Refused, and ServerGone where it ends before "[DONE]"."""
         try:
             response = self.getresponse()
             if response.status != 200:

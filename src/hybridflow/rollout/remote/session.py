@@ -39,24 +39,14 @@ class _Row:
         if wanted:
             self.top.extend(place[:wanted] for place in piece.top)
 
-    def abandoned(self, error: str | None = None) -> GenerationOutput:
-        """Return the tokens so far, as aborted or, with `error`, as lost."""
-        if error is None:
-            return self._output("abort")
-        return self._output("error", f"request {self.request.request_id}: {error}")
-
-    def done(self, piece: Piece) -> GenerationOutput:
-        """Return the whole output, of which `piece` is the last part."""
-        if piece.finish == "error":
-            return self.abandoned(piece.error)
-        assert piece.finish is not None
-        return self._output(piece.finish, stop_reason=piece.stop_reason)
-
-    def _output(
+    def output(
         self, reason: FinishReason, error: str | None = None, stop_reason: int | str | None = None
     ) -> GenerationOutput:
+        """Return the output with the tokens so far."""
         versions = [self.version] * len(self.token_ids)
         number = self.request.request_id
+        if error is not None:
+            error = f"request {number}: {error}"
         rest = GenerationOutput(
             number, self.token_ids, self.log_probs, reason, versions, error, stop_reason, self.top
         )
@@ -147,7 +137,7 @@ class PushedSession:
             row.add(piece)
             self._stats.generated_tokens += len(piece.token_ids)
             if piece.finish is not None and self._rows.pop(piece.request_id, None) is not None:
-                outputs.append(row.done(piece))
+                outputs.append(row.output(piece.finish, piece.error, piece.stop_reason))
         self._stats.seconds += perf_counter() - began
         return outputs
 
@@ -157,7 +147,7 @@ class PushedSession:
         rows = [row for row in popped if row is not None]
         if rows:
             self._runner.abort([row.request.request_id for row in rows])
-        return [row.abandoned() for row in rows]
+        return [row.output("abort") for row in rows]
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
         """Return the tokens of running requests beyond the first `since[request_id]` ones."""
@@ -165,7 +155,7 @@ class PushedSession:
         for number, start in since.items():
             row = self._rows.get(number)
             if row is not None:
-                have = row.abandoned()
+                have = row.output("abort")
                 top = have.top_log_probs and have.top_log_probs[start:]
                 partials.append(
                     PartialOutput(number, start, have.token_ids[start:], have.log_probs[start:], top)
@@ -180,4 +170,4 @@ class PushedSession:
     def _lost(self, error: EngineDied) -> list[GenerationOutput]:
         lost = list(self._rows.values())
         self._rows = {}
-        return [row.abandoned(str(error)) for row in lost]
+        return [row.output("error", str(error)) for row in lost]

@@ -84,14 +84,11 @@ def build_service(settings: ServeSettings) -> Service:
     client = LLMClient(
         [EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)]
     )
-    logger.info("serving %s: %d tokens of context, %s", settings.name, longest, _tool_calls(parser))
-    return Service(client, model, settings.limits)
-
-
-def _tool_calls(parser: str | None) -> str:
+    calls = f"tool calls are read as {parser} writes them"
     if parser is None:
-        return "tool calls are not parsed (--tool-call-parser names how the model writes them)"
-    return f"tool calls are read as {parser} writes them"
+        calls = "tool calls are not parsed (--tool-call-parser names how the model writes them)"
+    logger.info("serving %s: %d tokens of context, %s", settings.name, longest, calls)
+    return Service(client, model, settings.limits)
 
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:

@@ -60,10 +60,8 @@ class _Task(Generic[T]):
 
 
 class JobReaders:
-    """The two queues and their threads; `run` is called in an event loop.
-
-    `max_queue`: requests that may wait to be read; more are answered with 429. `check_open` raises where
-    nothing more is to be read.
+    """The two queues and their threads; `run` is called in an event loop. `max_queue`: requests that may wait
+    to be read; more are answered with 429. `check_open` raises where nothing more is to be read.
     """
 
     def __init__(self, max_queue: int, check_open: Check) -> None:

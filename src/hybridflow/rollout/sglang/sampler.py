@@ -108,10 +108,7 @@ def count_prompts(penalizer: Any) -> None:
 
 
 def draw_by_seeds(sampler: Any) -> None:
-    """Draw by one random number for each (seed, position), as the native engine does.
-
-    Rows with a sampling mask are left to SGLang.
-    """
+    """Draw by one number for each (seed, position), as the native engine, but for rows with a mask."""
     plain = sampler._sample_from_probs
 
     def sample_from_probs(self: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool) -> Any:

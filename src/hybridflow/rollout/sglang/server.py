@@ -155,10 +155,7 @@ class Server(Served):
         self._name_weights(version)
 
     def sleep(self, level: int) -> None:
-        """Give back the memory of the cache and of the weights.
-
-        The weights stay on the CPU (--enable-weights-cpu-backup) unless the level is above 1.
-        """
+        """Give memory back; the weights stay on the CPU (--enable-weights-cpu-backup) at level 1."""
         if level > 1:
             self._name_weights(NOTHING)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._released]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.errors import RolloutError
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.engine import AdapterRunner, VLLMEngine
 from hybridflow.rollout.vllm.in_process import InProcess
@@ -32,9 +31,5 @@ def build_vllm_engine(
         runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts
     )
     if config.quantization:
-        try:
-            engine.must_be_quantized(config.quantization)
-        except RolloutError:
-            engine.close()
-            raise
+        engine.must_be_quantized(config.quantization)
     return engine

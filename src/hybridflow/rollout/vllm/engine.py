@@ -30,12 +30,13 @@ class VLLMEngine(PushedEngine):
     runner: AdapterRunner
 
     def must_be_quantized(self, method: str) -> None:
-        """Raise RolloutError where no layer computes with quantised weights."""
+        """Close the engine and raise RolloutError where no layer computes with quantised weights."""
         if not self._facts["quantized"]:
+            self.close()
             raise RolloutError(
                 f"actor_rollout_ref.rollout.quantization={method}: {self.runner.name} quantises no layer of "
-                "this model by it on "
-                f"{self._facts['device']}; try fp8_per_channel with dtype=bfloat16, or leave it out"
+                f"this model by it on {self._facts['device']}; try fp8_per_channel with dtype=bfloat16, or "
+                "leave it out"
             )
 
     @property
@@ -53,10 +54,7 @@ class VLLMEngine(PushedEngine):
         super().update_weights(weights, version)
 
     def update_base(self, weights: Weights) -> None:
-        """Push the base weights; nothing is generated before adapters have come.
-
-        Raises RolloutError where the weights did not arrive as sent.
-        """
+        """Push the base weights, without which no adapters come; RolloutError as `update_weights`."""
         self._ready_for_weights()
         self.runner.push(weights, NOTHING, "base")
 

@@ -56,20 +56,14 @@ class Extension:
         }
 
     def _hybridflow_quantized(self) -> bool:
-        """Return whether any layer computes with quantised weights.
-
-        vLLM accepts some quantisation methods silently and leaves all layers as they are.
-        """
+        """Return whether any layer computes with quantised weights: vLLM may leave all as they are."""
         methods = (getattr(module, "quant_method", None) for module in self.model_runner.model.modules())
         return any(
             method is not None and not type(method).__name__.startswith("Unquantized") for method in methods
         )
 
     def hybridflow_version(self) -> dict[str, Any]:
-        """Return the version of this worker's weights, and whether it has a base that takes adapters.
-
-        The version is `NOTHING` before the first whole push.
-        """
+        """Return the version of this worker's weights (or `NOTHING`), and whether adapters may be pushed."""
         receiver = self._hybridflow_receiver()
         return {"version": receiver.version, "has_base": receiver.has_base}
 
@@ -85,25 +79,17 @@ class Extension:
     def hybridflow_take(
         self, weights: Summed, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Load weights of this process, each as (name, tensor, checksum).
-
-        `adapter`: the content of adapter_config.json, for adapters.
-        """
+        """Load weights of this process; `adapter`: the content of adapter_config.json, for adapters."""
         self._hybridflow_receiver().take(self._hybridflow_loader(adapter), weights, version, part)
 
     def hybridflow_empty_adapter(self) -> dict[str, Any]:
-        """Write an adapter that changes nothing to a folder and return it.
-
-        By it a server learns the adapter's name before its weights are pushed.
-        """
+        """Return the folder of an adapter that changes nothing, from which a server learns the name."""
         manager = self.model_runner.lora_manager._adapter_manager
-        single = (
+        name, module = next(
             (name, module)
             for name, module in manager.modules.items()
             if name.rsplit(".", 1)[-1] not in manager.packed_modules_mapping
-        )
-        name, module = next(
-            (name, module) for name, module in single if hasattr(module.base_layer, "input_size")
+            and hasattr(module.base_layer, "input_size")
         )
         zeros = {
             f"{name}.lora_A": torch.zeros(1, module.base_layer.input_size),
@@ -150,11 +136,7 @@ class Extension:
         failed: list[Exception] = []
 
         def to_the_end() -> Iterator[tuple[str, Tensor]]:
-            """Yield all weights and keep an error for later.
-
-            An exception in the middle would leave vLLM's layers incomplete, and the next push could not mend
-            them.
-            """
+            """Yield all weights and keep an error for later: now it would leave vLLM's layers incomplete."""
             try:
                 yield from weights
             except Exception as error:

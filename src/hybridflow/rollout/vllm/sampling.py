@@ -53,10 +53,7 @@ def vllm_problem(
 
 
 def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's SamplingParams.
-
-    End tokens are those of the run; vLLM's own, of the model's folder, do not count.
-    """
+    """Return the keyword arguments of vLLM's SamplingParams; end tokens are the run's, not the folder's."""
     sampling = request.sampling
     ends = () if sampling.ignore_eos else tuple(eos_token_ids)
     params: dict[str, Any] = {

@@ -10,6 +10,7 @@ files, read from a policy in this process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,21 +27,20 @@ _ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_patter
 """Entries of peft's LoraConfig that an engine needs to apply adapters."""
 
 
+@dataclass(eq=False)
 class LocalPush:
     """Weights pushed to an engine in the trainer's process; where the policy is sharded, all ranks have such
     an engine and update it together.
-
-    `trainer`: the engine that trains the policy, which has its weights on the device while they are read;
-    None where the policy is a copy. `adapters`: the policy's adapters are sent alone, over a base that is
-    sent once.
     """
 
-    def __init__(
-        self, policy: PolicyModel, trainer: TrainEngine | None = None, *, adapters: bool = False
-    ) -> None:
-        self.policy = policy
-        self.trainer = trainer
-        self.adapters = adapters
+    policy: PolicyModel
+    trainer: TrainEngine | None = None
+    """The engine that trains the policy, which has its weights on the device while they are read; None where
+    the policy is a copy."""
+    adapters: bool = False
+    """Whether the policy's adapters are sent alone, over a base that is sent once."""
+
+    def __post_init__(self) -> None:
         self._dtypes: dict[str, torch.dtype] = {}
         """Compute dtypes of the parameters, by their names in the model without adapters."""
 

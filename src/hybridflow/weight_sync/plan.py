@@ -57,9 +57,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of an exchange, and for each parameter the ranks that compute its checksum.
-
-    Together those ranks hold every element once.
+    """All rounds of an exchange, and for each parameter the ranks that compute its checksum: together they
+    hold every element once.
     """
 
     rounds: list[Round]

@@ -68,12 +68,14 @@ def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
     return owners
 
 
+@dataclass(eq=False)
 class RemotePush:
     """The receiving side: the ranks of a replica together put shares into the module of their engine."""
 
-    def __init__(self, policy: PolicyModel, holding: Holding) -> None:
-        self.policy = policy
-        self.holding = holding
+    policy: PolicyModel
+    holding: Holding
+
+    def __post_init__(self) -> None:
         self._sums = Remembered()
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.hf.batch import Batch
 from hybridflow.rollout.requests import aborted, check_ids, sort_out
 
 
+@dataclass(eq=False, kw_only=True)
 class HFSession:
     """An `EngineSession`; `abort` may come from another thread while a batch is decoded.
 
@@ -16,27 +18,20 @@ class HFSession:
     requests; `run` fills the rows of a batch. `version`: of the weights there are now.
     """
 
-    def __init__(
-        self,
-        *,
-        problem: Callable[[GenerationRequest], str | None],
-        next_batch: Callable[[Sequence[GenerationRequest]], Batch],
-        run: Callable[[Batch], None],
-        version: Callable[[], int],
-        closed: Callable[[], None],
-    ) -> None:
-        self._problem = problem
-        self._next_batch = next_batch
-        self._run = run
-        self._version = version
-        self._closed = closed
+    problem: Callable[[GenerationRequest], str | None]
+    next_batch: Callable[[Sequence[GenerationRequest]], Batch]
+    run: Callable[[Batch], None]
+    version: Callable[[], int]
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._waiting: list[GenerationRequest] = []
         self._batch: Batch | None = None
 
     @property
     def policy_version(self) -> int:
         """Version that tokens carry which are sampled now."""
-        return self._version()
+        return self.version()
 
     @property
     def num_running(self) -> int:
@@ -56,7 +51,7 @@ class HFSession:
         """
         decoded = [] if self._batch is None else [row.request for row in self._batch.rows]
         check_ids(requests, {request.request_id for request in [*self._waiting, *decoded]})
-        good, outputs = sort_out(requests, self._problem)
+        good, outputs = sort_out(requests, self.problem)
         self._waiting += good
         return outputs
 
@@ -64,10 +59,10 @@ class HFSession:
         """Decode one batch to its end; outputs of rows that were aborted meanwhile came from `abort`."""
         if not self._waiting:
             return []
-        batch = self._batch = self._next_batch(self._waiting)
+        batch = self._batch = self.next_batch(self._waiting)
         self._waiting = self._waiting[len(batch.rows) :]
         try:
-            self._run(batch)
+            self.run(batch)
         finally:
             self._batch = None
         return [row.output() for row in batch.rows if row.finish_reason != "abort"]
@@ -90,4 +85,4 @@ class HFSession:
     def close(self) -> None:
         """Drop what waits, and let the engine be used otherwise."""
         self._waiting = []
-        self._closed()
+        self.closed()

@@ -64,10 +64,8 @@ class Receiver:
         return {"version": self.version}
 
     def take(self, load: Load, weights: Summed, version: int, part: Part = "whole") -> None:
-        """Load weights, each with the checksum that its sender computed.
-
-        A base alone has no version: nothing is generated before its adapters have come. Raises RolloutError
-        for a weight whose checksum differs here.
+        """Load weights; RolloutError for one whose checksum differs here. A base alone has no version:
+        nothing is generated before its adapters have come.
         """
         if part == "adapters" and not self.has_base:
             raise RolloutError("adapters came before the weights that they change")

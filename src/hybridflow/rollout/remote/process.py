@@ -48,7 +48,6 @@ class ServerProcess:
         cls, command: Sequence[str], environment: Mapping[str, str], *, engine: str, timeout: float
     ) -> tuple[Address, ServerProcess]:
         """Start a server on a free port that only this machine reaches; RolloutError where it does not start.
-
         `command`: its command line without host and port. `timeout`: seconds until it answers.
         """
         port = free_port()

@@ -28,36 +28,34 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 
 
+@dataclass(eq=False)
 class Stream:
     """A response that is being streamed. `read`: returns the piece of an event, or None where it has none."""
 
-    def __init__(
-        self, engine: str, request_id: int, call: Call, read: Callable[[dict[str, Any]], Piece | None]
-    ) -> None:
-        self._refused = f"{engine} refused it"
-        self._request_id = request_id
-        self._call = call
-        self._read = read
+    engine: str
+    request_id: int
+    call: Call
+    read: Callable[[dict[str, Any]], Piece | None]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces to the last one; ServerGone where the stream ends before it."""
         try:
-            for event in self._call.events():
+            for event in self.call.events():
                 if "error" in event:
                     raise Refused(event["error"].get("message", event["error"]))
-                piece = self._read(event)
+                piece = self.read(event)
                 if piece is not None:
                     yield piece
                     if piece.finish is not None:
                         return
         except Refused as error:
-            yield Piece.failed(self._request_id, f"{self._refused}: {error}")
+            yield Piece.failed(self.request_id, f"{self.engine} refused it: {error}")
             return
         raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
         """Close the connection, so that the server drops the request."""
-        self._call.hang_up()
+        self.call.hang_up()
 
 
 @dataclass(eq=False)

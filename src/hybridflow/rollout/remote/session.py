@@ -53,27 +53,20 @@ class _Row:
         return whole_of(self.request, rest)
 
 
+@dataclass(eq=False)
 class PushedSession:
     """An `EngineSession` over a `Runner`. The engine's process is asked for its version when a request joins
     and none runs; while requests run, no weights are pushed.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        stats: RolloutStats,
-        *,
-        problem: Callable[[GenerationRequest], str | None],
-        submission: Callable[[GenerationRequest], Submission],
-        version: Callable[[], int],
-        closed: Callable[[], None],
-    ) -> None:
-        self._runner = runner
-        self._stats = stats
-        self._problem = problem
-        self._submission = submission
-        self._newest_version = version
-        self._closed = closed
+    runner: Runner
+    stats: RolloutStats
+    problem: Callable[[GenerationRequest], str | None]
+    submission: Callable[[GenerationRequest], Submission]
+    version: Callable[[], int]
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._version = NOTHING
 
@@ -101,22 +94,22 @@ class PushedSession:
         began = perf_counter()
         check_ids(requests, self._rows)
         if not self._rows:
-            self._version = self._newest_version()
+            self._version = self.version()
         if self._version == NOTHING:
             raise RolloutError(
-                f"{self._runner.name} has no weights yet, or only a part of a push came: update_weights must "
+                f"{self.runner.name} has no weights yet, or only a part of a push came: update_weights must "
                 "come first"
             )
-        good, outputs = sort_out(requests, self._problem)
+        good, outputs = sort_out(requests, self.problem)
         self._rows |= {request.request_id: _Row(request, self._version) for request in good}
-        self._stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
-        self._stats.max_rows = max(self._stats.max_rows, len(self._rows))
+        self.stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
+        self.stats.max_rows = max(self.stats.max_rows, len(self._rows))
         try:
             if good:
-                self._runner.start([self._submission(request) for request in good])
+                self.runner.start([self.submission(request) for request in good])
         except EngineDied as error:
             outputs += self._lost(error)
-        self._stats.seconds += perf_counter() - began
+        self.stats.seconds += perf_counter() - began
         return outputs
 
     def step(self) -> list[GenerationOutput]:
@@ -125,20 +118,20 @@ class PushedSession:
         """
         began = perf_counter()
         try:
-            pieces = self._runner.poll()
+            pieces = self.runner.poll()
         except EngineDied as error:
             return self._lost(error)
-        self._stats.decode_steps += 1
+        self.stats.decode_steps += 1
         outputs = []
         for piece in pieces:
             row = self._rows.get(piece.request_id)
             if row is None:  # aborted meanwhile
                 continue
             row.add(piece)
-            self._stats.generated_tokens += len(piece.token_ids)
+            self.stats.generated_tokens += len(piece.token_ids)
             if piece.finish is not None and self._rows.pop(piece.request_id, None) is not None:
                 outputs.append(row.output(piece.finish, piece.error, piece.stop_reason))
-        self._stats.seconds += perf_counter() - began
+        self.stats.seconds += perf_counter() - began
         return outputs
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
@@ -146,7 +139,7 @@ class PushedSession:
         popped = [self._rows.pop(request_id, None) for request_id in set(request_ids)]
         rows = [row for row in popped if row is not None]
         if rows:
-            self._runner.abort([row.request.request_id for row in rows])
+            self.runner.abort([row.request.request_id for row in rows])
         return [row.output("abort") for row in rows]
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
@@ -165,7 +158,7 @@ class PushedSession:
     def close(self) -> None:
         """Abort what runs, and let the engine be used otherwise."""
         self.abort(list(self._rows))
-        self._closed()
+        self.closed()
 
     def _lost(self, error: EngineDied) -> list[GenerationOutput]:
         lost = list(self._rows.values())

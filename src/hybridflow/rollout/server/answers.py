@@ -35,6 +35,8 @@ class Answer(ABC):
         self.num_tokens = 0
         """Response tokens that were written so far."""
         self._begun: set[int] = set()
+        self._written: Counter[int] = Counter()
+        """For each response, the calls (chat) or characters (completions) that were written so far."""
         self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
 
     @abstractmethod
@@ -96,11 +98,6 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
-        super().__init__(job, model, names)
-        self._num_calls: Counter[int] = Counter()
-        """Calls of each response that were written so far."""
-
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         choices = []
         for piece in pieces:
@@ -126,9 +123,9 @@ class ChatAnswer(Answer):
         if piece.calls:
             delta["tool_calls"] = [
                 {"index": place, **_written(call)}
-                for place, call in enumerate(piece.calls, self._num_calls[piece.choice])
+                for place, call in enumerate(piece.calls, self._written[piece.choice])
             ]
-            self._num_calls[piece.choice] += len(piece.calls)
+            self._written[piece.choice] += len(piece.calls)
         chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
         if first and self.job.return_token_ids:
             chunk["prompt_token_ids"] = self.job.prompts[0]
@@ -147,11 +144,6 @@ class CompletionAnswer(Answer):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
-        super().__init__(job, model, names)
-        self._offsets: Counter[int] = Counter()
-        """Place in the text of each response at which its next token begins."""
-
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         return self._whole([self._choice(piece) for piece in pieces], pieces)
 
@@ -162,9 +154,9 @@ class CompletionAnswer(Answer):
         prompt = piece.choice // self.job.n
         written = None
         if self.job.log_probs:  # they and a repeated prompt exclude each other
-            offset = self._offsets[piece.choice]
+            offset = self._written[piece.choice]
             written = completion_log_probs(piece, self.names, self.job.sampling[prompt].top_log_probs, offset)
-            self._offsets[piece.choice] += sum(len(text) for text in written["tokens"])
+            self._written[piece.choice] += sum(len(text) for text in written["tokens"])
         choice: dict[str, Any] = {"text": piece.text, "logprobs": written}
         if self._begins(piece) and self.job.return_token_ids:
             choice["prompt_token_ids"] = self.job.prompts[prompt]

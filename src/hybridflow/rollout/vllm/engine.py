@@ -15,13 +15,21 @@ from hybridflow.rollout.vllm.sampling import vllm_params, vllm_problem
 class AdapterRunner(Runner, Protocol):
     """A `Runner` of vLLM, which also takes LoRA adapters alone, over base weights that were pushed before."""
 
+    def version(self) -> int:
+        """Return the lowest version of the weights in the workers."""
+        return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
+
     def has_base(self) -> bool:
-        """Return whether all workers have base weights, with or without adapters."""
+        """Return whether adapters may be pushed: all workers have base weights."""
+        return all(answer["has_base"] for answer in self._call("hybridflow_version"))
 
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
         """Push weights as `Runner.push` does. `adapter`: the content of adapter_config.json, for adapters."""
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `Extension` in each worker and return their answers."""
 
 
 class VLLMEngine(PushedEngine):

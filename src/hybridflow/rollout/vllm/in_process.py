@@ -18,12 +18,13 @@ from hybridflow.rollout.installed import advice
 from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.vllm.engine import AdapterRunner
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
-from hybridflow.rollout.vllm.sampling import piece_of
+from hybridflow.rollout.vllm.sampling import with_our_end
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 
 
-class InProcess:
+class InProcess(AdapterRunner):
     """A `Runner` over vLLM's `LLMEngine`, made from `arguments` (`engine_arguments`)."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -66,16 +67,12 @@ class InProcess:
         facts: dict[str, Any] = self._call("hybridflow_begin")[0]
         return facts
 
-    def version(self) -> int:
-        """Return the version of the weights in the worker."""
-        return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
-
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these requests; raises EngineDied."""
         self._alive()
         for submission in submissions:
             params = self._vllm.SamplingParams(
-                **{**submission.params, "logit_bias": _numbered(submission.params.get("logit_bias"))},
+                **submission.params,
                 detokenize="stop" in submission.params,
                 output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
             )
@@ -110,10 +107,6 @@ class InProcess:
         self._running.difference_update(names)
         if self._death is None:
             self._engine.abort_request(names)
-
-    def has_base(self) -> bool:
-        """Return whether adapters may be pushed."""
-        return all(answer["has_base"] for answer in self._call("hybridflow_version"))
 
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
@@ -178,10 +171,6 @@ def _process_as_it_was() -> Iterator[None]:
         np.random.set_state(numpy_randoms)
 
 
-def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:
-    return None if bias is None else {int(token): value for token, value in bias.items()}
-
-
 def _piece(request_id: int, new: Any) -> Piece:
     """Return the new part of one request's response."""
     ids = list(new.token_ids)
@@ -191,7 +180,7 @@ def _piece(request_id: int, new: Any) -> Piece:
         log_probs.append(place[token].logprob)
         ranked = sorted(place.items(), key=lambda item: item[1].rank)
         top.append([(number, each.logprob) for number, each in ranked])
-    return piece_of(request_id, ids, log_probs, top, new.finish_reason, new.stop_reason)
+    return with_our_end(Piece(request_id, ids, log_probs, top, new.finish_reason, new.stop_reason))
 
 
 def _first_lines(error: BaseException) -> str:

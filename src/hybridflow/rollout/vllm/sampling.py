@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from hybridflow.rollout.base import GenerationRequest, SamplingParams, TopTokens
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.runner import Piece
 
 LOWEST_TEMPERATURE = 0.01
@@ -69,21 +70,14 @@ def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dic
     if not sampling.takes_argmax:
         params |= {"top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": sampling.min_p}
     if sampling.logit_bias:
-        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+        params["logit_bias"] = dict(sampling.logit_bias)
     if sampling.stop:
         params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     return params
 
 
-def piece_of(
-    request_id: int,
-    ids: list[int],
-    log_probs: list[float],
-    top: list[TopTokens],
-    finish: Any,
-    stop_reason: int | str | None,
-) -> Piece:
-    """Return the new part of a response, which failed where vLLM ended it for another reason than ours."""
-    if finish in (None, "stop", "length"):
-        return Piece(request_id, ids, log_probs, top, finish, stop_reason)
-    return Piece(request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}")
+def with_our_end(piece: Piece) -> Piece:
+    """Return the piece, as a failure where vLLM ended the response for another reason than we have."""
+    if piece.finish in (None, "stop", "length"):
+        return piece
+    return replace(piece, finish="error", stop_reason=None, error=f"vllm ended it with {piece.finish!r}")

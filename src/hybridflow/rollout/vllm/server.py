@@ -19,13 +19,14 @@ from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.remote.http import Refused
 from hybridflow.rollout.remote.runner import Piece, Submission
 from hybridflow.rollout.remote.served import Served, Stream
+from hybridflow.rollout.vllm.engine import AdapterRunner
 from hybridflow.rollout.vllm.extension import ADAPTER_NAME, QUALIFIED_NAME
-from hybridflow.rollout.vllm.sampling import piece_of
+from hybridflow.rollout.vllm.sampling import with_our_end
 from hybridflow.rollout.vllm.settings import MODEL
 
 
 @dataclass(eq=False)
-class Server(Served):
+class Server(Served, AdapterRunner):
     """A `Runner` over a vLLM server. `adapters`: whether LoRA adapters will be pushed."""
 
     engine = "vllm"
@@ -40,7 +41,7 @@ class Server(Served):
     def facts(self) -> dict[str, Any]:
         """Return the workers' facts; RolloutError where they lack the extension."""
         try:
-            found = self._call("hybridflow_begin", {})
+            found = self._call("hybridflow_begin")
         except Refused as error:
             raise RolloutError(
                 f"{self.name} does not take our calls ({error}): start it with VLLM_SERVER_DEV_MODE=1, "
@@ -55,8 +56,8 @@ class Server(Served):
 
     def _name_adapter(self) -> None:
         """Let the server know the adapter's name; its weights and the base are pushed later."""
-        self._call("hybridflow_forget", {})  # what is below those of an earlier run may be another model
-        folder = self._call("hybridflow_empty_adapter", {})[0]["folder"]
+        self._call("hybridflow_forget")  # what is below those of an earlier run may be another model
+        folder = self._call("hybridflow_empty_adapter")[0]["folder"]
         body = {"lora_name": ADAPTER_NAME, "lora_path": folder}
         try:
             try:
@@ -73,12 +74,8 @@ class Server(Served):
             ) from error
         finally:
             if self._death is None:
-                self._call("hybridflow_adapter_ready", {})
+                self._call("hybridflow_adapter_ready")
         self._model = ADAPTER_NAME
-
-    def version(self) -> int:
-        """Return the version of the weights in the server's workers."""
-        return min(int(answer["version"]) for answer in self._call("hybridflow_version", {}))
 
     def open(self, submission: Submission) -> Stream:
         """Begin a completion; raises ServerGone."""
@@ -94,10 +91,6 @@ class Server(Served):
         }
         call = self.address.begin("/v1/completions", body, timeout=self.timeout)
         return Stream(self.engine, submission.request_id, call, partial(_piece, submission))
-
-    def has_base(self) -> bool:
-        """Return whether adapters may be pushed."""
-        return all(answer["has_base"] for answer in self._call("hybridflow_version", {}))
 
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
@@ -115,15 +108,15 @@ class Server(Served):
     def sleep(self, level: int) -> None:
         """Give memory back."""
         if level > 1:
-            self._call("hybridflow_forget", {})
+            self._call("hybridflow_forget")
         self._post(f"/sleep?level={level}")
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Take memory again; `tags` names its parts."""
         self._post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
-    def _call(self, method: str, argument: dict[str, Any]) -> list[Any]:
-        body = {"method": method, "args": [argument] if argument else []}
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        body = {"method": method, "args": list(arguments)}
         answers: list[Any] = json.loads(self._post("/collective_rpc", body))["results"]
         return answers
 
@@ -143,7 +136,8 @@ def _piece(submission: Submission, event: dict[str, Any]) -> Piece | None:
     top = []
     if submission.params.get("logprobs"):
         top = [_ranked(place) for place in scores.get("top_logprobs") or []]
-    return piece_of(submission.request_id, ids, log_probs, top, finish, choice.get("stop_reason"))
+    piece = Piece(submission.request_id, ids, log_probs, top, finish, choice.get("stop_reason"))
+    return with_our_end(piece)
 
 
 def _ranked(place: dict[str, float]) -> list[tuple[int, float]]:

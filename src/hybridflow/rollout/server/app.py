@@ -26,7 +26,6 @@ from hybridflow.rollout.server.errors import ApiError, ErrorResponse
 from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.readers import Check
-from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
 from hybridflow.rollout.server.service import Service
 from hybridflow.rollout.server.text import TokenNames
@@ -183,9 +182,7 @@ def _gauges(service: Service) -> dict[str, tuple[str, float]]:
 
 
 class EventStream(Response):
-    """Stream of server-sent events, one for each piece. The job is admitted before the first byte is sent, so
-    that a refusal still has its status.
-    """
+    """Stream of server-sent events, one for each piece. A refusal to admit the job keeps its own status."""
 
     def __init__(self, service: Service, job: Job, answer: Answer) -> None:
         super().__init__(
@@ -225,16 +222,11 @@ class EventStream(Response):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._service.pieces(self._job)) as pieces:
             async for piece in pieces:
-                if _says_something(piece, self._job):
+                tells_tokens = self._job.return_token_ids or self._job.log_probs
+                if piece.parts or piece.finish_reason or (piece.token_ids and tells_tokens):
                     yield _event(self._answer.chunk(piece))
         if self._job.include_usage:
             yield _event(self._answer.usage_chunk())
-
-
-def _says_something(piece: Piece, job: Job) -> bool:
-    return bool(
-        piece.parts or piece.finish_reason or (piece.token_ids and (job.return_token_ids or job.log_probs))
-    )
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -66,11 +66,9 @@ class ChoiceReader:
             self._first = self._parser.feed(tools.opening)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
-        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason
-        is the last.
+        """Return what is new in `output`, a part of the response or all of it; the last piece says its end.
 
-        ApiError for a request that was refused, failed or was aborted, and for a response that had to be a
-        call of a tool and is none.
+        ApiError for a request that did not finish, and for a response that had to be a call and is none.
         """
         ended = output if isinstance(output, GenerationOutput) else None
         if ended is not None:
@@ -96,9 +94,7 @@ class ChoiceReader:
         )
 
     def _piece(self, piece: Piece) -> Piece:
-        """Check and count the piece's calls: where a call has to come it is one, and where one call is wanted
-        nothing comes after it.
-        """
+        """Check and count the piece's calls; where one call is wanted, nothing comes after it."""
         wanted = self.job.tools.callable
         if wanted is not None and (piece.finish_reason or piece.calls):
             self._check_calls(piece, wanted)

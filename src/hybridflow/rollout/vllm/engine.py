@@ -67,8 +67,7 @@ class VLLMEngine(PushedEngine):
         self.runner.push(weights, NOTHING, "base")
 
     def update_adapters(self, weights: Weights, version: int, adapter: dict[str, Any]) -> None:
-        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`, and empty
-        the prefix cache.
+        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`.
 
         `adapter`: the content of adapter_config.json. RolloutError as `update_weights`, and without a base.
         """

@@ -171,11 +171,8 @@ def _write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tens
 
 
 def keep_whole_distribution(sampler: Any) -> None:
-    """Change a vLLM sampler so that its log-probs are those of logits / temperature, as training computes
-    them.
-
-    Greedy rows have those of the logits. vLLM's own are either of the bare logits, or of the logits after
-    top-k, top-p, penalties and biases.
+    """Change a vLLM sampler so that its log-probs are those of logits / temperature, as in training, and in
+    greedy rows those of the logits. vLLM's own are of bare logits, or of logits after all that changes them.
     """
     plain = sampler.forward
     temperatures: list[Tensor | None] = [None]

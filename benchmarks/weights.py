@@ -87,7 +87,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
         name: kit.own_command(__file__, "--receive", name, "--megabytes", options.megabytes)
         for name in ("checked", "unchecked", "plain")
     }
-    writer = SharedMemoryWriter(size)
+    writer = SharedMemoryWriter(size, torch.device("cpu"))
     version = iter(range(1, 1000))
     with kit.open_sides(commands, threads=1) as sides:
 

@@ -240,8 +240,7 @@ def _openai_vllm(folder: Path) -> Subject:
     for package in ("httpx", "vllm"):
         without(package)
     from hybridflow.rollout.openai.engine import OpenAIEngine
-    from hybridflow.rollout.vllm.http import MODEL
-    from hybridflow.rollout.vllm.process import start_server
+    from hybridflow.rollout.vllm.settings import MODEL, start_server
 
     arguments = {
         "model": str(folder),

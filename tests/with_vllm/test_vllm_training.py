@@ -17,8 +17,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.vllm.process import start_server
-from hybridflow.rollout.vllm.settings import engine_arguments
+from hybridflow.rollout.vllm.settings import engine_arguments, start_server
 
 STEPS = 3
 LORA = "actor_rollout_ref.model.lora_rank=4"

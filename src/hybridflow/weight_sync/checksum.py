@@ -8,6 +8,7 @@ from torch import Tensor
 
 Take = Callable[[str, Callable[[], Tensor]], Tensor]
 """(name of a tensor, function that computes its checksum) -> its checksum."""
+TURNS = 16
 
 
 def anew(name: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -18,12 +19,11 @@ def anew(name: str, compute: Callable[[], Tensor]) -> Tensor:
 class Remembered:
     """Remembered checksums of tensors that nothing should write, such as the base under adapters.
 
-    At each push one of `turns` parts of them is computed again, so that a frozen tensor that was written by
+    At each push one of `TURNS` parts of them is computed again, so that a frozen tensor that was written by
     mistake is found within as many pushes. Tensors in `written` are computed each time.
     """
 
-    def __init__(self, *, turns: int = 16) -> None:
-        self.turns = turns
+    def __init__(self) -> None:
         self._known: dict[str, Tensor] = {}
         self._places: dict[str, int] = {}
 
@@ -35,7 +35,7 @@ class Remembered:
                 self._known.pop(name, None)
                 return compute()
             place = self._places.setdefault(name, len(self._places))
-            if name not in self._known or (push - place) % self.turns == 0:
+            if name not in self._known or (push - place) % TURNS == 0:
                 self._known[name] = compute()
             return self._known[name]
 
@@ -49,9 +49,7 @@ def first_difference(sent: Tensor, arrived: Tensor) -> int:
 
 
 def explain_difference(name: str, sent: Tensor, arrived: Tensor, *, version: int) -> str:
-    """Return the message for a weight that arrived otherwise than the trainer holds it, on this rank or
-    another.
-    """
+    """Return the message for a weight that arrived otherwise than sent, on this rank or another."""
     here = f"is {int(arrived) % 2**64:016x}"
     if int(sent) == int(arrived):
         here = "differs on another rank"

@@ -10,29 +10,23 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.twin import Twin
 from hybridflow.weight_sync.checksum import explain_difference, first_difference
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.reshard import BUCKET_BYTES, HeldWeights, Reshard
+from hybridflow.weight_sync.reshard import HeldWeights, Reshard
 
 
 class GatheredTwin:
-    """A `WeightSource` for `twin`, filled from the parts that the ranks in training hold.
+    """A `WeightSource` for `twin`, filled from the parts of all ranks, which make and use it together."""
 
-    All ranks of the world make it, acquire and release together.
-    """
-
-    def __init__(self, held: HeldWeights, twin: Twin, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, held: HeldWeights, twin: Twin) -> None:
         self.twin = twin
         self.holding = Holding.of(twin, {each.name: each.shape for each in held()})
-        self.reshard = Reshard(held, self.holding.boxes, device=twin.device, bucket_bytes=bucket_bytes)
+        self.reshard = Reshard(held, self.holding.boxes, device=twin.device)
 
     def acquire(self, version: int) -> None:
-        """Gather the weights as they are in training now, and compare checksums.
-
-        Raises RolloutError on all ranks, naming a weight, where one differs on any rank.
-        """
+        """Gather the weights as they are now; RolloutError on all ranks where a checksum differs on any."""
         self.reshard.run(self.twin.allocate())
         sent = self.reshard.checksums()
         arrived = self.holding.checksums(self.twin.parameters)
-        (first,) = min_over([first_difference(sent, arrived)], self.reshard.group)
+        (first,) = min_over([first_difference(sent, arrived)])
         if first < len(sent):
             name = list(self.holding.boxes)[first]
             raise RolloutError(explain_difference(name, sent[first], arrived[first], version=version))

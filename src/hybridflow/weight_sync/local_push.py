@@ -9,11 +9,10 @@ files, read from a policy in this process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hybridflow.distributed.process_group import gather_objects
 from hybridflow.engines import TrainEngine
@@ -21,51 +20,27 @@ from hybridflow.models.export import plain_weights, whole
 from hybridflow.models.lora import adapter_config, adapter_tensors, base_name
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
+from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 
 _ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules")
 """Entries of peft's LoraConfig that an engine needs to apply adapters."""
 
 
-@runtime_checkable
-class AdapterEngine(Protocol):
-    """An engine that takes adapters apart from the base model under them."""
-
-    @property
-    def has_base(self) -> bool:
-        """Whether the engine has the base model's weights."""
-        ...
-
-    def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the weights of the base model."""
-        ...
-
-    def update_adapters(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]
-    ) -> None:
-        """Take adapters; base and adapters together are weights of version `version`."""
-        ...
-
-
+@dataclass(eq=False)
 class LocalPush:
     """Weights pushed to an engine in the trainer's process; where the policy is sharded, all ranks have such
     an engine and update it together.
-
-    `trainer`: the engine that trains the policy, which has its weights on the device while they are read;
-    None where the policy is a copy. `adapters`: the policy's adapters are sent alone, over a base that is
-    sent once.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        trainer: TrainEngine | None = None,
-        *,
-        adapters: bool = False,
-    ) -> None:
-        self.policy = policy
-        self.trainer = trainer
-        self.adapters = adapters
+    policy: PolicyModel
+    trainer: TrainEngine | None = None
+    """The engine that trains the policy, which has its weights on the device while they are read; None where
+    the policy is a copy."""
+    adapters: bool = False
+    """Whether the policy's adapters are sent alone, over a base that is sent once."""
+
+    def __post_init__(self) -> None:
         self._dtypes: dict[str, torch.dtype] = {}
         """Compute dtypes of the parameters, by their names in the model without adapters."""
 
@@ -80,7 +55,7 @@ class LocalPush:
                 held = self.trainer.held_weights()
                 self._dtypes = {base_name(each.name): each.compute_dtype for each in held}
             if self.adapters:
-                assert isinstance(engine, AdapterEngine), "only vllm takes adapters"
+                assert isinstance(engine, VLLMEngine), "only vllm takes adapters"
                 self._update_adapters(engine, version)
             else:
                 engine.update_weights(plain_weights(self.policy, self._dtypes), version)
@@ -88,7 +63,7 @@ class LocalPush:
             if self.trainer is not None:
                 self.trainer.offload()
 
-    def _update_adapters(self, engine: AdapterEngine, version: int) -> None:
+    def _update_adapters(self, engine: VLLMEngine, version: int) -> None:
         if not all(gather_objects(engine.has_base)):  # all ranks read sharded weights together
             engine.update_base(plain_weights(self.policy, self._dtypes, folded=False))
         config = adapter_config(self.policy)

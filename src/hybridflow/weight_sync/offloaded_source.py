@@ -4,10 +4,13 @@ they are on the device while they are read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from hybridflow.engines import TrainEngine
 from hybridflow.rollout.base import WeightSource
 
 
+@dataclass(eq=False)
 class OffloadedSource:
     """A `WeightSource` that brings the trainer's offloaded weights to the device.
 
@@ -15,10 +18,9 @@ class OffloadedSource:
     `inner`, that source copies the weights, and the trainer's are offloaded again at once.
     """
 
-    def __init__(self, engine: TrainEngine, inner: WeightSource | None) -> None:
-        self.engine = engine
-        self.inner = inner
-        self._on_the_device = False
+    engine: TrainEngine
+    inner: WeightSource | None
+    _on_the_device: bool = field(default=False, init=False)
 
     def acquire(self, version: int) -> None:
         """Bring the trainer's weights to the device, and fill the inner source from them."""

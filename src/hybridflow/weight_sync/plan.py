@@ -57,9 +57,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of an exchange, and for each parameter the ranks that compute its checksum.
-
-    Together those ranks hold every element once.
+    """All rounds of an exchange, and for each parameter the ranks that compute its checksum: together they
+    hold every element once.
     """
 
     rounds: list[Round]
@@ -106,13 +105,14 @@ def _pieces(
     if load <= bucket_bytes:
         return (routes,)
     dim = max(range(len(parameter.shape)), key=lambda d: parameter.shape[d])
-    slabs = min(-(-load // bucket_bytes), parameter.shape[dim])
-    while slabs < parameter.shape[dim]:  # what one rank sends may lie in few of the slabs
-        cut = [_routes(have, want, whole.cut(dim, part, slabs)) for part in range(slabs)]
-        if max(max(_load(one, len(have), parameter.dtype.itemsize)) for one in cut) <= bucket_bytes:
-            break
-        slabs = min(2 * slabs, parameter.shape[dim])
-    return tuple(_routes(have, want, whole.cut(dim, part, slabs)) for part in range(slabs))
+    longest = parameter.shape[dim]
+    slabs = min(-(-load // bucket_bytes), longest)
+    while True:  # what one rank sends may lie in few of the slabs
+        cut = tuple(_routes(have, want, whole.cut(dim, part, slabs)) for part in range(slabs))
+        loads = (max(_load(one, len(have), parameter.dtype.itemsize)) for one in cut)
+        if slabs == longest or max(loads) <= bucket_bytes:
+            return cut
+        slabs = min(2 * slabs, longest)
 
 
 def _routes(have: Sequence[Box | None], want: Sequence[Box | None], slab: Box) -> tuple[Route, ...]:

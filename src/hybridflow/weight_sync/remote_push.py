@@ -20,7 +20,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine, SomeWeights
 from hybridflow.weight_sync.checksum import Remembered, explain_difference, first_difference
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.reshard import BUCKET_BYTES, HeldWeights, Reshard
+from hybridflow.weight_sync.reshard import HeldWeights, Reshard
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,16 @@ class WeightShare:
 
 
 class WeightExport:
-    """The sending side: it gathers whole tensors on the ranks that train, about as many bytes on each.
+    """The sending side: all ranks together gather whole tensors, about as many bytes on each."""
 
-    All ranks make it and call `share` together.
-    """
-
-    def __init__(self, held: HeldWeights, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, held: HeldWeights, device: torch.device) -> None:
         rank, world_size = rank_and_size()
         whole = {each.name: Box.whole(each.shape) for each in held()}
         self._trained = {each.name: whole[each.name].numel for each in held() if each.trained}
         self._sums = Remembered()
         owners = deal_tensors(self._trained, world_size)
         wanted = {name: whole[name] for name, owner in owners.items() if owner == rank}
-        self.reshard = Reshard(held, wanted, device=device, bucket_bytes=bucket_bytes)
+        self.reshard = Reshard(held, wanted, device=device)
 
     def share(self, version: int) -> WeightShare:
         """Return this rank's part of the weights as they are now, as version `version`."""
@@ -71,15 +68,14 @@ def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
     return owners
 
 
+@dataclass(eq=False)
 class RemotePush:
-    """The receiving side: it puts shares into the module of an engine that has its own weights.
+    """The receiving side: the ranks of a replica together put shares into the module of their engine."""
 
-    The ranks of a replica do it together.
-    """
+    policy: PolicyModel
+    holding: Holding
 
-    def __init__(self, policy: PolicyModel, holding: Holding) -> None:
-        self.policy = policy
-        self.holding = holding
+    def __post_init__(self) -> None:
         self._sums = Remembered()
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:

@@ -45,12 +45,11 @@ class _Work:
 
 
 class Reshard:
-    """A weight exchange among the ranks of `group`, planned once and run whenever weights are wanted.
+    """A weight exchange among all ranks, planned once and run whenever weights are wanted.
 
     `held` returns the parts of the parameters that this rank has in training; it is called at each run, since
     they may move. A parameter arrives in its compute dtype. `wanted`: the boxes that this rank wants,
-    possibly none. `device`: where buffers are made. All ranks of the group make it and run it together;
-    without a group it is the default one, or this process alone.
+    possibly none. `device`: where buffers are made. All ranks make it and run it together.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Reshard:
         wanted: Boxes,
         *,
         device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         now = {each.name: each for each in held()}
@@ -67,11 +65,10 @@ class Reshard:
         self.held = held
         self.wanted = dict(wanted)
         self.device = torch.device(device)
-        self.group = group
-        self.rank, self.world_size = rank_and_size(group)
+        self.rank, self.world_size = rank_and_size()
         self.boxes = {name: each.box for name, each in now.items()}
         self.dtypes = {name: each.compute_dtype for name, each in now.items()}
-        have, want = (gather_objects(boxes, group) for boxes in (self.boxes, self.wanted))
+        have, want = (gather_objects(boxes) for boxes in (self.boxes, self.wanted))
         parameters = {name: Parameter(each.shape, each.compute_dtype) for name, each in now.items()}
         plan = make_plan(have, want, parameters, bucket_bytes)
         self._work = _work_of(plan, self.rank, self.world_size)
@@ -92,20 +89,16 @@ class Reshard:
                 self._exchange(work, held, out)
 
     def _exchange(self, work: _Work, held: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        num_out, num_in = (
-            [sum(box.numel for _, box in some) for some in all_] for all_ in (work.sends, work.takes)
-        )
-        outgoing, incoming = (
-            torch.empty(sum(counts), dtype=work.dtype, device=self.device) for counts in (num_out, num_in)
-        )
+        num_out = [sum(box.numel for _, box in some) for some in work.sends]
+        num_in = [sum(box.numel for _, box in some) for some in work.takes]
+        outgoing = torch.empty(sum(num_out), dtype=work.dtype, device=self.device)
+        incoming = torch.empty(sum(num_in), dtype=work.dtype, device=self.device)
         for part, name, box in _cut(outgoing, work.sends):
             part.copy_(held[name][box.within(self.boxes[name])])
         size = work.dtype.itemsize
         splits_in, splits_out = ([count * size for count in counts] for counts in (num_in, num_out))
         # as bytes, which every backend carries
-        dist.all_to_all_single(
-            incoming.view(torch.uint8), outgoing.view(torch.uint8), splits_in, splits_out, group=self.group
-        )
+        dist.all_to_all_single(incoming.view(torch.uint8), outgoing.view(torch.uint8), splits_in, splits_out)
         for part, name, box in _cut(incoming, work.takes):
             self._put(out, name, box, part)
         self.bytes_sent += outgoing.nbytes
@@ -126,7 +119,7 @@ class Reshard:
             if each.name in self._answers_for:
                 sums[index] = take(each.name, partial(_sum, each))
         if self.world_size > 1:
-            dist.all_reduce(sums, group=self.group)
+            dist.all_reduce(sums)
         return sums.cpu()
 
 
@@ -136,9 +129,7 @@ def _sum(held: Held) -> Tensor:
 
 
 def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:
-    """Return this rank's part of each round; the routes of equal pieces, of which a model has many, are read
-    once.
-    """
+    """Return this rank's part of each round; the routes of equal pieces are read once."""
     known: dict[int, list[Route]] = {}
     found = []
     for each in plan.rounds:

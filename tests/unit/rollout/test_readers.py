@@ -14,7 +14,7 @@ def test_an_exception_that_a_future_refuses_reaches_the_request() -> None:
         raise StopIteration("no more turns")
 
     async def ask() -> str:
-        return await asyncio.wait_for(JobReaders(max_queue=4).run(make, 10), timeout=60)
+        return await asyncio.wait_for(JobReaders(4, lambda: None).run(make, 10), timeout=60)
 
     with pytest.raises(RuntimeError, match="no more turns"):
         asyncio.run(ask())

@@ -244,7 +244,8 @@ def test_clients_that_go_away_free_their_rows() -> None:
 def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
     with serve_script(endless, limits=Limits(send_timeout_s=0.05), seconds=0.05) as server:
         service, begun = server.service, asyncio.Event()
-        job = completion_job(CompletionBody(prompt="a", n=2, max_tokens=400, stream=True), service.model)
+        body = CompletionBody(prompt="a", n=2, max_tokens=400, stream=True)
+        job = completion_job(body, service.model, lambda: None)
 
         async def takes_nothing(message: Any) -> None:
             begun.set()

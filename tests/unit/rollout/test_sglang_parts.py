@@ -21,7 +21,7 @@ from hybridflow.rollout.remote.process import free_port
 from hybridflow.rollout.sglang import loader, sampler
 from hybridflow.rollout.sglang.sampling import sglang_params, sglang_problem
 from hybridflow.rollout.sglang.server import Server
-from hybridflow.rollout.sglang.settings import command_line, server_arguments, shape_of
+from hybridflow.rollout.sglang.settings import command_line, positions_of, server_arguments
 
 ROWS, TOKENS = 4000, 6
 
@@ -165,7 +165,7 @@ def test_keys_become_options(tmp_path: Any) -> None:
         and "--enable-memory-saver" not in options
     )
     assert given["--custom-weight-loader"] == "hybridflow.rollout.sglang.loader.load"
-    assert shape_of(config, facts).positions == 64
+    assert positions_of(config, facts) == 64
     counted = server_arguments(RolloutConfig(name="sglang", max_model_len=64, max_num_seqs=4), facts)[
         "max_total_tokens"
     ]
@@ -186,8 +186,8 @@ def test_memory_is_taken_again_only_where_it_was_given_back(monkeypatch: pytest.
     monkeypatch.setattr(server, "_post", lambda path, body: said.append((path, body)))
     server.sleep(1)
     server.wake_up(["weights"])
-    server.wake_up(None)
-    server.wake_up(None)
+    server.wake_up(["kv_cache", "weights"])
+    server.wake_up(["kv_cache", "weights"])
     assert [(path.split("_")[0], body["tags"]) for path, body in said] == [
         ("/release", ["kv_cache", "weights"]),
         ("/resume", ["weights"]),

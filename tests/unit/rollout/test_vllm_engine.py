@@ -130,7 +130,7 @@ def test_requests_in_vllms_words() -> None:
     assert (
         full["stop_token_ids"] == [2, 3, 7]
         and full["ignore_eos"]
-        and full["logit_bias"] == {"9": -2.0}
+        and full["logit_bias"] == {9: -2.0}
         and full["top_k"] == 4
     )
     assert (

@@ -13,17 +13,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hybridflow.models.probe import difference, probe_tolerance
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationRequest, WeightSource
-from hybridflow.rollout.hf.batch import Batch, Ended, Row
+from hybridflow.rollout.hf.batch import Batch, Ended
+from hybridflow.rollout.hf.row import Row
 from hybridflow.rollout.hf.session import HFSession
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.sampling import sampling_problem
@@ -77,18 +80,12 @@ class HFEngine(SessionEngine):
         self._version = version
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the model by their Hugging Face names.
-
-        Raises RolloutError for a name or shape that the model does not have, and for weights that are
-        missing, unless the sender says by `SomeWeights` that the others are in place.
-        """
+        """Copy weights into the model by their Hugging Face names; RolloutError as `load_weights`."""
         load_weights(self.model, weights)
         self._version = version
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights where they have a source; keys and values are freed with each batch. RolloutError
-        while generating.
-        """
+        """Free the weights where they have a source; RolloutError while generating."""
         self._check_free("sleep()")
         self._asleep = True
         if self.source is not None:
@@ -104,23 +101,20 @@ class HFEngine(SessionEngine):
     def _new_session(self, closed: bool) -> HFSession:
         return HFSession(
             problem=self._problem,
-            batch_of=self._batch_of,
+            next_batch=self._next_batch,
             run=self._run,
-            size=self._size,
             version=lambda: self._version,
             closed=self._closed,
         )
 
-    def _size(self, num_waiting: int) -> int:
-        """Return how many requests the next batch may have, of so many that wait."""
-        if self._batches is None and num_waiting > 1 and self.max_num_seqs > 1:
+    def _next_batch(self, waiting: Sequence[GenerationRequest]) -> Batch:
+        """Return a batch of the first of these requests, as many as the model takes together."""
+        if self._batches is None and len(waiting) > 1 and self.max_num_seqs > 1:
             self._batches = batches_well(self.model)
+        size = 1
         if self._batches:
-            return self.max_num_seqs
-        return 1
-
-    def _batch_of(self, requests: Sequence[GenerationRequest]) -> Batch:
-        rows = [Row(request, self._ends(request)) for request in requests]
+            size = self.max_num_seqs
+        rows = [Row(request, self._ends(request)) for request in waiting[:size]]
         filler = getattr(self.model.generation_config, "pad_token_id", None)
         if not isinstance(filler, int):
             filler = 0
@@ -143,19 +137,14 @@ class HFEngine(SessionEngine):
         contexts = [token_ids_of(request.context) for request in requests]
         longest = max(request.sampling.max_tokens - len(request.begun) for request in requests)
         try:
-            with torch.no_grad(), own_attention(self.model):
-                model: Any = self.model
-                model.generate(
-                    **padded(contexts, batch.filler, self.model.device),
-                    generation_config=GenerationConfig(
-                        do_sample=False,
-                        max_new_tokens=longest,
-                        pad_token_id=batch.filler,
-                        use_cache=True,
-                    ),
-                    logits_processor=LogitsProcessorList([batch]),
-                    stopping_criteria=StoppingCriteriaList([Ended(batch)]),
-                )
+            generate(
+                self.model,
+                contexts,
+                batch.filler,
+                GenerationConfig(max_new_tokens=longest, use_cache=True),
+                logits_processor=LogitsProcessorList([batch]),
+                stopping_criteria=StoppingCriteriaList([Ended(batch)]),
+            )
         except Exception as error:
             logger.exception("the hf engine failed in a batch of %d requests", len(requests))
             for row in batch.rows:
@@ -178,37 +167,31 @@ class HFEngine(SessionEngine):
 
 def padded(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> dict[str, Tensor]:
     """Return left-padded input_ids and attention_mask, each [B, longest prompt] int64."""
-    longest = max(len(prompt) for prompt in prompts)
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
     return {
-        "input_ids": torch.tensor(
-            [[filler] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
-        ),
-        "attention_mask": torch.tensor(
-            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
-        ),
+        "input_ids": pad(rows, padding_value=filler),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
     }
 
 
 @torch.no_grad()
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], filler: int, config: GenerationConfig, **more: Any
+) -> Any:
+    """Return what transformers' own greedy `generate` makes of left-padded prompts."""
+    config.update(do_sample=False, pad_token_id=filler)
+    with own_attention(model):
+        return model.generate(**padded(prompts, filler, model.device), generation_config=config, **more)
+
+
 def batches_well(model: PreTrainedModel) -> bool:
     """Return whether a left-padded prompt gets the log-probs that it gets alone, tried with a few tokens."""
     vocabulary = model.get_output_embeddings().weight.shape[0]
     long = [(7 * place + 5) % vocabulary for place in range(9)]
-    either: Any = model
-    with own_attention(model):
-        beside, alone = (
-            either.generate(
-                **padded(prompts, 0, model.device),
-                generation_config=GenerationConfig(
-                    do_sample=False,
-                    max_new_tokens=3,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    output_logits=True,
-                ),
-            ).logits
-            for prompts in ([long, long[:4]], [long[:4]])
-        )
+    config = GenerationConfig(max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
+    beside = generate(model, [long, long[:4]], 0, config).logits
+    alone = generate(model, [long[:4]], 0, config).logits
     limit = probe_tolerance(model.dtype)
     return all(
         difference(a[-1].log_softmax(-1), b[-1].log_softmax(-1), model.dtype) <= limit

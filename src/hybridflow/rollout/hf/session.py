@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.hf.batch import Batch
 from hybridflow.rollout.requests import aborted, check_ids, sort_out
 
 
+@dataclass(eq=False, kw_only=True)
 class HFSession:
     """An `EngineSession`; `abort` may come from another thread while a batch is decoded.
 
-    `problem` returns the reason why a request cannot be served, `size` how many of so many waiting requests
-    the next batch may have; `run` fills the rows of a batch. `version`: of the weights there are now.
+    `problem` returns the reason why a request cannot be served, `next_batch` a batch of the first waiting
+    requests; `run` fills the rows of a batch. `version`: of the weights there are now.
     """
 
-    def __init__(
-        self,
-        *,
-        problem: Callable[[GenerationRequest], str | None],
-        batch_of: Callable[[Sequence[GenerationRequest]], Batch],
-        run: Callable[[Batch], None],
-        size: Callable[[int], int],
-        version: Callable[[], int],
-        closed: Callable[[], None],
-    ) -> None:
-        self._problem = problem
-        self._batch_of = batch_of
-        self._run = run
-        self._size = size
-        self._version = version
-        self._closed = closed
+    problem: Callable[[GenerationRequest], str | None]
+    next_batch: Callable[[Sequence[GenerationRequest]], Batch]
+    run: Callable[[Batch], None]
+    version: Callable[[], int]
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._waiting: list[GenerationRequest] = []
         self._batch: Batch | None = None
 
     @property
     def policy_version(self) -> int:
         """Version that tokens carry which are sampled now."""
-        return self._version()
+        return self.version()
 
     @property
     def num_running(self) -> int:
@@ -53,13 +46,12 @@ class HFSession:
         return self._batch is None and not self._waiting
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
-        """Add requests, which wait for the next batch; those that cannot be served come back at once.
-
-        RolloutError for an id that is in use.
+        """Add requests to those that wait; those that cannot be served come back. RolloutError for an id in
+        use.
         """
         decoded = [] if self._batch is None else [row.request for row in self._batch.rows]
         check_ids(requests, {request.request_id for request in [*self._waiting, *decoded]})
-        good, outputs = sort_out(requests, self._problem)
+        good, outputs = sort_out(requests, self.problem)
         self._waiting += good
         return outputs
 
@@ -67,12 +59,10 @@ class HFSession:
         """Decode one batch to its end; outputs of rows that were aborted meanwhile came from `abort`."""
         if not self._waiting:
             return []
-        size = self._size(len(self._waiting))
-        requests = self._waiting[:size]
-        self._waiting = self._waiting[size:]
-        batch = self._batch = self._batch_of(requests)
+        batch = self._batch = self.next_batch(self._waiting)
+        self._waiting = self._waiting[len(batch.rows) :]
         try:
-            self._run(batch)
+            self.run(batch)
         finally:
             self._batch = None
         return [row.output() for row in batch.rows if row.finish_reason != "abort"]
@@ -95,4 +85,4 @@ class HFSession:
     def close(self) -> None:
         """Drop what waits, and let the engine be used otherwise."""
         self._waiting = []
-        self._closed()
+        self.closed()

@@ -19,22 +19,11 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.errors import RolloutError, install_extra
-from hybridflow.rollout.base import (
-    FinishReason,
-    GenerationOutput,
-    GenerationRequest,
-    SamplingParams,
-)
+from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.openai.calls import Calls
 from hybridflow.rollout.openai.session import OpenAISession
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
-from hybridflow.rollout.requests import (
-    refused,
-    request_problem,
-    rest_of,
-    rest_problem,
-    whole_of,
-)
+from hybridflow.rollout.requests import refused, request_problem, rest_of, rest_problem, whole_of
 from hybridflow.rollout.session_engine import SessionEngine
 
 try:
@@ -57,10 +46,6 @@ class TextAnswer:
     text: str
     finish_reason: FinishReason
     error: str | None = None
-
-
-class EndpointError(RolloutError):
-    """The endpoint did not serve a request."""
 
 
 class OpenAIEngine(SessionEngine):
@@ -122,18 +107,12 @@ class OpenAIEngine(SessionEngine):
         return OpenAISession(calls, self._stats, answer=self._one, closed=self._closed)
 
     def chat(self, conversations: Sequence[Sequence[Message]], sampling: SamplingParams) -> list[TextAnswer]:
-        """Return an answer to each conversation (messages of {role, content}), in their order.
-
-        Answers are text, which any endpoint gives.
-        """
-        jobs = {
-            place: partial(self._chat, place, messages, sampling)
-            for place, messages in enumerate(conversations)
-        }
+        """Return an answer as text, which any endpoint gives, to each conversation of {role, content}."""
         calls: Calls[tuple[int, TextAnswer]] = Calls(self._client, self.max_concurrent)
         answers: dict[int, TextAnswer] = {}
         try:
-            calls.add(jobs)
+            for place, messages in enumerate(conversations):
+                calls.add(place, partial(self._chat, place, messages, sampling))
             while calls.num_open:
                 answers |= dict(calls.wait())
         finally:
@@ -173,15 +152,13 @@ class OpenAIEngine(SessionEngine):
             return place, TextAnswer("", "error", self._said(error))
 
     def _said(self, error: Exception) -> str:
-        what = (
-            str(error)
-            if isinstance(error, RolloutError)
-            else f"its answer cannot be read: {type(error).__name__}: {error}"
-        )
+        what = str(error)
+        if not isinstance(error, RolloutError):
+            what = f"its answer cannot be read: {type(error).__name__}: {error}"
         return f"openai engine at {self.base_url} (model {self.model}): {what}"
 
     async def _post(self, client: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to one request; EndpointError when it is refused or fails until the deadline."""
+        """Return the answer to one request; RolloutError when it is refused or fails until the deadline."""
         ends = monotonic() + self.deadline
         tries = 0
         last = "no answer"
@@ -197,12 +174,12 @@ class OpenAIEngine(SessionEngine):
                     return dict(answer.json())
                 last = f"status {answer.status_code}: {reason_of(answer)}"
                 if answer.status_code not in AGAIN:
-                    raise EndpointError(f"it refused the request{_size(body)} with {last}")
+                    raise RolloutError(f"it refused the request{_size(body)} with {last}")
                 pause = max(pause, seconds_to_wait(answer))
             if monotonic() + pause >= ends:
                 break
             await asyncio.sleep(pause)
-        raise EndpointError(
+        raise RolloutError(
             f"no success within {self.deadline:g} s in {tries} tries, the last: {last}. Is it running? "
             "Raise `deadline` if slow"
         )
@@ -229,9 +206,6 @@ def seconds_to_wait(answer: httpx.Response) -> float:
 
 def _size(body: dict[str, Any]) -> str:
     """Describe the length of a request: servers that refuse one for its length do not always say so."""
-    prompt = body.get("prompt")
-    return (
-        f" ({len(prompt)} prompt tokens, max_tokens={body.get('max_tokens')})"
-        if isinstance(prompt, list)
-        else ""
-    )
+    if "prompt" not in body:
+        return ""
+    return f" ({len(body['prompt'])} prompt tokens, max_tokens={body['max_tokens']})"

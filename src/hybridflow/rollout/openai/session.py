@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -14,25 +15,18 @@ from hybridflow.rollout.requests import aborted, check_ids
 if TYPE_CHECKING:
     import httpx
 
-AnswerOne = Callable[[GenerationRequest, "httpx.AsyncClient"], Awaitable[GenerationOutput]]
-"""Function that asks the endpoint for the output of one request."""
 
-
+@dataclass(eq=False)
 class OpenAISession:
     """An `EngineSession` over `calls`, which it ends."""
 
-    def __init__(
-        self,
-        calls: Calls[GenerationOutput],
-        stats: RolloutStats,
-        *,
-        answer: AnswerOne,
-        closed: Callable[[], None],
-    ) -> None:
-        self._calls = calls
-        self._stats = stats
-        self._answer = answer
-        self._closed = closed
+    calls: Calls[GenerationOutput]
+    stats: RolloutStats
+    answer: Callable[[GenerationRequest, httpx.AsyncClient], Awaitable[GenerationOutput]]
+    """Function that asks the endpoint for the output of one request."""
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._requests: dict[int, GenerationRequest] = {}
         self._began = perf_counter()
 
@@ -44,32 +38,33 @@ class OpenAISession:
     @property
     def num_running(self) -> int:
         """Number of requests without an answer; the endpoint does not say which of them wait."""
-        return self._calls.num_open
+        return self.calls.num_open
 
     @property
     def idle(self) -> bool:
         """Whether all requests have an answer."""
-        return self._calls.num_open == 0
+        return self.calls.num_open == 0
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """Send requests; RolloutError for an id that is in use."""
         check_ids(requests, self._requests)
-        self._requests |= {request.request_id: request for request in requests}
-        self._calls.add({request.request_id: partial(self._answer, request) for request in requests})
+        for request in requests:
+            self._requests[request.request_id] = request
+            self.calls.add(request.request_id, partial(self.answer, request))
         return []
 
     def step(self) -> list[GenerationOutput]:
         """Wait for the next answers."""
-        outputs = self._calls.wait()
+        outputs = self.calls.wait()
         for output in outputs:
             del self._requests[output.request_id]
-            self._stats.generated_tokens += len(output.token_ids)
-        self._stats.seconds = perf_counter() - self._began
+            self.stats.generated_tokens += len(output.token_ids)
+        self.stats.seconds = perf_counter() - self._began
         return outputs
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests by closing their connections; what they had so far is the server's and is lost."""
-        return [aborted(self._requests.pop(number)) for number in self._calls.cancel(set(request_ids))]
+        return [aborted(self._requests.pop(number)) for number in self.calls.cancel(set(request_ids))]
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
         """Return nothing: answers come whole."""
@@ -77,5 +72,5 @@ class OpenAISession:
 
     def close(self) -> None:
         """Close all connections, and let the engine be used otherwise."""
-        self._calls.stop()
-        self._closed()
+        self.calls.stop()
+        self.closed()

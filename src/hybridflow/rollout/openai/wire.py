@@ -19,10 +19,7 @@ _FINISH = ("stop", "length", "abort")
 
 
 def sampling_fields(sampling: SamplingParams, *, extended: bool) -> dict[str, Any]:
-    """Return the sampling fields of a request body.
-
-    Raises RolloutError for a setting that OpenAI's own API has no field for, unless `extended`.
-    """
+    """Return the sampling fields of a body; RolloutError for one that OpenAI lacks, unless `extended`."""
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": 0.0 if sampling.takes_argmax else sampling.temperature,
@@ -84,8 +81,7 @@ def read_completion(payload: dict[str, Any], request: GenerationRequest, version
     if ids is None:
         raise RolloutError(
             "the server's answer has no token ids (`token_ids`), and text is never tokenised again: use a "
-            "server that knows "
-            "return_token_ids (hybridflow serve, vLLM), or ask for text alone with chat()"
+            "server that knows return_token_ids (hybridflow serve, vLLM), or ask for text alone with chat()"
         )
     values = log_probs.get("token_logprobs") or [None] * len(ids)
     if len(values) != len(ids):

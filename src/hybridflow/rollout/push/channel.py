@@ -38,6 +38,7 @@ class Channel:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
+        self._incoming = connection.makefile("rb")
 
     @classmethod
     def connect(cls, host: str, port: int, token: str, timeout: float) -> Channel:
@@ -54,11 +55,21 @@ class Channel:
 
     def receive(self) -> Any:
         """Return the next frame; RolloutError where the other side closes first or is silent for too long."""
-        (size,) = _LENGTH.unpack(read_exactly(self._connection, _LENGTH.size))
-        return json.loads(read_exactly(self._connection, size))
+        (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return json.loads(self._read(size))
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data = self._incoming.read(size)
+        except OSError as error:
+            raise RolloutError(f"a push of weights stopped: {error}") from error
+        if len(data) < size:
+            raise RolloutError("a push of weights was cut off before its end")
+        return data
 
     def close(self) -> None:
         """Close the connection."""
+        self._incoming.close()
         self._connection.close()
 
 
@@ -73,9 +84,8 @@ class _Pending:
 
 
 class Listener:
-    """A free port of `host` where receivers connect; only those that send its token are let in.
-
-    Tokens are read from all connections side by side, so a silent one delays nobody.
+    """A free port of `host` where receivers connect. Only those that send its token are let in, and a silent
+    one delays nobody: tokens are read from all side by side.
     """
 
     def __init__(self, host: str) -> None:
@@ -86,10 +96,8 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def accept(self, count: int, *, timeout: float, failed: Callable[[], bool]) -> list[Channel]:
-        """Return the channels of `count` receivers.
-
-        RolloutError where they do not come within `timeout` seconds, or once `failed` returns true: then none
-        will come.
+        """Return the channels of `count` receivers; RolloutError where they do not come within `timeout`
+        seconds, or once `failed` returns true: then none will come.
         """
         channels: list[Channel] = []
         end = time.monotonic() + timeout
@@ -182,17 +190,3 @@ def connect(host: str, port: int, token: str, timeout: float) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Read `size` bytes; RolloutError where the connection ends before."""
-    data = bytearray()
-    while len(data) < size:
-        try:
-            part = connection.recv(min(size - len(data), 1 << 20))
-        except OSError as error:
-            raise RolloutError(f"a push of weights stopped: {error}") from error
-        if not part:
-            raise RolloutError("a push of weights was cut off before its end")
-        data += part
-    return bytes(data)

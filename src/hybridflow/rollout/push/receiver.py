@@ -21,6 +21,12 @@ NOTHING = -1
 Part = Literal["whole", "base", "adapters"]
 """What a push contains: all weights, the base weights without LoRA adapters, or the adapters alone."""
 
+Weights = Iterable[tuple[str, Tensor]]
+"""Weights by the names of the model's files."""
+
+Summed = Iterable[tuple[str, Tensor, int]]
+"""Weights with the checksums that their sender computed."""
+
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """Function that loads weights into the engine's model, and reads its argument to the end."""
 
@@ -57,13 +63,9 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"version": self.version}
 
-    def take(
-        self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole"
-    ) -> None:
-        """Load weights, each with the checksum that its sender computed.
-
-        A base alone has no version: nothing is generated before its adapters have come. Raises RolloutError
-        for a weight whose checksum differs here.
+    def take(self, load: Load, weights: Summed, version: int, part: Part = "whole") -> None:
+        """Load weights; RolloutError for one whose checksum differs here. A base alone has no version:
+        nothing is generated before its adapters have come.
         """
         if part == "adapters" and not self.has_base:
             raise RolloutError("adapters came before the weights that they change")
@@ -79,9 +81,7 @@ class Receiver:
         if part != "base":
             self.version = version
 
-    def _compared(
-        self, weights: Iterable[tuple[str, Tensor, int]], part: Part
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _compared(self, weights: Summed, part: Part) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, sent in weights:
             here = int(bit_sum(tensor, Box.whole(tensor.shape)))
             if here != sent:

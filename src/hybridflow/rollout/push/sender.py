@@ -10,9 +10,9 @@ while this one sends.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
     CudaIpcWriter,
@@ -34,15 +35,12 @@ from hybridflow.rollout.push.tunnel import LOOPBACK
 
 BUCKET_BYTES = 256 * 2**20
 _CACHED_BYTES = 16 * 2**20
-"""Largest buffer in shared memory, in bytes: it is used again for each bucket, and a larger one costs more in
-page faults than it saves.
-"""
+"""Largest buffer in shared memory, in bytes: a larger one costs more in page faults than it saves."""
 
 Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
 CallWorkers = Callable[[str, dict[str, Any]], list[Any]]
 """Function that calls a method of the workers' extension with its arguments and returns each worker's answer.
 """
-Weights = Iterable[tuple[str, Tensor]]
 
 
 def checked(weights: Weights) -> Iterator[tuple[str, Tensor, int]]:
@@ -62,29 +60,28 @@ def push(
     host: str = LOOPBACK,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: float = 300.0,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> None:
     """Send weights, called `version`, to the `workers` processes of an engine, by their `hybridflow_receive`.
 
     `host`: address of this machine that the workers can reach. `more`: further facts for the workers, as
     JSON. Raises RolloutError where not all weights arrived as sent; then the engine has no version.
     """
+    open_writer: Callable[..., Writer] = CudaIpcWriter
+    if transport == "process_group":
+        open_writer = partial(GroupWriter, host=host, receivers=workers, timeout=timeout)
+    elif transport == "shared_memory":
+        open_writer = SharedMemoryWriter
+        bucket_bytes = min(bucket_bytes, _CACHED_BYTES)
     listener = Listener(host)
-    receipt = {
-        "host": host,
-        "port": listener.port,
-        "token": listener.token,
-        "version": version,
-        "timeout": timeout,
-        **more,
-    }
+    receipt = {"host": host, "port": listener.port, "token": listener.token, "timeout": timeout, **more}
     with ThreadPoolExecutor(1, thread_name_prefix="push") as pool:
-        job = pool.submit(call, "hybridflow_receive", receipt)
+        job = pool.submit(call, "hybridflow_receive", {**receipt, "version": version})
         broken: RolloutError | None = None
         try:
             channels = listener.accept(workers, timeout=timeout, failed=job.done)
             try:
-                _send(channels, weights, transport, host, bucket_bytes, timeout)
+                _send(channels, weights, bucket_bytes, open_writer)
             finally:
                 for channel in channels:
                     channel.close()
@@ -106,26 +103,17 @@ def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) ->
 
 
 def _send(
-    channels: list[Channel],
-    weights: Weights,
-    transport: Transport,
-    host: str,
-    bucket_bytes: int,
-    timeout: float,
+    channels: list[Channel], weights: Weights, bucket_bytes: int, open_writer: Callable[..., Writer]
 ) -> None:
     writer: Writer | None = None
     sent = 0
-    if transport == "shared_memory":
-        bucket_bytes = min(bucket_bytes, _CACHED_BYTES)
     try:
         for bucket in _buckets(weights, bucket_bytes):
             size = sum(_padded(tensor) for _, tensor, _ in bucket)
             if writer is None or len(writer.buffer) < size:
                 if writer is not None:
                     writer.close()
-                writer = _open(
-                    transport, max(size, bucket_bytes), bucket[0][1].device, host, len(channels), timeout
-                )
+                writer = open_writer(max(size, bucket_bytes), bucket[0][1].device)
                 for number, channel in enumerate(channels):
                     channel.send({"open": writer.facts(number)})
                 writer.meet()
@@ -142,20 +130,6 @@ def _send(
     finally:
         if writer is not None:
             writer.close()
-
-
-def _open(
-    transport: Transport, size: int, device: torch.device, host: str, receivers: int, timeout: float
-) -> Writer:
-    if transport == "process_group":
-        return GroupWriter(size, device, host=host, receivers=receivers, timeout=timeout)
-    if transport == "cuda_ipc":
-        if device.type != "cuda":
-            raise RolloutError(
-                f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory"
-            )
-        return CudaIpcWriter(size, device)
-    return SharedMemoryWriter(size)
 
 
 Bucket = list[tuple[str, Tensor, int]]

@@ -10,15 +10,17 @@ Each has a writer, which owns the buffer, and a reader. A frame says which tenso
 from __future__ import annotations
 
 import base64
+import math
 import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,40 +51,43 @@ class Entry(NamedTuple):
     checksum: int
 
 
-class Writer(Protocol):
-    """The sender's end: a buffer of uint8 that readers see once it was `published`."""
+class Writer(ABC):
+    """The sender's end: a buffer of uint8 that readers see once it was published."""
 
     buffer: Tensor
 
+    @abstractmethod
     def facts(self, receiver: int) -> dict[str, Any]:
         """Return what reader number `receiver` needs to know, as JSON."""
-        ...
 
-    def meet(self) -> None:
-        """Wait for the readers; they have been sent their facts."""
-        ...
+    def meet(self) -> None:  # noqa: B027
+        """Wait for the readers, which have been sent their facts, where a writer has to."""
 
-    def publish(self, size: int) -> None:
-        """Let the readers see the first `size` bytes, which hold a bucket."""
-        ...
+    def publish(self, size: int) -> None:  # noqa: B027
+        """Let the readers see the first `size` bytes, which hold a bucket, where they do not see them yet."""
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the buffer."""
 
 
-class Reader(Protocol):
+class Reader:
     """The receiver's end."""
+
+    buffer: Tensor
 
     def fetch(self, size: int) -> Tensor:
         """Return the bytes of the bucket, [size] uint8, valid until the next call."""
-        ...
+        return self.buffer[:size]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the buffer."""
 
 
-class SharedMemoryWriter:
+class SharedMemoryWriter(Writer):
     """A file in memory, freed when both sides have closed it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=memory_folder())
         self._path = Path(path)
         try:
@@ -98,21 +103,12 @@ class SharedMemoryWriter:
     def facts(self, receiver: int) -> dict[str, Any]:
         return {"kind": "shared_memory", "path": str(self._path), "size": len(self.buffer)}
 
-    def meet(self) -> None:
-        pass
-
-    def publish(self, size: int) -> None:
-        pass
-
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Give a file its size and the memory for it; RolloutError where there is too little.
-
-    Without it, the process that writes into a file beyond the memory's end is killed by SIGBUS.
-    """
+    """Give a file its size and memory; RolloutError where there is too little: a write would be a SIGBUS."""
     if not hasattr(os, "posix_fallocate"):
         os.ftruncate(handle, size)
         return
@@ -126,39 +122,30 @@ def _reserve(handle: int, size: int) -> None:
         ) from error
 
 
-class SharedMemoryReader:
+class SharedMemoryReader(Reader):
     """Maps the writer's file."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         with Path(facts["path"]).open("r+b") as file:
-            self._buffer = torch.frombuffer(mmap.mmap(file.fileno(), facts["size"]), dtype=torch.uint8)
-
-    def fetch(self, size: int) -> Tensor:
-        return self._buffer[:size]
-
-    def close(self) -> None:
-        pass
+            self.buffer = torch.frombuffer(mmap.mmap(file.fileno(), facts["size"]), dtype=torch.uint8)
 
 
-class CudaIpcWriter:
+class CudaIpcWriter(Writer):
     """A buffer on this process's GPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise RolloutError(
+                f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory"
+            )
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def facts(self, receiver: int) -> dict[str, Any]:
         handle = self.buffer.untyped_storage()._share_cuda_()
         packed = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
+        packs = [isinstance(part, bytes) for part in handle]
         uuid = _uuid(self.buffer.device)
-        return {
-            "kind": "cuda_ipc",
-            "handle": packed,
-            "bytes": [isinstance(part, bytes) for part in handle],
-            "uuid": uuid,
-        }
-
-    def meet(self) -> None:
-        pass
+        return {"kind": "cuda_ipc", "handle": packed, "bytes": packs, "uuid": uuid}
 
     def publish(self, size: int) -> None:
         torch.cuda.synchronize(self.buffer.device)
@@ -167,7 +154,7 @@ class CudaIpcWriter:
         del self.buffer
 
 
-class CudaIpcReader:
+class CudaIpcReader(Reader):
     """Opens the writer's buffer; RolloutError where this process does not see that GPU."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
@@ -184,14 +171,11 @@ class CudaIpcReader:
         device = torch.device("cuda", seen.index(facts["uuid"]))  # it may have another number there
         torch.cuda.init()
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle[1:])
-        self._buffer = torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
-
-    def fetch(self, size: int) -> Tensor:
-        return self._buffer[:size]
+        self.buffer = torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._buffer.device)  # what is read must be read before the writer lets go
-        del self._buffer
+        torch.cuda.synchronize(self.buffer.device)  # what is read must be read before the writer lets go
+        del self.buffer
 
 
 def _uuid(device: torch.device) -> str:
@@ -200,7 +184,7 @@ def _uuid(device: torch.device) -> str:
     return str(properties.uuid)
 
 
-class GroupWriter:
+class GroupWriter(Writer):
     """Rank 0 of a process group made for one push; gloo for CPU tensors, NCCL for CUDA tensors.
 
     The ranks find each other by a TCPStore that listens on this machine's loopback alone; readers come to it
@@ -252,7 +236,7 @@ class GroupWriter:
         self._tunnel.close()
 
 
-class GroupReader:
+class GroupReader(Reader):
     """Another rank of that group."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
@@ -269,15 +253,15 @@ class GroupReader:
                 is_master=False,
                 timeout=timedelta(seconds=timeout),
             )
-            self._buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
+            self.buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
             self._group: Any = _group(store, facts["rank"], facts["world"], device.type, timeout)
         except BaseException:
             self._tunnel.close()
             raise
 
     def fetch(self, size: int) -> Tensor:
-        _broadcast(self._group, self._buffer[:size])
-        return self._buffer[:size]
+        _broadcast(self._group, self.buffer[:size])
+        return super().fetch(size)
 
     def close(self) -> None:
         self._group = None
@@ -312,12 +296,8 @@ def _broadcast(group: Any, data: Tensor) -> None:
 
 def open_reader(facts: dict[str, Any]) -> Reader:
     """Return the reader for a writer's facts."""
-    readers: dict[str, Callable[[dict[str, Any]], Reader]] = {
-        "shared_memory": SharedMemoryReader,
-        "cuda_ipc": CudaIpcReader,
-        "process_group": GroupReader,
-    }
-    return readers[facts["kind"]](facts)
+    kinds = {"shared_memory": SharedMemoryReader, "cuda_ipc": CudaIpcReader, "process_group": GroupReader}
+    return kinds[facts["kind"]](facts)
 
 
 def unpack(data: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
@@ -325,9 +305,6 @@ def unpack(data: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
     found = []
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
-        count = 1
-        for size in entry.shape:
-            count *= size
-        part = data[entry.offset : entry.offset + count * dtype.itemsize]
+        part = data[entry.offset : entry.offset + math.prod(entry.shape) * dtype.itemsize]
         found.append(part.clone().view(dtype).reshape(entry.shape))
     return found

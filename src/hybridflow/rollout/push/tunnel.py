@@ -20,34 +20,24 @@ LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
 
 
-class Tunnel:
-    """The server's end: passes connections with the token on to port `port` of this machine."""
+class Tunnel(Listener):
+    """The server's end: passes connections with the token on to port `target` of this machine."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._listener = Listener(host)
-        self._target = port
+    def __init__(self, host: str, target: int) -> None:
+        super().__init__(host)
+        self._target = target
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="push-tunnel", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """Port of `host` where receivers connect."""
-        return self._listener.port
-
-    @property
-    def token(self) -> str:
-        """Secret that a receiver sends first."""
-        return self._listener.token
 
     def close(self) -> None:
         """Take no more connections; those that are open end with their client."""
         self._closed.set()
         self._thread.join()
-        self._listener.close()
+        super().close()
 
     def _serve(self) -> None:
-        for visitor in self._listener.arrivals(self._closed.is_set):
+        for visitor in self.arrivals(self._closed.is_set):
             try:
                 server = socket.create_connection((LOOPBACK, self._target))
             except OSError:

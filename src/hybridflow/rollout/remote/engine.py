@@ -10,16 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import (
-    GenerationRequest,
-)
-from hybridflow.rollout.push.receiver import NOTHING
+from hybridflow.rollout.base import GenerationRequest
+from hybridflow.rollout.push.receiver import NOTHING, Weights
 from hybridflow.rollout.remote.runner import EngineDied, Runner, Submission
 from hybridflow.rollout.remote.session import PushedSession
 from hybridflow.rollout.requests import request_problem, rest_of, rest_problem
@@ -34,10 +30,8 @@ PARTS = ("weights", "kv_cache")
 class PushedEngine(SessionEngine):
     """A `RolloutEngine` over a `Runner`; a subclass translates requests for its engine.
 
-    Its weights come by `update_weights` only; before the first push it refuses to generate.
-
-    `frees_cache`: `sleep` gives memory back (`rollout.free_cache_engine`). `texts`: the engine has a
-    tokenizer.
+    Its weights come by `update_weights` only; before the first push it refuses to generate. `frees_cache`:
+    `sleep` gives memory back (`rollout.free_cache_engine`). `texts`: the engine has a tokenizer.
     """
 
     def __init__(
@@ -60,10 +54,7 @@ class PushedEngine(SessionEngine):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights, as the engine's own process reports it.
-
-        -1 before this run's first whole push, whatever another run has pushed.
-        """
+        """Version of the weights, as the engine's own process reports it; -1 before this run's first push."""
         if not self._pushed:
             return NOTHING
         return self.runner.version()
@@ -79,11 +70,9 @@ class PushedEngine(SessionEngine):
             f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot"
         )
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push all weights, by the names of the model's files, and empty the prefix cache.
-
-        RolloutError while generating, and where they did not arrive as sent: the engine then has no version
-        and generates nothing.
+    def update_weights(self, weights: Weights, version: int) -> None:
+        """Push all weights and empty the prefix cache. RolloutError while generating, and where they did not
+        arrive as sent: the engine then has no version and generates nothing.
         """
         self._ready_for_weights()
         self.runner.push(weights, version)
@@ -106,11 +95,7 @@ class PushedEngine(SessionEngine):
             )
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back.
-
-        Level 1 frees the cache and moves the weights to the CPU; level 2 drops the weights, which must then
-        be pushed again.
-        """
+        """Give memory back: the cache, and the weights, which level 1 keeps on the CPU and level 2 drops."""
         self._check_free("sleep()")
         if not self.frees_cache or (self._sleeping and self._level >= level):
             return
@@ -126,9 +111,7 @@ class PushedEngine(SessionEngine):
             self._sleeping = PARTS
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again; `tags`: only some of `PARTS`. Parts that are awake are left alone: vLLM would
-        map their memory a second time.
-        """
+        """Take memory again, for some of `PARTS`; vLLM would map that of a part that is awake twice."""
         wanted = [part for part in self._sleeping if tags is None or part in tags]
         if wanted:
             self.runner.wake_up(wanted)

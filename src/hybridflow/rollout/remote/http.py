@@ -32,10 +32,7 @@ class Call(http.client.HTTPConnection):
         self._socket = self.sock
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that a server streams.
-
-        Raises Refused with the server's message, and ServerGone where the stream ends before "[DONE]".
-        """
+        """Yield the events of a stream; raises Refused, and ServerGone where it ends before "[DONE]"."""
         try:
             response = self.getresponse()
             if response.status != 200:
@@ -76,20 +73,11 @@ class Address:
         self.port = parts.port or 80
 
     def call(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout: float,
-        method: str = "POST",
-        text: bool = False,
-    ) -> Any:
-        """Return the JSON, or the text, that the server answers; raises ServerGone or Refused."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        self, path: str, body: dict[str, Any] | None = None, *, timeout: float, method: str = "POST"
+    ) -> bytes:
+        """Return what the server answers; raises ServerGone or Refused."""
+        connection = self.begin(path, body, timeout=timeout, method=method)
         try:
-            connection.request(
-                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
-            )
             response = connection.getresponse()
             data = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -98,17 +86,14 @@ class Address:
             connection.close()
         if response.status != 200:
             raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
-        if text:
-            return data.decode(errors="replace")
-        if not data:
-            return None
-        return json.loads(data)
+        return data
 
-    def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> Call:
+    def begin(self, path: str, body: dict[str, Any] | None, *, timeout: float, method: str = "POST") -> Call:
         """Begin a call whose answer is read piece by piece; raises ServerGone."""
         connection = Call(self.host, self.port, timeout=timeout)
+        data = None if body is None else json.dumps(body)
         try:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(method, path, data, {"Content-Type": "application/json"})
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ServerGone(f"{type(error).__name__}: {error}") from error

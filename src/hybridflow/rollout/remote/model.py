@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from hybridflow.models.build import load_config
+
 
 @dataclass(frozen=True)
 class ModelFacts:
     """The model whose weights will be pushed."""
 
     path: str
-    """A Hugging Face folder or hub name: its configuration and tokenizer are read, its weights only with
-    `load_format=auto`.
-    """
+    """A Hugging Face folder or hub name; its weights are read with `load_format=auto` only."""
     device: torch.device
     dtype: str
     """Data type in which the actor computes."""
@@ -25,6 +25,13 @@ class ModelFacts:
     """Folder of the tokenizer; None where it is the model's."""
     lora_rank: int = 0
     """Rank of the actor's LoRA adapters, 0 without adapters."""
+
+    def shape(self) -> Any:
+        """Return the configuration of the text model."""
+        config = load_config(
+            self.path, trust_remote_code=self.trust_remote_code, override_config=self.override_config
+        )
+        return config.get_text_config()
 
 
 def cache_bytes_per_token(shape: Any, dtype: str) -> int:

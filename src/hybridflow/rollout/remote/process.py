@@ -43,33 +43,40 @@ class ServerProcess:
         self.pid = self._process.pid
         atexit.register(self.stop)
 
+    @classmethod
+    def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, engine: str, timeout: float
+    ) -> tuple[Address, ServerProcess]:
+        """Start a server on a free port that only this machine reaches; RolloutError where it does not start.
+        `command`: its command line without host and port. `timeout`: seconds until it answers.
+        """
+        port = free_port()
+        process = cls([*command, "--host", "127.0.0.1", "--port", str(port)], environment, engine=engine)
+        address = Address(f"http://127.0.0.1:{port}")
+        process.wait_until_ready(address, timeout)
+        return address, process
+
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the server runs."""
         return self._process.poll()
 
     def wait_until_ready(self, address: Address, timeout: float) -> None:
-        """Wait until the server answers; RolloutError with the end of its log where it ends or takes too
-        long.
-        """
+        """Wait until the server answers; RolloutError with the end of its log where it does not."""
         end = time.monotonic() + timeout
-        while True:
-            if self.exit_code() is not None:
-                words = self.last_words()
-                self.stop()
-                raise RolloutError(f"the {self.engine} server did not start{words}")
+        problem = "did not start"
+        while self.exit_code() is None:
             try:
                 address.call("/health", timeout=5.0, method="GET")
                 return
             except (ServerGone, Refused):
-                pass
+                time.sleep(0.5)
             if time.monotonic() > end:
-                words = self.last_words()
-                self.stop()
-                raise RolloutError(
-                    f"the {self.engine} server did not answer within {timeout:.0f} s "
-                    "(actor_rollout_ref.rollout.server.start_timeout)" + words
-                )
-            time.sleep(0.5)
+                key = "actor_rollout_ref.rollout.server.start_timeout"
+                problem = f"did not answer within {timeout:.0f} s ({key})"
+                break
+        words = self.last_words()
+        self.stop()
+        raise RolloutError(f"the {self.engine} server {problem}{words}")
 
     def last_words(self) -> str:
         """Return the exit code, if the server has ended, and the end of its log."""

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
-
 from hybridflow.errors import RolloutError
+from hybridflow.rollout.push.receiver import Weights
 
 
 class EngineDied(RolloutError):
@@ -29,6 +28,11 @@ class Piece:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    @classmethod
+    def failed(cls, request_id: int, error: str) -> Piece:
+        """Return the end of a response that failed."""
+        return cls(request_id, finish="error", error=error)
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -46,40 +50,30 @@ class Runner(Protocol):
     @property
     def name(self) -> str:
         """The engine's name for messages."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """Return facts about the engine: at least "device", "vocabulary" and "positions"."""
-        ...
 
     def version(self) -> int:
         """Return the version of the weights in the engine's own process, the lowest of its workers."""
-        ...
 
     def start(self, submissions: Sequence[Submission]) -> None:
         """Begin these requests; raises EngineDied."""
-        ...
 
     def poll(self) -> list[Piece]:
         """Return the next pieces, or none after a while; raises EngineDied."""
-        ...
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop these requests; no piece of theirs comes any more."""
-        ...
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def push(self, weights: Weights, version: int) -> None:
         """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive."""
-        ...
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
-        ...
 
-    def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again; `tags` names its parts, None for all."""
-        ...
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory again; `tags` names its parts."""
 
     def close(self) -> None:
         """End the processes that were started for the engine."""
-        ...

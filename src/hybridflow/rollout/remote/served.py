@@ -5,77 +5,117 @@ PushedEngine ──start──► pool of threads ──open──► Stream ─
 
 from __future__ import annotations
 
+import json
+import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Self
 
-from torch import Tensor
-
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.sender import CallWorkers, Transport, address_towards, push
 from hybridflow.rollout.push.tunnel import LOOPBACK
-from hybridflow.rollout.remote.http import Address, ServerGone
+from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 
-_LOCAL = (LOOPBACK, "localhost")
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.5
 
 
-class Stream(Protocol):
-    """A response that is being streamed."""
+@dataclass(eq=False)
+class Stream:
+    """A response that is being streamed. `read`: returns the piece of an event, or None where it has none."""
+
+    engine: str
+    request_id: int
+    call: Call
+    read: Callable[[dict[str, Any]], Piece | None]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces to the last one; ServerGone where the stream ends before it."""
-        ...
+        try:
+            for event in self.call.events():
+                if "error" in event:
+                    raise Refused(event["error"].get("message", event["error"]))
+                piece = self.read(event)
+                if piece is not None:
+                    yield piece
+                    if piece.finish is not None:
+                        return
+        except Refused as error:
+            yield Piece.failed(self.request_id, f"{self.engine} refused it: {error}")
+            return
+        raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
-        """Close the connection."""
-        ...
+        """Close the connection, so that the server drops the request."""
+        self.call.hang_up()
 
 
 @dataclass(eq=False)
-class _Call:
-    """One request at the server. A piece counts while its call is the request's newest."""
+class _Job:
+    """One request at the server. A piece counts while its job is the request's newest."""
 
     request_id: int
     stream: Stream | None = None
 
 
+@dataclass(eq=False)
 class Served(ABC):
-    """Base class of runners over a server. `process`: the server's process, None where it ran already.
+    """Base class of runners over a server."""
 
-    `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by
-    where the server is.
-    """
-
-    engine = ""
+    engine: ClassVar[str]
     """The engine's name in messages."""
 
-    def __init__(
-        self,
-        address: Address,
-        process: ServerProcess | None,
-        *,
-        max_streams: int,
-        timeout: float,
-        transport: Transport | None = None,
-        bucket_bytes: int,
-    ) -> None:
-        self.address = address
-        self.process = process
-        self.timeout = timeout
-        self.bucket_bytes = bucket_bytes
-        local = address.host in _LOCAL
-        self.transport: Transport = transport or ("shared_memory" if local else "process_group")
-        self._pool = ThreadPoolExecutor(max_streams, thread_name_prefix=self.engine)
-        self._pieces: queue.SimpleQueue[tuple[_Call, Piece | ServerGone]] = queue.SimpleQueue()
-        self._calls: dict[int, _Call] = {}
+    address: Address
+    process: ServerProcess | None
+    """The server's process, None where it ran already."""
+    _: KW_ONLY
+    max_streams: int
+    """Connections at a time."""
+    timeout: float
+    """Seconds for one call."""
+    bucket_bytes: int
+    transport: Transport | None = None
+    """How weights are pushed; None to choose by where the server is."""
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.max_streams, thread_name_prefix=self.engine)
+        self._pieces: queue.SimpleQueue[tuple[_Job, Piece | ServerGone]] = queue.SimpleQueue()
+        self._jobs: dict[int, _Job] = {}
         self._lock = threading.Lock()
         self._death: str | None = None
+        self._workers = 1
+
+    @classmethod
+    def of(
+        cls, config: RolloutConfig, rank: int, start: Callable[[], tuple[Address, ServerProcess]], **more: Any
+    ) -> Self:
+        """Return the runner over the server of rollout rank `rank`: the one that the configuration names, or
+        the one that `start` starts. `more`: the fields of a subclass.
+        """
+        server = config.server
+        process = None
+        if server.address is None:
+            logger.info("an %s server starts, which may take minutes", cls.engine)
+            address, process = start()
+        else:
+            address = Address(server.address if isinstance(server.address, str) else server.address[rank])
+        return cls(
+            address,
+            process,
+            max_streams=config.max_num_seqs,
+            timeout=server.push_timeout,
+            bucket_bytes=config.update_weights_bucket_megabytes * 2**20,
+            transport=None if server.transport == "auto" else server.transport,
+            **more,
+        )
 
     @property
     def name(self) -> str:
@@ -85,13 +125,6 @@ class Served(ABC):
             name += f" (process {self.process.pid})"
         return name
 
-    @property
-    def own_host(self) -> str:
-        """Address of this machine that the server can reach."""
-        if self.address.host in _LOCAL:
-            return LOOPBACK
-        return address_towards(self.address.host, self.address.port)
-
     @abstractmethod
     def open(self, submission: Submission) -> Stream:
         """Begin a response; raises ServerGone."""
@@ -99,11 +132,11 @@ class Served(ABC):
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these requests; raises EngineDied."""
         self._alive()
-        calls = [_Call(submission.request_id) for submission in submissions]
+        jobs = [_Job(submission.request_id) for submission in submissions]
         with self._lock:
-            self._calls |= {call.request_id: call for call in calls}
-        for submission, call in zip(submissions, calls):
-            self._pool.submit(self._stream, submission, call)
+            self._jobs |= {job.request_id: job for job in jobs}
+        for submission, job in zip(submissions, jobs):
+            self._pool.submit(self._stream, submission, job)
 
     def poll(self) -> list[Piece]:
         """Return the pieces that have come, none where another thread aborted them all; raises EngineDied."""
@@ -114,9 +147,9 @@ class Served(ABC):
             return []
         # and not until it is empty: more may come all the time
         found += [self._pieces.get() for _ in range(self._pieces.qsize())]
-        found = [(call, each) for call, each in found if self._calls.get(call.request_id) is call]
+        found = [(job, each) for job, each in found if self._is_wanted(job)]
         pieces = [each for _, each in found if isinstance(each, Piece)]
-        gone = [(call, each) for call, each in found if isinstance(each, ServerGone)]
+        gone = [(job, each) for job, each in found if isinstance(each, ServerGone)]
         if gone and not pieces:
             raise self._died(str(gone[0][1]))
         if gone:
@@ -124,16 +157,16 @@ class Served(ABC):
         with self._lock:
             for piece in pieces:
                 if piece.finish is not None:
-                    self._calls.pop(piece.request_id, None)
+                    self._jobs.pop(piece.request_id, None)
         return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Close the connections of these requests; pieces that come later are dropped."""
         with self._lock:
-            calls = [self._calls.pop(request_id, None) for request_id in request_ids]
-        for call in calls:
-            if call is not None and call.stream is not None:
-                call.stream.close()
+            jobs = [self._jobs.pop(request_id, None) for request_id in request_ids]
+        for job in jobs:
+            if job is not None and job.stream is not None:
+                job.stream.close()
 
     def close(self) -> None:
         """End the server if it was started here."""
@@ -142,55 +175,55 @@ class Served(ABC):
         if self.process is not None:
             self.process.stop()
 
-    def _stream(self, submission: Submission, call: _Call) -> None:
-        if not self._is_wanted(call):
+    def _stream(self, submission: Submission, job: _Job) -> None:
+        if not self._is_wanted(job):
             return
         try:
-            stream = self.open(submission)
-            with self._lock:
-                wanted = self._calls.get(call.request_id) is call
-                call.stream = stream
-            if not wanted:
-                stream.close()
+            job.stream = self.open(submission)
+            if not self._is_wanted(job):
+                job.stream.close()
                 return
-            for piece in stream.pieces():
-                self._pieces.put((call, piece))
+            for piece in job.stream.pieces():
+                self._pieces.put((job, piece))
         except ServerGone as error:
-            if self._is_wanted(call):
-                self._pieces.put((call, error))
+            self._pieces.put((job, error))
         except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
-            said = f"{type(error).__name__}: {error}"
-            self._pieces.put((call, Piece(call.request_id, finish="error", error=said)))
+            self._pieces.put((job, Piece.failed(job.request_id, f"{type(error).__name__}: {error}")))
 
-    def _is_wanted(self, call: _Call) -> bool:
+    def _is_wanted(self, job: _Job) -> bool:
         with self._lock:
-            return self._calls.get(call.request_id) is call
+            return self._jobs.get(job.request_id) is job
 
-    def _push(
-        self,
-        call: CallWorkers,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        workers: int,
-        **more: Any,
-    ) -> None:
+    def _push(self, call: CallWorkers, weights: Weights, version: int, **more: Any) -> None:
         """Push weights to all workers, which `call` asks to receive; RolloutError where they are lost."""
+        transport: Transport = "process_group"
+        host = LOOPBACK
+        if self.address.host in (LOOPBACK, "localhost"):
+            transport = "shared_memory"
+        else:
+            host = address_towards(self.address.host, self.address.port)
         push(
             call,
             weights,
             version,
-            workers=workers,
-            transport=self.transport,
-            host=self.own_host,
+            workers=self._workers,
+            transport=self.transport or transport,
+            host=host,
             bucket_bytes=self.bucket_bytes,
             timeout=self.timeout,
-            more=more,
+            **more,
         )
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _get(self, path: str) -> Any:
+        return json.loads(self._ask(path, None, "GET"))
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        return self._ask(path, body, "POST")
+
+    def _ask(self, path: str, body: dict[str, Any] | None, method: str) -> bytes:
         self._alive()
         try:
-            return call()
+            return self.address.call(path, body, timeout=self.timeout, method=method)
         except ServerGone as error:
             raise self._died(str(error)) from error
 

@@ -39,51 +39,34 @@ class _Row:
         if wanted:
             self.top.extend(place[:wanted] for place in piece.top)
 
-    def abandoned(self, error: str | None = None) -> GenerationOutput:
-        """Return the tokens so far, as aborted or, with `error`, as lost."""
-        if error is None:
-            return self._output("abort")
-        return self._output("error", f"request {self.request.request_id}: {error}")
-
-    def done(self, piece: Piece) -> GenerationOutput:
-        """Return the whole output, of which `piece` is the last part."""
-        if piece.finish == "error":
-            return self.abandoned(piece.error)
-        assert piece.finish is not None
-        return self._output(piece.finish, stop_reason=piece.stop_reason)
-
-    def _output(
+    def output(
         self, reason: FinishReason, error: str | None = None, stop_reason: int | str | None = None
     ) -> GenerationOutput:
+        """Return the output with the tokens so far."""
         versions = [self.version] * len(self.token_ids)
         number = self.request.request_id
+        if error is not None:
+            error = f"request {number}: {error}"
         rest = GenerationOutput(
             number, self.token_ids, self.log_probs, reason, versions, error, stop_reason, self.top
         )
         return whole_of(self.request, rest)
 
 
+@dataclass(eq=False)
 class PushedSession:
     """An `EngineSession` over a `Runner`. The engine's process is asked for its version when a request joins
     and none runs; while requests run, no weights are pushed.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        stats: RolloutStats,
-        *,
-        problem: Callable[[GenerationRequest], str | None],
-        submission: Callable[[GenerationRequest], Submission],
-        version: Callable[[], int],
-        closed: Callable[[], None],
-    ) -> None:
-        self._runner = runner
-        self._stats = stats
-        self._problem = problem
-        self._submission = submission
-        self._newest_version = version
-        self._closed = closed
+    runner: Runner
+    stats: RolloutStats
+    problem: Callable[[GenerationRequest], str | None]
+    submission: Callable[[GenerationRequest], Submission]
+    version: Callable[[], int]
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._version = NOTHING
 
@@ -111,22 +94,22 @@ class PushedSession:
         began = perf_counter()
         check_ids(requests, self._rows)
         if not self._rows:
-            self._version = self._newest_version()
+            self._version = self.version()
         if self._version == NOTHING:
             raise RolloutError(
-                f"{self._runner.name} has no weights yet, or only a part of a push came: update_weights must "
+                f"{self.runner.name} has no weights yet, or only a part of a push came: update_weights must "
                 "come first"
             )
-        good, outputs = sort_out(requests, self._problem)
+        good, outputs = sort_out(requests, self.problem)
         self._rows |= {request.request_id: _Row(request, self._version) for request in good}
-        self._stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
-        self._stats.max_rows = max(self._stats.max_rows, len(self._rows))
+        self.stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
+        self.stats.max_rows = max(self.stats.max_rows, len(self._rows))
         try:
             if good:
-                self._runner.start([self._submission(request) for request in good])
+                self.runner.start([self.submission(request) for request in good])
         except EngineDied as error:
             outputs += self._lost(error)
-        self._stats.seconds += perf_counter() - began
+        self.stats.seconds += perf_counter() - began
         return outputs
 
     def step(self) -> list[GenerationOutput]:
@@ -135,20 +118,20 @@ class PushedSession:
         """
         began = perf_counter()
         try:
-            pieces = self._runner.poll()
+            pieces = self.runner.poll()
         except EngineDied as error:
             return self._lost(error)
-        self._stats.decode_steps += 1
+        self.stats.decode_steps += 1
         outputs = []
         for piece in pieces:
             row = self._rows.get(piece.request_id)
             if row is None:  # aborted meanwhile
                 continue
             row.add(piece)
-            self._stats.generated_tokens += len(piece.token_ids)
+            self.stats.generated_tokens += len(piece.token_ids)
             if piece.finish is not None and self._rows.pop(piece.request_id, None) is not None:
-                outputs.append(row.done(piece))
-        self._stats.seconds += perf_counter() - began
+                outputs.append(row.output(piece.finish, piece.error, piece.stop_reason))
+        self.stats.seconds += perf_counter() - began
         return outputs
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
@@ -156,8 +139,8 @@ class PushedSession:
         popped = [self._rows.pop(request_id, None) for request_id in set(request_ids)]
         rows = [row for row in popped if row is not None]
         if rows:
-            self._runner.abort([row.request.request_id for row in rows])
-        return [row.abandoned() for row in rows]
+            self.runner.abort([row.request.request_id for row in rows])
+        return [row.output("abort") for row in rows]
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
         """Return the tokens of running requests beyond the first `since[request_id]` ones."""
@@ -165,7 +148,7 @@ class PushedSession:
         for number, start in since.items():
             row = self._rows.get(number)
             if row is not None:
-                have = row.abandoned()
+                have = row.output("abort")
                 top = have.top_log_probs and have.top_log_probs[start:]
                 partials.append(
                     PartialOutput(number, start, have.token_ids[start:], have.log_probs[start:], top)
@@ -175,9 +158,9 @@ class PushedSession:
     def close(self) -> None:
         """Abort what runs, and let the engine be used otherwise."""
         self.abort(list(self._rows))
-        self._closed()
+        self.closed()
 
     def _lost(self, error: EngineDied) -> list[GenerationOutput]:
         lost = list(self._rows.values())
         self._rows = {}
-        return [row.abandoned(str(error)) for row in lost]
+        return [row.output("error", str(error)) for row in lost]

@@ -5,50 +5,47 @@ stop_reason and prompt_token_ids are our own.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from hybridflow.rollout.server.job import Job
-from hybridflow.rollout.server.log_probs import chat_log_probs, completion_log_probs
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.text import NumberedNames, TokenNames
 from hybridflow.tools.parsers import ToolCall
 
-
-class Answer(Protocol):
-    """Writer of the answer to one job."""
-
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]: ...
-
-    def chunk(self, piece: Piece) -> dict[str, Any]: ...
-
-    def usage_chunk(self) -> dict[str, Any]: ...
+LEAST = -9999.0
+"""Log-prob that is written for a probability of 0, as OpenAI does: JSON has no infinity."""
 
 
-@dataclass
-class _Writer:
-    job: Job
-    model: ServedModel
-    names: TokenNames
-    num_tokens: int = 0
-    """Response tokens that were written so far."""
-    _begun: set[int] = field(default_factory=set)
-    _head: dict[str, Any] = field(init=False)
+class Answer(ABC):
+    """Writer of the answer to one job, whole or as chunks of a stream."""
 
-    def __post_init__(self) -> None:
-        if self.job.names_are_ids:
-            self.names = NumberedNames(self.model.tokenizer)
-        self._head = {
-            "id": f"{self.prefix}-{uuid4().hex}",
-            "created": int(time.time()),
-            "model": self.model.name,
-        }
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
-    prefix = ""
-    kind = ""
-    chunk_kind = ""
+    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
+        self.job = job
+        self.names = names
+        if job.names_are_ids:
+            self.names = NumberedNames(model.tokenizer)
+        self.num_tokens = 0
+        """Response tokens that were written so far."""
+        self._begun: set[int] = set()
+        self._written: Counter[int] = Counter()
+        """For each response, the calls (chat) or characters (completions) that were written so far."""
+        self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
+
+    @abstractmethod
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Return the answer to a request without stream."""
+
+    @abstractmethod
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Return one event of a stream."""
 
     def usage(self) -> dict[str, int]:
         """Return the counts of tokens; a prompt counts once, whatever the number of its responses."""
@@ -64,28 +61,28 @@ class _Writer:
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        self.num_tokens += len(piece.token_ids)
-        choice |= {"index": piece.choice, "finish_reason": piece.finish_reason}
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
-        if self.job.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+        self._finish(choice, piece)
+        if piece.finish_reason is None:
+            del choice["stop_reason"]
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
         if self.job.include_usage:
             chunk["usage"] = None
         return chunk
 
     def _whole(self, choices: list[dict[str, Any]], pieces: list[Piece]) -> dict[str, Any]:
-        self.num_tokens = sum(len(piece.token_ids) for piece in pieces)
         for choice, piece in zip(choices, pieces, strict=True):
-            choice |= {
-                "index": piece.choice,
-                "finish_reason": piece.finish_reason,
-                "stop_reason": piece.stop_reason,
-            }
-            if self.job.return_token_ids:
-                choice["token_ids"] = piece.token_ids
+            self._finish(choice, piece)
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def _finish(self, choice: dict[str, Any], piece: Piece) -> None:
+        self.num_tokens += len(piece.token_ids)
+        choice |= {
+            "index": piece.choice,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self.job.return_token_ids:
+            choice["token_ids"] = piece.token_ids
 
     def _begins(self, piece: Piece) -> bool:
         """Return True for the first chunk of a response."""
@@ -94,7 +91,7 @@ class _Writer:
         return first
 
 
-class ChatAnswer(_Writer):
+class ChatAnswer(Answer):
     """Answer of /v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -102,7 +99,6 @@ class ChatAnswer(_Writer):
     chunk_kind = "chat.completion.chunk"
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """The answer to a request without stream."""
         choices = []
         for piece in pieces:
             message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -118,7 +114,6 @@ class ChatAnswer(_Writer):
         return answer
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """One event of a stream."""
         delta: dict[str, Any] = {}
         first = self._begins(piece)
         if first:
@@ -126,20 +121,15 @@ class ChatAnswer(_Writer):
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
-            begin = self._count_calls(piece)
             delta["tool_calls"] = [
-                {"index": begin + place, **_written(call)} for place, call in enumerate(piece.calls)
+                {"index": place, **_written(call)}
+                for place, call in enumerate(piece.calls, self._written[piece.choice])
             ]
+            self._written[piece.choice] += len(piece.calls)
         chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
         if first and self.job.return_token_ids:
             chunk["prompt_token_ids"] = self.job.prompts[0]
         return chunk
-
-    def _count_calls(self, piece: Piece) -> int:
-        counts: dict[int, int] = self.__dict__.setdefault("_calls", {})
-        begin = counts.get(piece.choice, 0)
-        counts[piece.choice] = begin + len(piece.calls)
-        return begin
 
     def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.job.log_probs:
@@ -147,7 +137,7 @@ class ChatAnswer(_Writer):
         return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
 
 
-class CompletionAnswer(_Writer):
+class CompletionAnswer(Answer):
     """Answer of /v1/completions."""
 
     prefix = "cmpl"
@@ -155,21 +145,18 @@ class CompletionAnswer(_Writer):
     chunk_kind = "text_completion"
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """The answer to a request without stream."""
         return self._whole([self._choice(piece) for piece in pieces], pieces)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """One event of a stream."""
         return self._chunk(self._choice(piece), piece)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         prompt = piece.choice // self.job.n
-        offsets: dict[int, int] = self.__dict__.setdefault("_offsets", {})
-        offset = offsets.get(piece.choice, 0)  # log-probs and a repeated prompt exclude each other
         written = None
-        if self.job.log_probs:
+        if self.job.log_probs:  # they and a repeated prompt exclude each other
+            offset = self._written[piece.choice]
             written = completion_log_probs(piece, self.names, self.job.sampling[prompt].top_log_probs, offset)
-            offsets[piece.choice] = offset + sum(len(text) for text in written["tokens"])
+            self._written[piece.choice] += sum(len(text) for text in written["tokens"])
         choice: dict[str, Any] = {"text": piece.text, "logprobs": written}
         if self._begins(piece) and self.job.return_token_ids:
             choice["prompt_token_ids"] = self.job.prompts[prompt]
@@ -182,3 +169,42 @@ def _written(call: ToolCall) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def chat_log_probs(piece: Piece, names: TokenNames, top: int) -> dict[str, Any]:
+    """Return {"content": one entry for each token of the piece}, its log-prob in nats."""
+    content = []
+    for place, (token, value) in enumerate(zip(piece.token_ids, piece.log_probs, strict=True)):
+        others = [] if piece.top_log_probs is None else piece.top_log_probs[place][:top]
+        content.append(
+            {
+                **_named(names, token, value),
+                "top_logprobs": [_named(names, other, each) for other, each in others],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_log_probs(piece: Piece, names: TokenNames, top: int, offset: int) -> dict[str, Any]:
+    """Return parallel lists; `offset` is the place in the text at which the first token begins."""
+    texts = [names.text(token) for token in piece.token_ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    tops = None
+    if top and piece.top_log_probs is not None:
+        tops = [
+            {names.text(token): max(value, LEAST) for token, value in reversed(place[:top])}
+            for place in piece.top_log_probs
+        ]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(value, LEAST) for value in piece.log_probs],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _named(names: TokenNames, token: int, value: float) -> dict[str, Any]:
+    return {"token": names.text(token), "logprob": max(value, LEAST), "bytes": names.bytes(token)}

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,12 +22,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridflow import __version__
 from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
-from hybridflow.rollout.server.errors import ApiError
+from hybridflow.rollout.server.errors import ApiError, ErrorResponse
 from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.readers import Check
-from hybridflow.rollout.server.reading import Piece
-from hybridflow.rollout.server.schema import ChatBody, CompletionBody
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
 from hybridflow.rollout.server.service import Service
 from hybridflow.rollout.server.text import TokenNames
 
@@ -46,35 +46,32 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
     names = TokenNames(model.tokenizer)
     started = int(time.time())
 
-    async def read(request: Request, make: Callable[[Check], Job]) -> Job | None:
-        """Template and tokenise away from the event loop; None when the client has gone away meanwhile."""
+    async def serve(
+        body: SamplingBody, request: Request, make: Callable[[Check], Job], answer_of: type[Answer]
+    ) -> Response:
+        _check_model(body.model, service)
         service.check_open()
         num_bytes = len(await request.body())
-
-        def checked(check: Check) -> Job:
-            def check_both() -> None:
-                check()
-                service.check_open()  # a server that is told to end stops reading, too
-
-            return make(check_both)
-
-        return await while_connected(request.receive, service.readers.run(checked, num_bytes))
+        # templates and tokenisation are away from the event loop
+        job = await while_connected(request.receive, service.readers.run(make, num_bytes))
+        if job is None:
+            return Response(status_code=GONE)
+        answer = answer_of(job, model, names)
+        if job.stream:
+            return EventStream(service, job, answer)
+        with service.admit(job):
+            pieces = await while_connected(request.receive, service.whole(job))
+        if pieces is None:
+            return Response(status_code=GONE)
+        return JSONResponse(answer.whole(pieces))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        _check_model(body.model, service)
-        job = await read(request, lambda check: chat_job(body, model, check))
-        if job is None:
-            return Response(status_code=GONE)
-        return await _answer(request, service, job, ChatAnswer(job, model, names))
+        return await serve(body, request, partial(chat_job, body, model), ChatAnswer)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        _check_model(body.model, service)
-        job = await read(request, lambda check: completion_job(body, model, check))
-        if job is None:
-            return Response(status_code=GONE)
-        return await _answer(request, service, job, CompletionAnswer(job, model, names))
+        return await serve(body, request, partial(completion_job, body, model), CompletionAnswer)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -108,36 +105,28 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
     return app
 
 
-class ErrorResponse(JSONResponse):
-    """An error in ASCII, so that it can quote what the client sent, whatever that is."""
-
-    def render(self, content: Any) -> bytes:
-        """Return the body."""
-        return json.dumps(content).encode()
-
-
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return ErrorResponse(error.body, error.status, headers)
+        return ErrorResponse(error, headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return ErrorResponse(_first_problem(error).body, 400)
+        return ErrorResponse(_first_problem(error))
 
     @app.exception_handler(RecursionError)
     async def nested(request: Request, error: RecursionError) -> Response:
-        return ErrorResponse(ApiError(400, "the request is nested too deeply").body, 400)
+        return ErrorResponse(ApiError(400, "the request is nested too deeply"))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return ErrorResponse(told.body, error.status_code, error.headers)
+        return ErrorResponse(told, error.headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return ErrorResponse(ApiError(500, f"the server failed: {type(error).__name__}").body, 500)
+        return ErrorResponse(ApiError(500, f"the server failed: {type(error).__name__}"))
 
 
 def _first_problem(error: RequestValidationError) -> ApiError:
@@ -192,20 +181,8 @@ def _gauges(service: Service) -> dict[str, tuple[str, float]]:
     }
 
 
-async def _answer(request: Request, service: Service, job: Job, answer: Answer) -> Response:
-    if job.stream:
-        return EventStream(service, job, answer)
-    with service.admit(job):
-        pieces = await while_connected(request.receive, service.whole(job))
-    if pieces is None:
-        return Response(status_code=GONE)
-    return JSONResponse(answer.whole(pieces))
-
-
 class EventStream(Response):
-    """Stream of server-sent events, one for each piece. The job is admitted before the first byte is sent, so
-    that a refusal still has its status.
-    """
+    """Stream of server-sent events, one for each piece. A refusal to admit the job keeps its own status."""
 
     def __init__(self, service: Service, job: Job, answer: Answer) -> None:
         super().__init__(
@@ -245,16 +222,11 @@ class EventStream(Response):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._service.pieces(self._job)) as pieces:
             async for piece in pieces:
-                if _says_something(piece, self._job):
+                tells_tokens = self._job.return_token_ids or self._job.log_probs
+                if piece.parts or piece.finish_reason or (piece.token_ids and tells_tokens):
                     yield _event(self._answer.chunk(piece))
         if self._job.include_usage:
             yield _event(self._answer.usage_chunk())
-
-
-def _says_something(piece: Piece, job: Job) -> bool:
-    return bool(
-        piece.parts or piece.finish_reason or (piece.token_ids and (job.return_token_ids or job.log_probs))
-    )
 
 
 def _event(body: dict[str, Any]) -> bytes:

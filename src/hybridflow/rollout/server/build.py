@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens
 from hybridflow.rollout.base import EngineSession
@@ -83,14 +84,11 @@ def build_service(settings: ServeSettings) -> Service:
     client = LLMClient(
         [EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)]
     )
-    logger.info("serving %s: %d tokens of context, %s", settings.name, longest, _tool_calls(parser))
-    return Service(client, model, settings.limits)
-
-
-def _tool_calls(parser: str | None) -> str:
+    calls = f"tool calls are read as {parser} writes them"
     if parser is None:
-        return "tool calls are not parsed (--tool-call-parser names how the model writes them)"
-    return f"tool calls are read as {parser} writes them"
+        calls = "tool calls are not parsed (--tool-call-parser names how the model writes them)"
+    logger.info("serving %s: %d tokens of context, %s", settings.name, longest, calls)
+    return Service(client, model, settings.limits)
 
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
@@ -98,16 +96,10 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
         settings.model, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code
     )
     policy.requires_grad_(False)
-
-    def decode(token_ids: Sequence[int]) -> str:  # special tokens too: one of them may be a stop text
-        return str(
-            tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
     return NativeEngine(
         policy,
         eos_token_ids=ends,
-        decode=decode,
+        decode=partial(text_of, tokenizer),  # special tokens too: one of them may be a stop text
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.memory_share,

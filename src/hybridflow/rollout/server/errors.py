@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 KINDS = {
     401: "authentication_error",
@@ -36,3 +40,14 @@ class ApiError(Exception):
 def refuse(param: str, why: str) -> ApiError:
     """Return the 400 for a field that is wrong or cannot be served."""
     return ApiError(400, f"{param}: {why}", param=param)
+
+
+class ErrorResponse(JSONResponse):
+    """An error in ASCII, so that it can quote what the client sent, whatever that is."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(error.body, error.status, headers)
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content).encode()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import Iterable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridflow.rollout.server.errors import ApiError
+from hybridflow.rollout.server.errors import ApiError, ErrorResponse
 from hybridflow.rollout.server.metrics import Metrics
 
 OPEN_PATHS = ("/health",)
 """Paths that need no token: they only tell supervisors that the server lives."""
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 413: {"Connection": "close"}}
+"""Headers of what the gate refuses, by status."""
 
 
 class Gate:
@@ -62,10 +63,11 @@ class Gate:
         except ApiError as error:
             if begun:
                 raise
-            await _send_error(error, counted)
+            await ErrorResponse(error, HEADERS[error.status])(scope, receive, counted)
         except asyncio.CancelledError:  # the grace of running requests is over: nobody else cancels them
             if not begun:
-                await _send_error(ApiError(503, "the server has ended before the answer was whole"), counted)
+                ended = ApiError(503, "the server has ended before the answer was whole")
+                await ErrorResponse(ended)(scope, receive, counted)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -91,14 +93,3 @@ class Gate:
         return ApiError(
             413, f"the body has more than {self.max_body_bytes} bytes (--max-body-mb)", code="body_too_large"
         )
-
-
-async def _send_error(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if error.status == 413:
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

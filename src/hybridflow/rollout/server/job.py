@@ -23,13 +23,7 @@ from hybridflow.rollout.server.prompts import (
     template_message,
 )
 from hybridflow.rollout.server.readers import Check
-from hybridflow.rollout.server.schema import (
-    ChatBody,
-    CompletionBody,
-    Function,
-    NamedTool,
-    SamplingBody,
-)
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody, Function, NamedTool, SamplingBody
 from hybridflow.tools.parsers import TOOL_PARSERS
 
 COMPLETION_TOKENS = 16
@@ -42,6 +36,20 @@ LONGEST_SHOWN = 40
 """Characters of a wrong name that a message repeats."""
 OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """Options of the chat template that a request may not set: its own template, for one, would be a program."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tool calls that a response may have, or has to have."""
+
+    parser: str | None = None
+    """Parser of tool calls, where there may be any."""
+    opening: str = ""
+    """Beginning of a call that has to be made; it is in the prompt and belongs to the response."""
+    callable: frozenset[str] | None = None
+    """Tools of which one has to be called; None: no call is needed."""
+    one_call: bool = False
+    """Whether the response ends with its first call."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +71,10 @@ class Job:
     sticky: Hashable | None
     echo: list[str] = field(default_factory=list)
     """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
-    tool_parser: str | None = None
-    """Parser of tool calls, where there may be any."""
-    opening: str = ""
-    """Beginning of a call that has to be made; it is in the prompt and belongs to the response."""
-    callable: frozenset[str] | None = None
-    """Tools of which one has to be called; None: no call is needed."""
-    one_call: bool = False
-    """Whether the response ends with its first call."""
+    tools: ToolUse = ToolUse()
 
 
-def _go_on() -> None:
-    """Check nothing: whoever asked still waits."""
-
-
-def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_on) -> Job:
+def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Job:
     """Return the job of a /v1/completions request; ApiError where it cannot be served."""
     if body.best_of is not None and body.best_of != body.n:
         raise refuse(
@@ -92,20 +89,15 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_
             "out",
         )
     texts, prompts = completion_prompts(body, model, check)
+    limit = body.max_tokens or COMPLETION_TOKENS
+    top = body.logprobs or 0
     sampling = [
-        sampling_of(
-            body,
-            model,
-            len(prompt),
-            max_tokens=body.max_tokens or COMPLETION_TOKENS,
-            top_log_probs=body.logprobs or 0,
-        )
-        for prompt in prompts
+        sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top) for prompt in prompts
     ]
     return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
-def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
+def chat_job(body: ChatBody, model: ServedModel, check: Check) -> Job:
     """Return the job of a /v1/chat/completions request; ApiError where it cannot be served."""
     check_count(1, body.n)
     _check_chat(body)
@@ -141,25 +133,23 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
     limit = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs or 0
     sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
-    return _job(body, [prompt], [sampling], log_probs=body.logprobs, **vars(use))
+    return _job(body, [prompt], [sampling], log_probs=body.logprobs, tools=use)
 
 
 def sampling_of(
     body: SamplingBody, model: ServedModel, prompt_tokens: int, *, max_tokens: int | None, top_log_probs: int
 ) -> SamplingParams:
-    """Return the sampling parameters of responses to one prompt; without `max_tokens` they may fill the
-    context.
-    """
+    """Return the sampling parameters for one prompt; without `max_tokens` a response may fill the context."""
     room = model.max_model_len - prompt_tokens
     if prompt_tokens < 1:
         raise refuse("prompt", "is empty; at least one token is needed to predict the next")
     if room < (max_tokens or 1):
+        wanted = max_tokens or 1
         raise ApiError(
             400,
             f"the model's context has {model.max_model_len} tokens, and the request asks for "
-            f"{prompt_tokens + (max_tokens or 1)}: "
-            f"{prompt_tokens} of the prompt and {max_tokens or 1} of the response. Shorten the prompt or "
-            "set a smaller max_tokens",
+            f"{prompt_tokens + wanted}: {prompt_tokens} of the prompt and {wanted} of the response. Shorten "
+            "the prompt or set a smaller max_tokens",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -240,16 +230,6 @@ def _check_chat(body: ChatBody) -> None:
             "continue_final_message",
             f"the last message is of {body.messages[-1].role!r}, and only an assistant's can be continued",
         )
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Fields of `Job` for tool calls, as a request sets them."""
-
-    tool_parser: str | None = None
-    opening: str = ""
-    callable: frozenset[str] | None = None
-    one_call: bool = False
 
 
 def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -12,20 +12,19 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 class Histogram:
     """Histogram of observations in seconds."""
 
-    def __init__(self, bounds: Iterable[float] = SECONDS) -> None:
-        self.bounds = tuple(bounds)
-        self._counts = [0] * (len(self.bounds) + 1)
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count one observation."""
-        self._counts[bisect_left(self.bounds, value)] += 1
+        self._counts[bisect_left(SECONDS, value)] += 1
         self._sum += value
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
         """Yield the lines that Prometheus reads; each bucket includes the smaller ones."""
         total = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):
+        for bound, count in zip((*map(str, SECONDS), "+Inf"), self._counts, strict=True):
             total += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
         yield f"{name}_sum{{{labels}}} {self._sum:.6f}"

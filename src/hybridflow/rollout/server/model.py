@@ -25,7 +25,5 @@ class ServedModel:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the tokenizer's longest token; a text of c characters has at least c / longest_token
-        tokens.
-        """
+        """Characters of the tokenizer's longest token; c characters are at least c / longest_token tokens."""
         return max((len(token) for token in self.tokenizer.get_vocab()), default=1)

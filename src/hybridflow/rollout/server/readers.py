@@ -13,7 +13,9 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hybridflow.rollout.server.errors import ApiError
@@ -30,54 +32,46 @@ class Abandoned(Exception):
     """The client of a request has gone away."""
 
 
+@dataclass(eq=False)
 class _Task(Generic[T]):
     """One request that is to be read, and who waits for it."""
 
-    def __init__(self, make: Callable[[Check], T]) -> None:
-        self._make = make
-        self._loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[T] = self._loop.create_future()
-        self.abandoned = False
+    make: Callable[[Check], T]
+    check_open: Check
+    answer: Future[T] = field(default_factory=Future)
+    abandoned: bool = False
 
     def work(self) -> None:
         """Make the job and hand it, or what was raised, to the event loop."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
         try:
-            self._check()
-            job = self._make(self._check)
+            self.answer.set_result(self.make(self._check))
+        except StopIteration as error:  # an awaitable cannot raise it, and the request would wait for ever
+            told = RuntimeError(f"the chat template or the tokenizer raised {error!r}")
+            self.answer.set_exception(told)
         except BaseException as error:
-            self._tell(self._fail, error)
-        else:
-            self._tell(self._finish, job)
+            self.answer.set_exception(error)
 
     def _check(self) -> None:
         if self.abandoned:
             raise Abandoned
-
-    def _tell(self, call: Callable[[Any], None], value: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any longer
-            self._loop.call_soon_threadsafe(call, value)
-
-    def _finish(self, job: T) -> None:
-        if not self.answer.done():
-            self.answer.set_result(job)
-
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, StopIteration):  # a future refuses it, and the request would wait for ever
-            error = RuntimeError(f"the chat template or the tokenizer raised {error!r}")
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        self.check_open()
 
 
 class JobReaders:
-    """The two queues and their threads; `run` is called in an event loop."""
+    """The two queues and their threads; `run` is called in an event loop. `max_queue`: requests that may wait
+    to be read; more are answered with 429. `check_open` raises where nothing more is to be read.
+    """
 
-    def __init__(self, max_queue: int) -> None:
-        """`max_queue`: requests that may wait to be read; more are answered with 429."""
+    def __init__(self, max_queue: int, check_open: Check) -> None:
         self.num_open = 0
         """Requests that are read or wait for it."""
         self._max_queue = max_queue
-        self._queues: dict[bool, queue.SimpleQueue[_Task[Any]]] = {}
+        self._check_open = check_open
         self._at_work: set[_Task[Any]] = set()
+        self._short = self._queue("short")
+        self._long = self._queue("long")
 
     @property
     def is_working(self) -> bool:
@@ -96,26 +90,24 @@ class JobReaders:
                 f"{self.num_open} requests wait to be tokenised, the limit (--max-queue): try again later",
                 code="queue_full",
             )
-        task = _Task(make)
+        task = _Task(make, self._check_open)
+        tasks = self._short
+        if num_bytes >= LONG_BODY:
+            tasks = self._long
         self.num_open += 1
         try:
-            self._queue(num_bytes >= LONG_BODY).put(task)
-            return await task.answer
+            tasks.put(task)
+            return await asyncio.wrap_future(task.answer)
         finally:
             task.abandoned = True
             self.num_open -= 1
 
-    def _queue(self, is_long: bool) -> queue.SimpleQueue[_Task[Any]]:
-        """Return the queue of short or of long requests; its thread starts with the first one."""
-        if is_long not in self._queues:
-            tasks: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
-            name = "long" if is_long else "short"
-            thread = threading.Thread(
-                target=self._serve, args=(tasks,), name=f"read {name} requests", daemon=True
-            )
-            thread.start()
-            self._queues[is_long] = tasks
-        return self._queues[is_long]
+    def _queue(self, name: str) -> queue.SimpleQueue[_Task[Any]]:
+        """Return a queue of requests, with a thread that reads them."""
+        tasks: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
+        serve = partial(self._serve, tasks)
+        threading.Thread(target=serve, name=f"read {name} requests", daemon=True).start()
+        return tasks
 
     def _serve(self, tasks: queue.SimpleQueue[_Task[Any]]) -> None:
         """Work in a thread of its own: one task after the other."""

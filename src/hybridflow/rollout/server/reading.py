@@ -59,17 +59,16 @@ class ChoiceReader:
             self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=self.job.skip_special_tokens
         )
         self._cutter = StopCutter(self.job.sampling[prompt].stop)
-        self._parser = TOOL_PARSERS[self.job.tool_parser]() if self.job.tool_parser else None
+        tools = self.job.tools
+        self._parser = TOOL_PARSERS[tools.parser]() if tools.parser else None
         self._first: list[str | ToolCall] = [*self.job.echo[prompt : prompt + 1]]
-        if self._parser is not None and self.job.opening:
-            self._first = self._parser.feed(self.job.opening)
+        if self._parser is not None and tools.opening:
+            self._first = self._parser.feed(tools.opening)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
-        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason
-        is the last.
+        """Return what is new in `output`, a part of the response or all of it; the last piece says its end.
 
-        ApiError for a request that was refused, failed or was aborted, and for a response that had to be a
-        call of a tool and is none.
+        ApiError for a request that did not finish, and for a response that had to be a call and is none.
         """
         ended = output if isinstance(output, GenerationOutput) else None
         if ended is not None:
@@ -95,13 +94,11 @@ class ChoiceReader:
         )
 
     def _piece(self, piece: Piece) -> Piece:
-        """Check and count the piece's calls: where a call has to come it is one, and where one call is wanted
-        nothing comes after it.
-        """
-        wanted = self.job.callable
+        """Check and count the piece's calls; where one call is wanted, nothing comes after it."""
+        wanted = self.job.tools.callable
         if wanted is not None and (piece.finish_reason or piece.calls):
             self._check_calls(piece, wanted)
-        if self.job.one_call and piece.calls:
+        if self.job.tools.one_call and piece.calls:
             place = piece.parts.index(piece.calls[0])
             piece = replace(piece, parts=piece.parts[: place + 1], finish_reason="stop", stop_reason=None)
         self.num_calls += len(piece.calls)

@@ -34,9 +34,7 @@ SHORTEST_TOKEN = 16
 
 
 def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tuple[str | None, bool]:
-    """Return the token, and whether it was made here; ConfigError for a server on a network whose token is
-    missing or easy to guess.
-    """
+    """Return the token, and whether it was made here; ConfigError for a missing one or an easy guess."""
     if given is not None and (not given or not given.isascii() or not given.isprintable() or " " in given):
         raise ConfigError(
             "the server's token is empty or has characters that no header may have: set "

@@ -49,7 +49,7 @@ class Service:
         self.model = model
         self.limits = limits
         self.metrics = Metrics(model.name)
-        self.readers = JobReaders(limits.max_queue)
+        self.readers = JobReaders(limits.max_queue, self.check_open)
         self.draining = False
         """Whether the server is ending: running requests go on, and new ones are refused."""
         self.open_choices = 0
@@ -70,9 +70,8 @@ class Service:
         if self.open_choices + wanted > self.limits.max_queue:
             raise ApiError(
                 429,
-                f"{self.open_choices} responses run or wait, and {wanted} more would be over the "
-                f"limit of {self.limits.max_queue} "
-                "(--max-queue): try again later",
+                f"{self.open_choices} responses run or wait, and {wanted} more would be over the limit of "
+                f"{self.limits.max_queue} (--max-queue): try again later",
                 code="queue_full",
             )
         self.open_choices += wanted
@@ -174,9 +173,7 @@ class Service:
 
 
 def _sticky(job: Job, request: GenerationRequest) -> Hashable:
-    """Return the key by which a replica is chosen: left out, responses to one prompt share a replica, and so
-    its prefill.
-    """
+    """Return the key by which a replica is chosen; without one, responses to one prompt share a prefill."""
     return job.sticky or hash(request.prompt)
 
 

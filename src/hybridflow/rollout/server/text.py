@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, text_of
 from hybridflow.tools.parsers.base import overlap
 
 BROKEN = "\ufffd"
@@ -68,9 +68,7 @@ class Detokenizer:
 
 
 class StopCutter:
-    """Filter that passes text on up to the first stop text, and holds back an end that may be the beginning
-    of one.
-    """
+    """Filter that passes text on up to the first stop text, and holds back what may be its beginning."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -112,20 +110,16 @@ class TokenNames:
 
     def text(self, token_id: int) -> str:
         """Return the text of one token alone, also of a special one."""
-        return str(
-            self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return text_of(self._tokenizer, [token_id])
 
     def bytes(self, token_id: int) -> list[int]:
         """Return the bytes of a token; with byte-level tokenizers also of one that is part of a character."""
-        if self._byte_level and token_id not in self._added:
-            written = str(self._tokenizer.convert_ids_to_tokens(token_id))
-            if all(letter in BYTE_OF for letter in written):
-                return [BYTE_OF[letter] for letter in written]
         written = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if self._byte_level and token_id not in self._added and all(letter in BYTE_OF for letter in written):
+            return [BYTE_OF[letter] for letter in written]
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
             return [int(written[3:5], 16)]
-        return list(TokenNames.text(self, token_id).encode())
+        return list(text_of(self._tokenizer, [token_id]).encode())
 
 
 class NumberedNames(TokenNames):

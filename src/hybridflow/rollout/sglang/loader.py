@@ -32,10 +32,7 @@ _RECEIVED = Receiver()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Load the push that the receipt names into SGLang's model and report the result to its sender.
-
-    It never raises, because an exception would end SGLang's worker.
-    """
+    """Load the push that the receipt names and report to its sender; never raises, which would end SGLang."""
     receipt = json.loads(bytes(named_tensors[0][1].tolist()))
     try:
         sampler.install()

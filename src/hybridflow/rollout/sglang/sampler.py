@@ -23,9 +23,7 @@ KNOWN = "0.5.23"
 
 
 def install() -> None:
-    """Change the sampler of this process; RolloutError where it is not the known one. A second call does
-    nothing.
-    """
+    """Change the sampler of this process, once; RolloutError where it is not the known one."""
     import sglang
     from sglang.srt.layers import sampler as layer
     from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
@@ -110,10 +108,7 @@ def count_prompts(penalizer: Any) -> None:
 
 
 def draw_by_seeds(sampler: Any) -> None:
-    """Draw by one random number for each (seed, position), as the native engine does.
-
-    Rows with a sampling mask are left to SGLang.
-    """
+    """Draw by one number for each (seed, position), as the native engine, but for rows with a mask."""
     plain = sampler._sample_from_probs
 
     def sample_from_probs(self: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool) -> Any:

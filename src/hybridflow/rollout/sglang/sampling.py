@@ -39,10 +39,8 @@ def sglang_problem(sampling: SamplingParams, *, vocabulary: int, texts: bool) ->
 
 
 def sglang_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the `sampling_params` of /generate and the number of log-probs.
-
-    With `ignore_eos` SGLang ignores every stop token, so those of the request are looked for in the stream
-    here.
+    """Return the `sampling_params` of /generate, the number of log-probs, and the stop tokens to look for in
+    the stream here: with `ignore_eos` SGLang ignores every one.
     """
     sampling = request.sampling
     params: dict[str, Any] = {

@@ -12,19 +12,16 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Listener
-from hybridflow.rollout.push.receiver import NOTHING
-from hybridflow.rollout.push.sender import Transport
-from hybridflow.rollout.remote.http import Address, Refused
-from hybridflow.rollout.remote.process import ServerProcess
-from hybridflow.rollout.remote.runner import Submission
-from hybridflow.rollout.remote.served import Served
-from hybridflow.rollout.sglang.http import Stream, open_stream
+from hybridflow.rollout.push.receiver import NOTHING, Weights
+from hybridflow.rollout.remote.http import Refused
+from hybridflow.rollout.remote.runner import Piece, Submission
+from hybridflow.rollout.remote.served import Served, Stream
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME, packed
 
 _LABEL = "hybridflow:"
@@ -32,39 +29,20 @@ _LABEL = "hybridflow:"
 _REPORT_S = 5.0
 
 
+@dataclass(eq=False, kw_only=True)
 class Server(Served):
-    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, where the server does not
-    say.
-    """
+    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, unless the server says."""
 
     engine = "sglang"
+    vocabulary: int
+    positions: int
 
-    def __init__(
-        self,
-        address: Address,
-        process: ServerProcess | None,
-        *,
-        vocabulary: int,
-        positions: int,
-        max_streams: int,
-        timeout: float,
-        transport: Transport | None = None,
-        bucket_bytes: int,
-    ) -> None:
-        super().__init__(
-            address,
-            process,
-            max_streams=max_streams,
-            timeout=timeout,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-        )
-        self._model = {"vocabulary": vocabulary, "positions": positions}
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._run = ""
         self._runs = itertools.count(1)
         self._prefix = secrets.token_hex(4)
         self._version = ""
-        self._workers = 1
         self._released: set[str] = set()
 
     def facts(self) -> dict[str, Any]:
@@ -75,8 +53,7 @@ class Server(Served):
         ):
             raise RolloutError(
                 f"{self.name} does not take our weights: start it with --custom-weight-loader "
-                f"{QUALIFIED_NAME} and "
-                "--incremental-streaming-output, in a python that has hybridflow"
+                f"{QUALIFIED_NAME} and --incremental-streaming-output, in a python that has hybridflow"
             )
         if told.get("speculative_algorithm"):
             raise RolloutError(
@@ -85,9 +62,9 @@ class Server(Served):
             )
         self._workers = int(told["tp_size"])
         return {
-            **self._model,
+            "vocabulary": self.vocabulary,
             "device": told["device"],
-            "positions": int(told.get("context_length") or self._model["positions"]),
+            "positions": int(told.get("context_length") or self.positions),
         }
 
     def version(self) -> int:
@@ -106,9 +83,51 @@ class Server(Served):
     def open(self, submission: Submission) -> Stream:
         """Begin a response; raises ServerGone."""
         rid = f"{self._run}-{submission.request_id}"
-        return open_stream(
-            self.address, submission, rid, self._version, end=lambda: self._end(rid), timeout=self.timeout
-        )
+        params = submission.params
+        body = {
+            "rid": rid,
+            "input_ids": list(submission.prompt),
+            "sampling_params": params["sampling_params"],
+            "return_logprob": True,
+            "top_logprobs_num": params["top_logprobs_num"],
+            "stream": True,
+        }
+        call = self.address.begin("/generate", body, timeout=self.timeout)
+        read = partial(self._piece, submission.request_id, rid, self._version, frozenset(params["cuts"]))
+        return Stream(self.engine, submission.request_id, call, read)
+
+    def _piece(
+        self, number: int, rid: str, version: str, cuts: frozenset[int], event: dict[str, Any]
+    ) -> Piece:
+        """Return what an event adds to response `number`, whose tokens must come from weights of `version`.
+
+        `cuts`: tokens that end it here, though SGLang would go on.
+        """
+        meta = event["meta_info"]
+        ids = event["output_ids"]
+        scores = meta.get("output_token_logprobs") or []
+        if [token for _, token, _ in scores] != ids:
+            told = f"sglang sent {len(ids)} tokens and log-probs of {len(scores)} others"
+            return Piece.failed(number, told)
+        if meta["weight_version"] != version:
+            told = f"its weights became {meta['weight_version']!r} meanwhile, and {version!r} was asked for"
+            return Piece.failed(number, f"sglang: {told}")
+        top = [
+            [(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or []
+        ]
+        log_probs = [value for value, _, _ in scores]
+        ended = meta["finish_reason"]
+        cut = next((place for place, token in enumerate(ids, 1) if token in cuts), None)
+        if cut is not None:
+            if ended is None:
+                self._end(rid)
+            return Piece(number, ids[:cut], log_probs[:cut], top[:cut], "stop", ids[cut - 1])
+        if ended is None:
+            return Piece(number, ids, log_probs, top)
+        if ended["type"] in ("stop", "length"):
+            return Piece(number, ids, log_probs, top, ended["type"], ended.get("matched"))
+        told = f"sglang ended it: {ended.get('message', ended['type'])}"
+        return Piece(number, ids, log_probs, top, "error", error=told)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Close the connections of these requests and tell SGLang, which would notice only seconds later."""
@@ -117,10 +136,8 @@ class Server(Served):
         for request_id in ended:
             self._end(f"{self._run}-{request_id}")
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push weights to all workers in buckets and empty the prefix cache; RolloutError where they did not
-        arrive.
-        """
+    def push(self, weights: Weights, version: int) -> None:
+        """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive."""
         self._alive()
         self._name_weights(NOTHING)
         try:
@@ -129,7 +146,7 @@ class Server(Served):
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {"selector": "target"})
         try:
-            self._push(self._call, weights, version, self._workers)
+            self._push(self._call, weights, version)
         except BaseException:  # what is told is why, and not that it cannot be ended either
             with contextlib.suppress(RolloutError):
                 self._post("/end_weight_update", {})
@@ -138,10 +155,7 @@ class Server(Served):
         self._name_weights(version)
 
     def sleep(self, level: int) -> None:
-        """Give back the memory of the cache and of the weights.
-
-        The weights stay on the CPU (--enable-weights-cpu-backup) unless the level is above 1.
-        """
+        """Give memory back; the weights stay on the CPU (--enable-weights-cpu-backup) at level 1."""
         if level > 1:
             self._name_weights(NOTHING)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._released]
@@ -149,11 +163,9 @@ class Server(Served):
             self._post("/release_memory_occupation", {"tags": tags})
         self._released |= set(tags)
 
-    def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again; `tags` names its parts, None for all."""
-        wanted = sorted(self._released)
-        if tags is not None:
-            wanted = [tag for tag in wanted if tag in tags]
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory again; `tags` names its parts."""
+        wanted = sorted(self._released.intersection(tags))
         if wanted:
             self._post("/resume_memory_occupation", {"tags": wanted})
         self._released -= set(wanted)
@@ -183,12 +195,3 @@ class Server(Served):
             return [channel.receive() for channel in channels]
         finally:
             listener.close()
-
-    def _get(self, path: str) -> dict[str, Any]:
-        told: dict[str, Any] = self._guarded(
-            lambda: self.address.call(path, timeout=self.timeout, method="GET")
-        )
-        return told
-
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        self._guarded(lambda: self.address.call(path, body, timeout=self.timeout))

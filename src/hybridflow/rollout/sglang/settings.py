@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.models.build import load_config
 from hybridflow.rollout.native.memory import free_memory
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
-from hybridflow.rollout.remote.process import ServerProcess, free_port
+from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-"""Environment variables of SGLang. Its health check must not generate, because weights have not been pushed
-yet.
-"""
+"""Environment variables of SGLang. Its health check must not generate before weights have been pushed."""
 _ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -31,21 +27,9 @@ _ON_CPU = {
 """Options that SGLang's Python engine needs on a CPU."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Limits of a request."""
-
-    vocabulary: int
-    positions: int
-    """Largest number of tokens of prompt and response together."""
-
-
-def shape_of(config: RolloutConfig, model: ModelFacts) -> Shape:
-    """Return the limits of the model as SGLang will run it."""
-    found = _config(model)
-    return Shape(
-        int(found.vocab_size), config.max_model_len or int(getattr(found, "max_position_embeddings", 4096))
-    )
+def positions_of(config: RolloutConfig, model: ModelFacts) -> int:
+    """Return the largest number of tokens of prompt and response together."""
+    return config.max_model_len or int(getattr(model.shape(), "max_position_embeddings", 4096))
 
 
 def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
@@ -57,7 +41,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "trust_remote_code": model.trust_remote_code,
         "json_model_override_args": model.override_config or None,
         "dtype": model.dtype if config.dtype == "auto" else config.dtype,
-        "context_length": shape_of(config, model).positions,
+        "context_length": positions_of(config, model),
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "mem_fraction_static": config.gpu_memory_utilization,
@@ -101,32 +85,16 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 def start_server(
     arguments: dict[str, Any], *, python: str | None, timeout: float
 ) -> tuple[Address, ServerProcess]:
-    """Start SGLang's server on a free port that only this machine reaches; RolloutError where it does not
-    start.
-    """
-    port = free_port()
-    command = [
-        python or sys.executable,
-        *("-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
-        *command_line(arguments),
-    ]
-    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if arguments.get("device") == "cpu" else {}
-    process = ServerProcess(command, {**os.environ, **ENVIRONMENT, **on_cpu}, engine="sglang")
-    address = Address(f"http://127.0.0.1:{port}")
-    process.wait_until_ready(address, timeout)
-    return address, process
-
-
-def _config(model: ModelFacts) -> Any:
-    return load_config(
-        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
-    ).get_text_config()
+    """Start SGLang's server as `ServerProcess.start` does."""
+    command = [python or sys.executable, "-m", "sglang.launch_server", *command_line(arguments)]
+    environment = {**os.environ, **ENVIRONMENT}
+    if arguments.get("device") == "cpu":
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    return ServerProcess.start(command, environment, engine="sglang", timeout=timeout)
 
 
 def _cache_tokens(config: RolloutConfig, model: ModelFacts, dtype: str) -> int:
-    """Return the tokens of `max_num_seqs` rows of full length, within `gpu_memory_utilization` of free
-    memory.
-    """
-    each = cache_bytes_per_token(_config(model), dtype)
-    wanted = config.max_num_seqs * (shape_of(config, model).positions + 1)
+    """Return the tokens of `max_num_seqs` full rows, within `gpu_memory_utilization` of free memory."""
+    each = cache_bytes_per_token(model.shape(), dtype)
+    wanted = config.max_num_seqs * (positions_of(config, model) + 1)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu")) // each))

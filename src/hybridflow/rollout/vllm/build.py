@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from functools import partial
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.sender import Transport
-from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.remote.runner import Runner
-from hybridflow.rollout.vllm.engine import VLLMEngine
+from hybridflow.rollout.vllm.engine import AdapterRunner, VLLMEngine
 from hybridflow.rollout.vllm.in_process import InProcess
-from hybridflow.rollout.vllm.process import start_server
 from hybridflow.rollout.vllm.server import Server
-from hybridflow.rollout.vllm.settings import engine_arguments
-
-logger = logging.getLogger(__name__)
+from hybridflow.rollout.vllm.settings import engine_arguments, start_server
 
 
 def build_vllm_engine(
@@ -26,35 +19,17 @@ def build_vllm_engine(
     """Return the engine of rank `rank` of the `ranks` that generate; RolloutError where it does not start."""
     server = config.server
     arguments = engine_arguments(config, model)
-    runner: Runner
+    runner: AdapterRunner
     beside = (ranks > 1 or server.python is not None) if server.enable is None else server.enable
     if server.address is None and not beside:
         runner = InProcess(arguments)
     else:
-        process = None
-        if server.address is None:
-            logger.info("a vllm server starts, which may take minutes")
-            address, process = start_server(arguments, python=server.python, timeout=server.start_timeout)
-        else:
-            address = Address(server.address if isinstance(server.address, str) else server.address[rank])
-        transport: Transport | None = None if server.transport == "auto" else server.transport
-        runner = Server(
-            address,
-            process,
-            max_streams=config.max_num_seqs,
-            timeout=server.push_timeout,
-            transport=transport,
-            bucket_bytes=config.update_weights_bucket_megabytes * 2**20,
-            adapters=config.lora_as_adapters,
-        )
+        start = partial(start_server, arguments, python=server.python, timeout=server.start_timeout)
+        runner = Server.of(config, rank, start, adapters=config.lora_as_adapters)
     texts = not arguments.get("skip_tokenizer_init", False)
     engine = VLLMEngine(
         runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts
     )
     if config.quantization:
-        try:
-            engine.must_be_quantized(config.quantization)
-        except RolloutError:
-            engine.close()
-            raise
+        engine.must_be_quantized(config.quantization)
     return engine

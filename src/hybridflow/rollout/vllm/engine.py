@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationRequest
-from hybridflow.rollout.push.receiver import NOTHING
+from hybridflow.rollout.push.receiver import NOTHING, Part, Weights
 from hybridflow.rollout.remote.engine import PushedEngine
-from hybridflow.rollout.vllm.adapters import AdapterRunner
+from hybridflow.rollout.remote.runner import Runner
 from hybridflow.rollout.vllm.sampling import vllm_params, vllm_problem
+
+
+class AdapterRunner(Runner, Protocol):
+    """A `Runner` of vLLM, which also takes LoRA adapters alone, over base weights that were pushed before."""
+
+    def version(self) -> int:
+        """Return the lowest version of the weights in the workers."""
+        return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
+
+    def has_base(self) -> bool:
+        """Return whether adapters may be pushed: all workers have base weights."""
+        return all(answer["has_base"] for answer in self._call("hybridflow_version"))
+
+    def push(
+        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
+        """Push weights as `Runner.push` does. `adapter`: the content of adapter_config.json, for adapters."""
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `Extension` in each worker and return their answers."""
 
 
 class VLLMEngine(PushedEngine):
@@ -21,12 +38,13 @@ class VLLMEngine(PushedEngine):
     runner: AdapterRunner
 
     def must_be_quantized(self, method: str) -> None:
-        """Raise RolloutError where no layer computes with quantised weights."""
+        """Close the engine and raise RolloutError where no layer computes with quantised weights."""
         if not self._facts["quantized"]:
+            self.close()
             raise RolloutError(
                 f"actor_rollout_ref.rollout.quantization={method}: {self.runner.name} quantises no layer of "
-                "this model by it on "
-                f"{self._facts['device']}; try fp8_per_channel with dtype=bfloat16, or leave it out"
+                f"this model by it on {self._facts['device']}; try fp8_per_channel with dtype=bfloat16, or "
+                "leave it out"
             )
 
     @property
@@ -34,7 +52,7 @@ class VLLMEngine(PushedEngine):
         """Whether adapters may be pushed: the base came by `update_base` and is still there."""
         return self.runner.has_base()
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Weights, version: int) -> None:
         """Push all weights as `PushedEngine` does; RolloutError where the engine takes adapters."""
         if self._facts["adapters"]:
             raise RolloutError(
@@ -43,19 +61,13 @@ class VLLMEngine(PushedEngine):
             )
         super().update_weights(weights, version)
 
-    def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the base weights; nothing is generated before adapters have come.
-
-        Raises RolloutError where the weights did not arrive as sent.
-        """
+    def update_base(self, weights: Weights) -> None:
+        """Push the base weights, without which no adapters come; RolloutError as `update_weights`."""
         self._ready_for_weights()
         self.runner.push(weights, NOTHING, "base")
 
-    def update_adapters(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]
-    ) -> None:
-        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`, and empty
-        the prefix cache.
+    def update_adapters(self, weights: Weights, version: int, adapter: dict[str, Any]) -> None:
+        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`.
 
         `adapter`: the content of adapter_config.json. RolloutError as `update_weights`, and without a base.
         """

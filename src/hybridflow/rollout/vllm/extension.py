@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
-from hybridflow.rollout.push.receiver import Load, Part, Receiver
+from hybridflow.rollout.push.receiver import Load, Part, Receiver, Summed, Weights
 from hybridflow.rollout.push.transports import memory_folder
 
 QUALIFIED_NAME = f"{__name__}.Extension"
@@ -34,9 +34,7 @@ _GREEDY_BELOW = 1e-5
 
 
 class Extension:
-    """Methods that `collective_rpc` calls on each worker; the prefix of their names keeps them apart from
-    vLLM's.
-    """
+    """Methods that `collective_rpc` calls on each worker, with a prefix that none of vLLM's own has."""
 
     vllm_config: Any
     model_runner: Any
@@ -58,31 +56,16 @@ class Extension:
         }
 
     def _hybridflow_quantized(self) -> bool:
-        """Return whether any layer computes with quantised weights.
-
-        vLLM accepts some quantisation methods silently and leaves all layers as they are.
-        """
+        """Return whether any layer computes with quantised weights: vLLM may leave all as they are."""
         methods = (getattr(module, "quant_method", None) for module in self.model_runner.model.modules())
         return any(
             method is not None and not type(method).__name__.startswith("Unquantized") for method in methods
         )
 
     def hybridflow_version(self) -> dict[str, Any]:
-        """Return the version of this worker's weights, and whether it has a base that takes adapters.
-
-        The version is `NOTHING` before the first whole push.
-        """
-        return {
-            "version": self._hybridflow_receiver().version,
-            "has_base": self._hybridflow_receiver().has_base,
-        }
-
-    def hybridflow_checksums(self) -> dict[str, Any]:
-        """Return the checksum of each tensor of the newest push, as it arrived here."""
-        return {
-            "version": self._hybridflow_receiver().version,
-            "checksums": self._hybridflow_receiver().checksums,
-        }
+        """Return the version of this worker's weights (or `NOTHING`), and whether adapters may be pushed."""
+        receiver = self._hybridflow_receiver()
+        return {"version": receiver.version, "has_base": receiver.has_base}
 
     def hybridflow_forget(self) -> dict[str, Any]:
         """Forget the weights (sleep of level 2): nothing is generated until they are pushed again."""
@@ -94,31 +77,19 @@ class Extension:
         return self._hybridflow_receiver().receive(self._hybridflow_loader(receipt.get("adapter")), receipt)
 
     def hybridflow_take(
-        self,
-        weights: Iterable[tuple[str, Tensor, int]],
-        version: int,
-        part: Part = "whole",
-        adapter: dict[str, Any] | None = None,
+        self, weights: Summed, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Load weights of this process, each as (name, tensor, checksum).
-
-        `adapter`: the content of adapter_config.json, for adapters.
-        """
+        """Load weights of this process; `adapter`: the content of adapter_config.json, for adapters."""
         self._hybridflow_receiver().take(self._hybridflow_loader(adapter), weights, version, part)
 
     def hybridflow_empty_adapter(self) -> dict[str, Any]:
-        """Write an adapter that changes nothing to a folder and return it.
-
-        By it a server learns the adapter's name before its weights are pushed.
-        """
+        """Return the folder of an adapter that changes nothing, from which a server learns the name."""
         manager = self.model_runner.lora_manager._adapter_manager
-        single = (
+        name, module = next(
             (name, module)
             for name, module in manager.modules.items()
             if name.rsplit(".", 1)[-1] not in manager.packed_modules_mapping
-        )
-        name, module = next(
-            (name, module) for name, module in single if hasattr(module.base_layer, "input_size")
+            and hasattr(module.base_layer, "input_size")
         )
         zeros = {
             f"{name}.lora_A": torch.zeros(1, module.base_layer.input_size),
@@ -136,15 +107,11 @@ class Extension:
         return {"id": self._hybridflow_adapter_id}
 
     def _hybridflow_loader(self, adapter: dict[str, Any] | None) -> Load:
-        return (
-            self._hybridflow_load
-            if adapter is None
-            else partial(self._hybridflow_load_adapter, adapter=adapter)
-        )
+        if adapter is None:
+            return self._hybridflow_load
+        return partial(self._hybridflow_load_adapter, adapter=adapter)
 
-    def _hybridflow_load_adapter(
-        self, weights: Iterable[tuple[str, Tensor]], adapter: dict[str, Any]
-    ) -> None:
+    def _hybridflow_load_adapter(self, weights: Weights, adapter: dict[str, Any]) -> None:
         """Load adapters by vLLM's own loader, which checks them."""
         from vllm.lora.request import LoRARequest
 
@@ -164,16 +131,12 @@ class Extension:
             self._hybridflow_received = Receiver()
         return self._hybridflow_received
 
-    def _hybridflow_load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _hybridflow_load(self, weights: Weights) -> None:
         worker: Any = self
         failed: list[Exception] = []
 
         def to_the_end() -> Iterator[tuple[str, Tensor]]:
-            """Yield all weights and keep an error for later.
-
-            An exception in the middle would leave vLLM's layers incomplete, and the next push could not mend
-            them.
-            """
+            """Yield all weights and keep an error for later: now it would leave vLLM's layers incomplete."""
             try:
                 yield from weights
             except Exception as error:
@@ -185,9 +148,7 @@ class Extension:
             raise failed[0]
 
     def _hybridflow_whole_distribution(self) -> bool:
-        """Make the sampler keep log-probs at the temperature alone; returns False where the sampler is
-        unknown.
-        """
+        """Make the sampler keep log-probs at the temperature alone; returns False for an unknown sampler."""
         sampler = getattr(self.model_runner, "sampler", None)
         if getattr(sampler, "hybridflow_whole", False):
             return True
@@ -210,11 +171,8 @@ def _write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tens
 
 
 def keep_whole_distribution(sampler: Any) -> None:
-    """Change a vLLM sampler so that its log-probs are those of logits / temperature, as training computes
-    them.
-
-    Greedy rows have those of the logits. vLLM's own are either of the bare logits, or of the logits after
-    top-k, top-p, penalties and biases.
+    """Change a vLLM sampler so that its log-probs are those of logits / temperature, as in training, and in
+    greedy rows those of the logits. vLLM's own are of bare logits, or of logits after all that changes them.
     """
     plain = sampler.forward
     temperatures: list[Tensor | None] = [None]

@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.installed import VLLM_MISSING
-from hybridflow.rollout.push.receiver import Part
+from hybridflow.rollout.installed import advice
+from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.vllm.engine import AdapterRunner
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
+from hybridflow.rollout.vllm.sampling import with_our_end
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 
 
-class InProcess:
+class InProcess(AdapterRunner):
     """A `Runner` over vLLM's `LLMEngine`, made from `arguments` (`engine_arguments`)."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -33,11 +34,10 @@ class InProcess:
             import vllm
             import vllm.lora.request
         except ImportError as error:
-            message = (
+            raise RolloutError(
                 f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {error}. "
-                f"{VLLM_MISSING}"
-            )
-            raise RolloutError(message) from error
+                f"{advice('vllm')}"
+            ) from error
         self._vllm = vllm
         try:
             with _process_as_it_was():
@@ -48,8 +48,8 @@ class InProcess:
             raise RolloutError(
                 f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}"
             ) from error
-        self._names: dict[str, int] = {}
-        """Request ids by vLLM's names of the requests."""
+        self._running: set[str] = set()
+        """vLLM's names of the requests that run: their ids as text."""
         self._death: str | None = None
         self._adapter: Any = None
         """Adapter that each request asks for, where adapters are pushed."""
@@ -67,16 +67,12 @@ class InProcess:
         facts: dict[str, Any] = self._call("hybridflow_begin")[0]
         return facts
 
-    def version(self) -> int:
-        """Return the version of the weights in the worker."""
-        return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
-
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these requests; raises EngineDied."""
         self._alive()
         for submission in submissions:
             params = self._vllm.SamplingParams(
-                **{**submission.params, "logit_bias": _numbered(submission.params.get("logit_bias"))},
+                **submission.params,
                 detokenize="stop" in submission.params,
                 output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
             )
@@ -87,7 +83,7 @@ class InProcess:
                 )
             except Exception as error:  # whatever vLLM has against it: it answers no more
                 raise self._died(error) from error
-            self._names[str(submission.request_id)] = submission.request_id
+            self._running.add(str(submission.request_id))
 
     def poll(self) -> list[Piece]:
         """Run one step of the engine; raises EngineDied."""
@@ -98,36 +94,24 @@ class InProcess:
             raise self._died(error) from error
         pieces = []
         for output in outputs:
-            number = self._names.get(output.request_id)
-            if number is None:  # aborted meanwhile
+            if output.request_id not in self._running:  # aborted meanwhile
                 continue
-            pieces.append(_piece(number, output.outputs[0]))
+            pieces.append(_piece(int(output.request_id), output.outputs[0]))
             if pieces[-1].finish is not None:
-                del self._names[output.request_id]
+                self._running.discard(output.request_id)
         return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop these requests."""
         names = [str(request_id) for request_id in request_ids]
-        for name in names:
-            self._names.pop(name, None)
+        self._running.difference_update(names)
         if self._death is None:
             self._engine.abort_request(names)
 
-    def has_base(self) -> bool:
-        """Return whether adapters may be pushed."""
-        return all(answer["has_base"] for answer in self._call("hybridflow_version"))
-
     def push(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        part: Part = "whole",
-        adapter: dict[str, Any] | None = None,
+        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Push weights to the worker one by one and empty the prefix cache; RolloutError where they did not
-        arrive.
-        """
+        """Push weights to the worker and empty the prefix cache; RolloutError where they did not arrive."""
         self._alive()
         try:
             self._call("hybridflow_take", checked(weights), version, part, adapter)
@@ -146,9 +130,9 @@ class InProcess:
             self._call("hybridflow_forget")
         self._engine.sleep(level)
 
-    def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again; `tags` names its parts, None for all."""
-        self._engine.wake_up(list(tags) if tags is not None else None)
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory again; `tags` names its parts."""
+        self._engine.wake_up(list(tags))
 
     def close(self) -> None:
         """End the engine."""
@@ -187,10 +171,6 @@ def _process_as_it_was() -> Iterator[None]:
         np.random.set_state(numpy_randoms)
 
 
-def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:
-    return None if bias is None else {int(token): value for token, value in bias.items()}
-
-
 def _piece(request_id: int, new: Any) -> Piece:
     """Return the new part of one request's response."""
     ids = list(new.token_ids)
@@ -200,10 +180,7 @@ def _piece(request_id: int, new: Any) -> Piece:
         log_probs.append(place[token].logprob)
         ranked = sorted(place.items(), key=lambda item: item[1].rank)
         top.append([(number, each.logprob) for number, each in ranked])
-    finish = new.finish_reason
-    if finish not in (None, "stop", "length"):
-        return Piece(request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}")
-    return Piece(request_id, ids, log_probs, top, finish, new.stop_reason)
+    return with_our_end(Piece(request_id, ids, log_probs, top, new.finish_reason, new.stop_reason))
 
 
 def _first_lines(error: BaseException) -> str:

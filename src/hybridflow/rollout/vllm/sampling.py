@@ -1,11 +1,13 @@
-"""Translation of sampling parameters for vLLM, or why it cannot serve them."""
+"""Translation of sampling parameters for vLLM, or why it cannot serve them, and of what it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.remote.runner import Piece
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM replaces lower temperatures by others."""
@@ -45,19 +47,14 @@ def vllm_problem(
     if shifted and not temperature_only:
         return (
             "top_k, top_p, min_p, repetition_penalty, logit_bias or min_tokens: this vllm's log-probs would "
-            "be those of what they leave, "
-            "and training computes those of the whole distribution; start it with "
-            "VLLM_USE_V2_MODEL_RUNNER=0 and without speculation, or "
-            "leave them out"
+            "be those of what they leave, and training computes those of the whole distribution; start it "
+            "with VLLM_USE_V2_MODEL_RUNNER=0 and without speculation, or leave them out"
         )
     return None
 
 
 def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's SamplingParams.
-
-    End tokens are those of the run; vLLM's own, of the model's folder, do not count.
-    """
+    """Return the keyword arguments of vLLM's SamplingParams; end tokens are the run's, not the folder's."""
     sampling = request.sampling
     ends = () if sampling.ignore_eos else tuple(eos_token_ids)
     params: dict[str, Any] = {
@@ -73,7 +70,14 @@ def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dic
     if not sampling.takes_argmax:
         params |= {"top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": sampling.min_p}
     if sampling.logit_bias:
-        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+        params["logit_bias"] = dict(sampling.logit_bias)
     if sampling.stop:
         params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     return params
+
+
+def with_our_end(piece: Piece) -> Piece:
+    """Return the piece, as a failure where vLLM ended the response for another reason than we have."""
+    if piece.finish in (None, "stop", "length"):
+        return piece
+    return replace(piece, finish="error", stop_reason=None, error=f"vllm ended it with {piece.finish!r}")

@@ -7,125 +7,99 @@ VLLMEngine ──requests, one connection each──► /v1/completions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.receiver import Part
-from hybridflow.rollout.push.sender import Transport
-from hybridflow.rollout.remote.http import Address, Refused
-from hybridflow.rollout.remote.process import ServerProcess
-from hybridflow.rollout.remote.runner import Submission
-from hybridflow.rollout.remote.served import Served
+from hybridflow.rollout.push.receiver import Part, Weights
+from hybridflow.rollout.remote.http import Refused
+from hybridflow.rollout.remote.runner import Piece, Submission
+from hybridflow.rollout.remote.served import Served, Stream
+from hybridflow.rollout.vllm.engine import AdapterRunner
 from hybridflow.rollout.vllm.extension import ADAPTER_NAME, QUALIFIED_NAME
-from hybridflow.rollout.vllm.http import MODEL, Stream, open_stream
+from hybridflow.rollout.vllm.sampling import with_our_end
+from hybridflow.rollout.vllm.settings import MODEL
 
 
-class Server(Served):
-    """A `Runner` over a vLLM server."""
+@dataclass(eq=False)
+class Server(Served, AdapterRunner):
+    """A `Runner` over a vLLM server. `adapters`: whether LoRA adapters will be pushed."""
 
     engine = "vllm"
+    adapters: bool = field(default=False, kw_only=True)
 
-    def __init__(
-        self,
-        address: Address,
-        process: ServerProcess | None,
-        *,
-        max_streams: int,
-        timeout: float,
-        transport: Transport | None = None,
-        bucket_bytes: int,
-        adapters: bool = False,
-    ) -> None:
-        super().__init__(
-            address,
-            process,
-            max_streams=max_streams,
-            timeout=timeout,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-        )
-        self._model = MODEL if process is not None else self._served_model()
-        self._workers = 1
-        self._adapters = adapters
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._model = MODEL
+        if self.process is None:
+            self._model = str(self._get("/v1/models")["data"][0]["id"])
 
     def facts(self) -> dict[str, Any]:
         """Return the workers' facts; RolloutError where they lack the extension."""
         try:
-            found = self._call("hybridflow_begin", {})
+            found = self._call("hybridflow_begin")
         except Refused as error:
             raise RolloutError(
                 f"{self.name} does not take our calls ({error}): start it with VLLM_SERVER_DEV_MODE=1, "
-                "VLLM_USE_V2_MODEL_RUNNER=0, "
-                f"--worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode processed_logprobs, in a "
-                "python that has hybridflow"
+                f"VLLM_USE_V2_MODEL_RUNNER=0, --worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode "
+                "processed_logprobs, in a python that has hybridflow"
             ) from error
         self._workers = len(found)
-        if self._adapters:
+        if self.adapters:
             self._name_adapter()
         facts: dict[str, Any] = found[0]
         return facts
 
     def _name_adapter(self) -> None:
         """Let the server know the adapter's name; its weights and the base are pushed later."""
-        self._call("hybridflow_forget", {})  # what is below those of an earlier run may be another model
-        body = {
-            "lora_name": ADAPTER_NAME,
-            "lora_path": self._call("hybridflow_empty_adapter", {})[0]["folder"],
-        }
+        self._call("hybridflow_forget")  # what is below those of an earlier run may be another model
+        folder = self._call("hybridflow_empty_adapter")[0]["folder"]
+        body = {"lora_name": ADAPTER_NAME, "lora_path": folder}
         try:
             try:
-                self._ask_for_adapter("load", body)
+                self._post("/v1/load_lora_adapter", body)
             except Refused:  # an earlier run's may have the name
                 with suppress(Refused):
-                    self._ask_for_adapter("unload", {"lora_name": ADAPTER_NAME})
-                self._ask_for_adapter("load", body)
+                    self._post("/v1/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
+                self._post("/v1/load_lora_adapter", body)
         except Refused as error:
             raise RolloutError(
                 f"{self.name} does not take adapters ({error}): start it with "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
-                "--max-lora-rank as large as the adapters', or set "
-                "actor_rollout_ref.rollout.lora_as_adapters=false"
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a --max-lora-rank as large as the "
+                "adapters', or set actor_rollout_ref.rollout.lora_as_adapters=false"
             ) from error
         finally:
             if self._death is None:
-                self._call("hybridflow_adapter_ready", {})
+                self._call("hybridflow_adapter_ready")
         self._model = ADAPTER_NAME
-
-    def _ask_for_adapter(self, what: str, body: dict[str, str]) -> None:
-        self._guarded(
-            lambda: self.address.call(f"/v1/{what}_lora_adapter", body, timeout=self.timeout, text=True)
-        )
-
-    def version(self) -> int:
-        """Return the version of the weights in the server's workers."""
-        return min(int(answer["version"]) for answer in self._call("hybridflow_version", {}))
 
     def open(self, submission: Submission) -> Stream:
         """Begin a completion; raises ServerGone."""
-        return open_stream(self.address, submission, self._model, timeout=self.timeout)
-
-    def has_base(self) -> bool:
-        """Return whether adapters may be pushed."""
-        return all(answer["has_base"] for answer in self._call("hybridflow_version", {}))
+        body = {
+            **submission.params,
+            "model": self._model,
+            "prompt": list(submission.prompt),
+            "stream": True,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        call = self.address.begin("/v1/completions", body, timeout=self.timeout)
+        return Stream(self.engine, submission.request_id, call, partial(_piece, submission))
 
     def push(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        part: Part = "whole",
-        adapter: dict[str, Any] | None = None,
+        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Push weights to all workers in buckets and empty the prefix cache; RolloutError where they did not
-        arrive.
-        """
+        """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive."""
         self._alive()
-        self._push(self._call, weights, version, self._workers, part=part, adapter=adapter)
-        emptied = self._guarded(lambda: self.address.call("/reset_prefix_cache", {}, timeout=self.timeout))
-        if isinstance(emptied, dict) and not emptied.get("success", True):
+        self._push(self._call, weights, version, part=part, adapter=adapter)
+        emptied = self._post("/reset_prefix_cache", {})
+        if emptied and not json.loads(emptied).get("success", True):
             raise RolloutError(
                 f"{self.name} could not empty its prefix cache after a push of weights: does someone else "
                 "use it?"
@@ -134,21 +108,39 @@ class Server(Served):
     def sleep(self, level: int) -> None:
         """Give memory back."""
         if level > 1:
-            self._call("hybridflow_forget", {})
-        self._guarded(lambda: self.address.call(f"/sleep?level={level}", timeout=self.timeout))
+            self._call("hybridflow_forget")
+        self._post(f"/sleep?level={level}")
 
-    def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again; `tags` names its parts, None for all."""
-        query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
-        self._guarded(lambda: self.address.call(f"/wake_up{query}", timeout=self.timeout))
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory again; `tags` names its parts."""
+        self._post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
-    def _served_model(self) -> str:
-        listed = self._guarded(lambda: self.address.call("/v1/models", timeout=self.timeout, method="GET"))
-        return str(listed["data"][0]["id"])
-
-    def _call(self, method: str, argument: dict[str, Any]) -> list[Any]:
-        body = {"method": method, "args": [argument] if argument else []}
-        answers: list[Any] = self._guarded(
-            lambda: self.address.call("/collective_rpc", body, timeout=self.timeout)
-        )["results"]
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        body = {"method": method, "args": list(arguments)}
+        answers: list[Any] = json.loads(self._post("/collective_rpc", body))["results"]
         return answers
+
+
+def _piece(submission: Submission, event: dict[str, Any]) -> Piece | None:
+    """Return what an event of a stream adds to the response."""
+    if not event["choices"]:
+        return None
+    choice = event["choices"][0]
+    finish = choice.get("finish_reason")
+    scores = choice.get("logprobs") or {}
+    ids = choice.get("token_ids") or []
+    log_probs = scores.get("token_logprobs") or []
+    if len(ids) != len(log_probs):
+        told = f"vllm sent {len(ids)} tokens and {len(log_probs)} log-probs"
+        return Piece.failed(submission.request_id, told)
+    top = []
+    if submission.params.get("logprobs"):
+        top = [_ranked(place) for place in scores.get("top_logprobs") or []]
+    piece = Piece(submission.request_id, ids, log_probs, top, finish, choice.get("stop_reason"))
+    return with_our_end(piece)
+
+
+def _ranked(place: dict[str, float]) -> list[tuple[int, float]]:
+    """Return {"token_id:17": -0.1, …} as pairs, the most probable first."""
+    found = [(int(name.removeprefix("token_id:")), value) for name, value in place.items()]
+    return sorted(found, key=lambda each: -each[1])

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from typing import Any
 
 import torch
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.models.build import load_config
 from hybridflow.rollout.native.memory import free_memory
+from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
+from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
 
 ENVIRONMENT = {
@@ -27,15 +30,15 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's max_lora_rank may have."""
 _CPU_BLOCK = 128
 """Number of tokens of a block of vLLM's cache on a CPU."""
+MODEL = "policy"
+"""Name of the model in a server that is started here."""
 
 
 def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
     """Return the arguments of vLLM's engine by name; `engine_kwargs.vllm` overrides them."""
     on_cpu = model.device.type == "cpu"
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    shape = load_config(
-        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
-    ).get_text_config()
+    shape = model.shape()
     longest = config.max_model_len or int(getattr(shape, "max_position_embeddings", 4096))
     arguments: dict[str, Any] = {
         "model": model.path,
@@ -76,9 +79,7 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
 
 
 def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) -> int:
-    """Return the bytes of keys and values of `max_num_seqs` rows of full length, within
-    `gpu_memory_utilization` of free memory.
-    """
+    """Return the bytes of `max_num_seqs` full rows, within `gpu_memory_utilization` of free memory."""
     blocks = (config.max_num_seqs + 1) * math.ceil(longest / _CPU_BLOCK)
     wanted = blocks * _CPU_BLOCK * cache_bytes_per_token(shape, dtype)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu"))))
@@ -94,3 +95,17 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
         else:
             options += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return options
+
+
+def start_server(
+    arguments: dict[str, Any], *, python: str | None, timeout: float
+) -> tuple[Address, ServerProcess]:
+    """Start vLLM's OpenAI server as `ServerProcess.start` does."""
+    module = "vllm.entrypoints.openai.api_server"
+    options = ["--served-model-name", MODEL, "--disable-log-stats", *command_line(arguments)]
+    # /collective_rpc, /reset_prefix_cache, /sleep; /v1/load_lora_adapter
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    command = [python or sys.executable, "-m", module, *options]
+    return ServerProcess.start(
+        command, {**ENVIRONMENT, **os.environ, **dev_mode}, engine="vllm", timeout=timeout
+    )

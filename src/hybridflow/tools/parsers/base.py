@@ -21,21 +21,15 @@ class ToolCall:
 
 
 class ToolParser(Protocol):
-    """Parser of one response as it grows: text in, plain text and whole calls out, in their order. Text that
-    is no call stays text.
-    """
+    """Parser of one response as it grows: text in, plain text and whole calls out, in their order."""
 
     def opening(self, name: str | None) -> str:
-        """Return the beginning of a call, of this tool where it is named. Put behind the prompt, it makes the
-        model write a call.
-        """
-        ...
+        """Return the beginning of a call (of this tool), which behind a prompt makes the model write one."""
 
     def feed(self, text: str) -> list[str | ToolCall]: ...
 
     def end(self) -> list[str | ToolCall]:
         """Return what was held back, when no more text comes."""
-        ...
 
 
 class TaggedParser(ABC):

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms import kl as kl_module
-from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, full_kl, kl_estimate
+from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridflow.errors import ConfigError
 
@@ -45,18 +44,6 @@ def test_k3_is_clamped_and_junk_outside_the_mask_has_no_effect() -> None:
 def test_unknown_estimators_are_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="unknown KL estimator"):
         kl_estimate(X, Y, kind)
-
-
-def test_full_kl_of_a_coin_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, other = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
-    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    assert float(full_kl(logits, other)) == pytest.approx(expected, rel=1e-6)
-    assert float(full_kl(logits + 5, other.bfloat16())) == pytest.approx(expected, rel=1e-5)
-    many, others = torch.randn(10, 4), torch.randn(10, 4)
-    whole = full_kl(many, others)
-    monkeypatch.setattr(kl_module, "_CHUNK_BYTES", 8 * 4 * 3)  # three rows at a time
-    assert torch.equal(full_kl(many, others), whole)
-    assert full_kl(many[:0], others[:0]).shape == (0,)
 
 
 def test_the_fixed_controller_keeps_the_configured_value(caplog: pytest.LogCaptureFixture) -> None:

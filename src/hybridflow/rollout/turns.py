@@ -80,8 +80,7 @@ class Turns:
     weights are by then. `ranks` take the same turns together; the first of them has the inbox.
     """
 
-    def __init__(self, engine: RolloutEngine, ranks: ReplicaRanks) -> None:
-        self.engine = engine
+    def __init__(self, ranks: ReplicaRanks) -> None:
         self.ranks = ranks
         self.inbox = Inbox()
         self._session: EngineSession | None = None
@@ -92,8 +91,8 @@ class Turns:
         """Whether the newest turn has ended its session: parked it or, if closed, answered everything."""
         return self._session is None
 
-    def turn(self, *, closed: bool, seconds: float) -> Iterator[GenerationOutput]:
-        """Step the session for about `seconds`, and yield outputs as they finish.
+    def turn(self, engine: RolloutEngine, *, closed: bool, seconds: float) -> Iterator[GenerationOutput]:
+        """Step the engine's session for about `seconds`, and yield outputs as they finish.
 
         A `closed` session has the requests that are in the inbox when its first turn begins, and ends when
         they are answered; another waits for more until it is parked. Where an exception leaves the turn, all
@@ -103,7 +102,7 @@ class Turns:
         try:
             session = self._session
             if session is None:
-                session = self._session = self.engine.open(closed=closed)
+                session = self._session = engine.open(closed=closed)
             for step in count():
                 news = News()
                 if not closed or step % STEPS_PER_NEWS == 0:

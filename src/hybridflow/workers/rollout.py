@@ -68,7 +68,7 @@ class RolloutWorker(ExactRollout):
         self.pushed = pushed
         self.owned = owned
         self.ranks = ranks or ReplicaRanks()
-        self._turns = Turns(engine, self.ranks)
+        self._turns = Turns(self.ranks)
         self._outbox: queue.SimpleQueue[GenerationOutput | None] = queue.SimpleQueue()  # None ends a turn
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
@@ -126,7 +126,7 @@ class RolloutWorker(ExactRollout):
                 self.engine.wake_up()
             elif self._turns.finished:
                 return self._served()
-            turn = self._turns.turn(closed=closed, seconds=seconds)
+            turn = self._turns.turn(self.engine, closed=closed, seconds=seconds)
             for output in progress.results(turn, total):
                 if leads:
                     put(output)

@@ -15,7 +15,7 @@ from test_native_begun import exact_engine
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 from hybridflow.rollout.turns import STEPS_PER_NEWS, Inbox, News, Turns
 
 LONG = 600.0
@@ -25,8 +25,16 @@ def request(number: int, max_tokens: int = 5) -> GenerationRequest:
     return GenerationRequest(number, Prompt((100 * number,)), SamplingParams(max_tokens), seed=number)
 
 
-def taken(turns: Turns, *, closed: bool = True, seconds: float = LONG) -> dict[int, GenerationOutput]:
-    return {output.request_id: output for output in turns.turn(closed=closed, seconds=seconds)}
+class OnEngine(Turns):
+    """Turns of one engine."""
+
+    def __init__(self, engine: RolloutEngine, ranks: ReplicaRanks) -> None:
+        super().__init__(ranks)
+        self.engine = engine
+
+
+def taken(turns: OnEngine, *, closed: bool = True, seconds: float = LONG) -> dict[int, GenerationOutput]:
+    return {output.request_id: output for output in turns.turn(turns.engine, closed=closed, seconds=seconds)}
 
 
 def test_an_inbox_keeps_what_came_until_it_is_taken() -> None:
@@ -45,7 +53,7 @@ def test_an_inbox_keeps_what_came_until_it_is_taken() -> None:
 
 def test_a_closed_turn_answers_what_is_there_and_ends() -> None:
     engine = ScriptedEngine()
-    turns = Turns(engine, ReplicaRanks())
+    turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit([request(1), request(2, max_tokens=3)])
     outputs = taken(turns)
     assert outputs[1].token_ids == [101, 102, 103, 104, 105] and outputs[2].token_ids == [201, 202, 203]
@@ -54,7 +62,7 @@ def test_a_closed_turn_answers_what_is_there_and_ends() -> None:
 
 
 def test_a_turn_that_is_over_goes_on_in_the_next_one() -> None:
-    turns = Turns(ScriptedEngine(), ReplicaRanks())
+    turns = OnEngine(ScriptedEngine(), ReplicaRanks())
     turns.inbox.submit([request(1, max_tokens=3 * STEPS_PER_NEWS)])
     assert taken(turns, seconds=0.0) == {} and not turns.finished
     found: dict[int, GenerationOutput] = {}
@@ -67,10 +75,10 @@ def test_a_turn_that_is_over_goes_on_in_the_next_one() -> None:
 
 def test_requests_join_and_leave_an_open_session_which_waits_until_it_is_parked() -> None:
     engine = ScriptedEngine(seconds=0.01)
-    turns = Turns(engine, ReplicaRanks())
+    turns = OnEngine(engine, ReplicaRanks())
     seen: dict[int, GenerationOutput] = {}
     turns.inbox.submit([request(1), request(2, max_tokens=100_000)])
-    for output in turns.turn(closed=False, seconds=LONG):
+    for output in turns.turn(turns.engine, closed=False, seconds=LONG):
         seen[output.request_id] = output
         if output.request_id == 1:
             turns.inbox.submit([request(3)])
@@ -84,9 +92,9 @@ def test_requests_join_and_leave_an_open_session_which_waits_until_it_is_parked(
 
 def test_what_is_parked_goes_on_first_under_the_weights_of_then() -> None:
     engine = ScriptedEngine()
-    turns = Turns(engine, ReplicaRanks())
+    turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit([request(1, max_tokens=6), request(2, max_tokens=2)])
-    for output in turns.turn(closed=False, seconds=LONG):
+    for output in turns.turn(turns.engine, closed=False, seconds=LONG):
         assert output.request_id == 2
         turns.inbox.submit([request(3)])
         turns.inbox.park()
@@ -105,7 +113,7 @@ def test_parking_changes_no_bit_in_exact_mode(every: int) -> None:
     requests = requests_for(prompts(6), n=2, max_tokens=12)
     wanted = run(exact_engine(prefixes=True), requests)
     engine = exact_engine(prefixes=True)
-    turns = Turns(engine, ReplicaRanks())
+    turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit(requests)
     found: dict[int, GenerationOutput] = {}
     parked = 0
@@ -126,7 +134,7 @@ def test_parking_changes_no_bit_in_exact_mode(every: int) -> None:
 
 def test_an_engine_that_fails_drops_all_requests_and_can_be_used_again() -> None:
     engine = ScriptedEngine(dies_at=3)
-    turns = Turns(engine, ReplicaRanks())
+    turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit([request(1), request(2)])
     with pytest.raises(RolloutError, match="failed with 2 requests left: RuntimeError: out of memory"):
         taken(turns)
@@ -138,9 +146,9 @@ def test_an_engine_that_fails_drops_all_requests_and_can_be_used_again() -> None
 
 def test_whoever_leaves_a_turn_leaves_nothing_behind() -> None:
     engine = ScriptedEngine()
-    turns = Turns(engine, ReplicaRanks())
+    turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit([request(1), request(2, max_tokens=50)])
-    reading = turns.turn(closed=True, seconds=LONG)
+    reading = turns.turn(turns.engine, closed=True, seconds=LONG)
     assert next(reading).request_id == 1
     reading.close()
     assert turns.finished and taken(turns) == {}
@@ -161,7 +169,7 @@ class Told(ReplicaRanks):
 def test_a_later_rank_does_what_the_first_is_told() -> None:
     engine = ScriptedEngine()
     heard = [News((request(1), request(2))), News(), News(aborted=(2,)), News(parks=True)]
-    turns = Turns(engine, Told(heard))
+    turns = OnEngine(engine, Told(heard))
     turns.inbox.submit([request(9)])  # nobody should; it is not looked at
     outputs = taken(turns, closed=False)
     assert engine.joined == [[1, 2]] and outputs[2].finish_reason == "abort" and turns.finished
@@ -169,7 +177,7 @@ def test_a_later_rank_does_what_the_first_is_told() -> None:
 
 
 def test_a_request_that_cannot_be_served_comes_back_and_the_others_go_on() -> None:
-    turns = Turns(tiny_engine(), ReplicaRanks())
+    turns = OnEngine(tiny_engine(), ReplicaRanks())
     good, bad = requests_for(prompts(2), max_tokens=4)
     turns.inbox.submit([good, replace(bad, prompt=Prompt((1_000_000,)))])
     outputs = taken(turns)

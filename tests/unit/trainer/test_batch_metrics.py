@@ -111,4 +111,4 @@ def test_rollout_difference() -> None:
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(
         float(e[1] - e[0] + e[3] - e[2]) / 5, rel=1e-5
     )
-    assert len(difference(torch.zeros(0), torch.zeros(0))) == 0
+    assert difference(torch.zeros(0), torch.zeros(0)).to_floats() == {}

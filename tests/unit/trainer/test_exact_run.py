@@ -57,6 +57,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(self, batch, **asked)
 
     monkeypatch.setattr(ActorGroup, "log_probs", counted)
+    whole = ActorGroup.old_log_probs
+
+    def counted_whole(self: ActorGroup, batch: DataProto, **asked: Any) -> DataProto:
+        seen.append(len(batch))
+        return whole(self, batch, **asked)
+
+    monkeypatch.setattr(ActorGroup, "old_log_probs", counted_whole)
     return seen
 
 

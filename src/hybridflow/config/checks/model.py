@@ -38,10 +38,11 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
     """
     first = None
     for block, model, _ in built_models(config):
-        if block == TEACHER and not model.path:
+        if isinstance(config, PPOConfig) and block == TEACHER and not model.path:
             yield (
-                f"the advantage estimator of this run needs a teacher, and {TEACHER}.path is not set: give a "
-                "Hugging Face folder or a hub name of a model with the same tokenizer"
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a teacher, and "
+                f"{TEACHER}.path is not set: give a Hugging Face folder or a hub name of a model with the "
+                "same tokenizer"
             )
         elif first is None or model.path != first.path:
             yield from model_problem(model, block, runs=runs)

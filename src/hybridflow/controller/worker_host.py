@@ -5,6 +5,7 @@ backend ──invoke(role, method, call)──► WorkerHost ──► the role'
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ class WorkerHost:
         self._infos = dict(infos)
         self._workers: dict[str, Worker] = {}
         self._building: list[str] = []
+        self._lock = threading.RLock()  # requests may come while ordered calls begin
 
     def has(self, role: str) -> bool:
         """Return whether a role is placed in this process."""
@@ -46,28 +48,32 @@ class WorkerHost:
 
         A factory calls this for the worker whose module its own worker shares.
         """
-        if role not in self._workers:
-            assert role in self._infos, (
-                f"there is no role {role!r} in this process: the roles are {sorted(self._infos)}"
-            )
-            assert role in self._factories, (
-                f"nothing builds role {role!r}: there are factories for {sorted(self._factories)}"
-            )
-            assert role not in self._building, (
-                f"roles need each other to be built: {' → '.join([*self._building, role])}"
-            )
-            info = self._infos[role]
-            self._building.append(role)
-            try:
-                worker = self._factories[role](info)
-            except Exception as error:
-                error.add_note(f"while building role {role!r}, {self._where(role)}")
-                raise
-            finally:
-                self._building.pop()
-            worker.rank_info = info
-            self._workers[role] = worker
-        return self._workers[role]
+        with self._lock:
+            if role not in self._workers:
+                self._workers[role] = self._build(role)
+            return self._workers[role]
+
+    def _build(self, role: str) -> Worker:
+        assert role in self._infos, (
+            f"there is no role {role!r} in this process: the roles are {sorted(self._infos)}"
+        )
+        assert role in self._factories, (
+            f"nothing builds role {role!r}: there are factories for {sorted(self._factories)}"
+        )
+        assert role not in self._building, (
+            f"roles need each other to be built: {' → '.join([*self._building, role])}"
+        )
+        info = self._infos[role]
+        self._building.append(role)
+        try:
+            worker = self._factories[role](info)
+        except Exception as error:
+            error.add_note(f"while building role {role!r}, {self._where(role)}")
+            raise
+        finally:
+            self._building.pop()
+        worker.rank_info = info
+        return worker
 
     def invoke(self, role: str, method: str, call: Call) -> Any:
         """Call a method of a role's worker; return its result, or None where the call does not return one.

@@ -115,9 +115,9 @@ class Progress:
                 yield item
                 self.between_items()
 
-    def results(self, items: Iterator[T], total: int | None) -> Iterator[T]:
+    def results(self, items: Iterator[T], total: int | None, done: int = 0) -> Iterator[T]:
         """Go through results as they come; their number is the count of the phase that is open, of `total`
-        where it is known.
+        where it is known. `done` of them have come before.
 
         While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
         Where an exception ends the loop, a generator of results is closed at once, so that whoever makes them
@@ -125,7 +125,7 @@ class Progress:
         """
         with self._lock:
             phase = next(reversed(self._phases), Phase("", self.clock()))
-        phase.done = 0
+        phase.done = done
         phase.total = total
         try:
             while True:

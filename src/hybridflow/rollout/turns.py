@@ -19,7 +19,7 @@ from hybridflow.errors import HybridFlowError, RolloutError
 from hybridflow.rollout.base import EngineSession, GenerationOutput, GenerationRequest, RolloutEngine
 
 STEPS_PER_NEWS = 16
-"""Steps of a closed session between two looks into the inbox, from which nothing but an abort can come."""
+"""Steps of a closed session between two news that ranks tell each other: only an abort or a park can come."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class News:
 
     joined: tuple[GenerationRequest, ...] = ()
     aborted: tuple[int, ...] = ()
-    parks: bool = False
-    """Whether the session is to end, with what it has begun kept for the next one."""
+    parks: int = 0
+    """Number of the session that is to end, with what it has begun kept for the next one; 0: none."""
     over: bool = False
     """Whether the time of the turn is up."""
 
@@ -53,11 +53,16 @@ class Inbox:
             self._news = replace(self._news, aborted=(*self._news.aborted, *request_ids))
             self._changed.notify_all()
 
-    def park(self) -> None:
-        """Have the session end before its next step."""
+    def park(self, session: int) -> None:
+        """Have the session of this number end before its next step; an older one has ended already."""
         with self._changed:
-            self._news = replace(self._news, parks=True)
+            self._news = replace(self._news, parks=session)
             self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Forget the requests that came, and the wishes to end some."""
+        with self._changed:
+            self._news = News(parks=self._news.parks)
 
     def take(self, seconds: float) -> News:
         """Return what came since the last call, and wait for it at most `seconds`."""
@@ -91,8 +96,10 @@ class Turns:
         """Whether the newest turn has ended its session: parked it or, if closed, answered everything."""
         return self._session is None
 
-    def turn(self, engine: RolloutEngine, *, closed: bool, seconds: float) -> Iterator[GenerationOutput]:
-        """Step the engine's session for about `seconds`, and yield outputs as they finish.
+    def turn(
+        self, engine: RolloutEngine, number: int, *, closed: bool, seconds: float
+    ) -> Iterator[GenerationOutput]:
+        """Step the engine's session of this number for about `seconds`, and yield outputs as they finish.
 
         A `closed` session has the requests that are in the inbox when its first turn begins, and ends when
         they are answered; another waits for more until it is parked. Where an exception leaves the turn, all
@@ -105,10 +112,10 @@ class Turns:
                 session = self._session = engine.open(closed=closed)
             for step in count():
                 news = News()
-                if not closed or step % STEPS_PER_NEWS == 0:
+                if not closed or self.ranks.size == 1 or step % STEPS_PER_NEWS == 0:
                     news = self.ranks.from_first(self._news(session, until, closed))
                 yield from self._heed(session, news)
-                if news.parks:
+                if news.parks == number:
                     self._park(session)
                     return
                 if not session.idle:
@@ -133,7 +140,7 @@ class Turns:
 
     def drop(self) -> None:
         """End the session and forget all requests, so that the engine can be used anew."""
-        self.inbox.take(0.0)
+        self.inbox.forget()
         self.end()
 
     def end(self) -> None:

@@ -69,7 +69,9 @@ class RolloutWorker(ExactRollout):
         self.owned = owned
         self.ranks = ranks or ReplicaRanks()
         self._turns = Turns(self.ranks)
-        self._outbox: queue.SimpleQueue[GenerationOutput | None] = queue.SimpleQueue()  # None ends a turn
+        self._session = 0
+        # outputs with the numbers of their sessions; None ends a turn
+        self._outbox: queue.SimpleQueue[tuple[int, GenerationOutput | None]] = queue.SimpleQueue()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -82,20 +84,27 @@ class RolloutWorker(ExactRollout):
         self._turns.inbox.abort(request_ids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def park(self) -> None:
-        """Have the session end before its next step; its requests go on in the next one."""
-        self._turns.inbox.park()
+    def park(self, session: int) -> None:
+        """Have the session of this number end before its next step; its requests go on in the next one."""
+        self._turns.inbox.park(session)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def forget(self) -> None:
+        """Forget the requests that wait for a session."""
+        self._turns.inbox.forget()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
-    def collect(self, seconds: float) -> Collected:
-        """Return the outputs that have finished, or wait at most `seconds` for the first."""
+    def collect(self, session: int, seconds: float) -> Collected:
+        """Return the outputs of a session that have finished, or wait at most `seconds` for the first."""
         outputs: list[GenerationOutput] = []
         wait = seconds
         while True:
             try:
-                output = self._outbox.get(timeout=wait)
+                number, output = self._outbox.get(timeout=wait)
             except queue.Empty:
                 return Collected(outputs, turn_is_over=False)
+            if number != session:  # of one that was broken off
+                continue
             if output is None:
                 return Collected(outputs, turn_is_over=True)
             outputs.append(output)
@@ -104,38 +113,46 @@ class RolloutWorker(ExactRollout):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def serve(
         self,
+        session: int,
         *,
-        first: bool,
         closed: bool,
         seconds: float,
-        total: int | None = None,
+        awaited: tuple[int, int | None] = (0, None),
         finished: Finished | None = None,
     ) -> Served:
         """Step the engine for a turn of about `seconds`, as `Turns.turn` explains.
 
-        All ranks of the role serve together, the `first` time with weights that they fetch and send to each
-        other. When the session ends, the KV cache and gathered weights are freed. Outputs go to `finished`
-        or, without it, to `collect`. `total` is the number of outputs that are awaited, for the display.
+        All ranks of the role serve together. In the first turn of a session (counted from 1) they fetch
+        weights and send them to each other. When the session ends, the KV cache and gathered weights are
+        freed. Outputs go to `finished` or, without it, to `collect`. `awaited`, for the display: how many
+        there have been, and how many there will be (None: nobody knows).
         """
-        put = finished or self._outbox.put
         leads = self.ranks.rank == 0  # the outputs of the others are the same
         try:
-            # on all ranks, also on those without a request: they send their shards to the others
-            if first:
-                self._turns.end()  # one that was broken off
-                self.engine.wake_up()
+            if session != self._session:
+                self._begin(session)
             elif self._turns.finished:
                 return self._served()
-            turn = self._turns.turn(self.engine, closed=closed, seconds=seconds)
-            for output in progress.results(turn, total):
-                if leads:
-                    put(output)
+            turn = self._turns.turn(self.engine, session, closed=closed, seconds=seconds)
+            for output in progress.results(turn, awaited[1], done=awaited[0]):
+                if leads and finished is None:
+                    self._outbox.put((session, output))
+                elif leads and finished is not None:
+                    finished(output)
         finally:
             if self._turns.finished:
                 self.engine.sleep()
             if leads and finished is None:
-                self._outbox.put(None)
+                self._outbox.put((session, None))
         return self._served()
+
+    def _begin(self, session: int) -> None:
+        """Wake the engine, on all ranks: those without a request send their shards to the others."""
+        if not self._turns.finished:  # the one before was broken off, and others may have slept since
+            self._turns.end()
+            self.engine.sleep()
+        self._session = session
+        self.engine.wake_up()
 
     def _served(self) -> Served:
         return Served(self._turns.finished, self.engine.policy_version, self.engine.stats)

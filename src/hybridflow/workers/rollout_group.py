@@ -10,13 +10,14 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 from hybridflow.controller import Future, WorkerGroup
 from hybridflow.controller.dealing import cut_items, plan_items
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutError, WorkerError
 from hybridflow.observability.progress import progress
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.client import LLMClient, ReplicaLost
@@ -32,7 +33,6 @@ TURN_SECONDS = 60.0
 """Longest turn of an engine, after which its process looks for other calls."""
 POLL_SECONDS = 5.0
 """Longest wait for the next output of a replica before it is asked again."""
-
 UNWIND_SECONDS = 1.0
 """Time for work to hear that its engines are lost, before it is cancelled."""
 
@@ -50,13 +50,14 @@ class Generated:
 class WorkerReplica:
     """A replica in the workers (`client.Replica`); its methods may be called from any thread.
 
-    Requests are answered while `RolloutGroup.run` or `generate` serves them. `rank` is the replica's first.
+    It takes requests while `RolloutGroup.run` or `generate` serves them. `rank` is the replica's first.
     """
 
     def __init__(self, group: RolloutGroup, rank: int) -> None:
         self.name = f"{group.role}-{rank}"
         self.rank = rank
         self.version: int | None = None
+        """Version of the weights, as the engine said at the end of its newest turn."""
         self.failure: str | None = None
         self._group = group
         self._lock = threading.Lock()
@@ -105,7 +106,9 @@ class WorkerReplica:
         self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids))
 
     def pause(self) -> None:
-        """Return when no engine of the role is stepped any more; the requests keep what they have begun."""
+        """Return when no engine of the role is stepped any more; the requests keep what they have begun.
+        RolloutError where that takes too long.
+        """
         self._group.pause()
 
     def resume(self) -> None:
@@ -114,12 +117,18 @@ class WorkerReplica:
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Take no more requests; those without an answer get ReplicaLost."""
-        self.abort(list(self._answers))
+        running = list(self._answers)
         self.lose(f"replica {self.name} was closed")
+        self.abort(running)
+
+    def open(self) -> None:
+        """Take requests from now on."""
+        self.failure = None
 
     def answer(self, output: GenerationOutput) -> None:
         """Give an output to whoever awaits it, if anybody does."""
-        future = self._answers.pop(output.request_id, None)
+        with self._lock:
+            future = self._answers.pop(output.request_id, None)
         if future is not None:
             future.set_result(output)
 
@@ -129,6 +138,9 @@ class WorkerReplica:
             self.failure = failure
             left = self._answers
             self._answers = {}
+        if left:
+            with suppress(WorkerError):  # the worker itself may be what is lost
+                self._group.call_one(self.rank, RolloutWorker.forget)
         for future in left.values():
             future.set_exception(ReplicaLost(failure))
 
@@ -141,6 +153,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         self._changed = threading.Condition()
         self._pauses = 0
         self._serving = False
+        self._session = 0  # number of the newest session of the engines
 
     @cached_property
     def replicas(self) -> tuple[WorkerReplica, ...]:
@@ -154,22 +167,23 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
         `finished` hears of each output once, as soon as it is there, in the caller's thread.
         """
-        self._open()
+        check_ids(requests)
         parts = [list(requests)]
         if len(self.replicas) > 1:
             parts = cut_items(requests, plan_items(requests, self.mesh))
         answers = {}
-        for replica, part in zip(self.replicas, parts, strict=True):
-            for request, answer in zip(part, replica.submit_many(part)):
-                answers[request.request_id] = answer
-        for replica in self.replicas:
-            replica.wait_until_submitted()
-        stats = self._serve(
-            closed=True,
-            over=lambda: not any(replica.load for replica in self.replicas),
-            total=len(requests),
-            finished=finished,
-        )
+        with self._opened():
+            for replica, part in zip(self.replicas, parts, strict=True):
+                for request, answer in zip(part, replica.submit_many(part)):
+                    answers[request.request_id] = answer
+            for replica in self.replicas:
+                replica.wait_until_submitted()
+            stats = self._serve(
+                closed=True,
+                over=lambda: not any(replica.load for replica in self.replicas),
+                total=len(requests),
+                finished=finished,
+            )
         return Generated([answers[request.request_id].result(0) for request in requests], stats)
 
     def run(self, work: Callable[[LLMClient], Coroutine[Any, Any, T]]) -> tuple[T, RolloutStats]:
@@ -178,24 +192,28 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         Returns its result, and counts of all replicas together; raises what it raises. Where an engine
         fails, `work` gets ReplicaLost, and the engine's error is raised here.
         """
-        self._open()
         client = LLMClient(self.replicas)
-        with in_own_loop(lambda: work(client)) as result:
+        with self._opened(), in_own_loop(lambda: work(client)) as result:
             result.add_done_callback(lambda _: self._park())
             try:
                 stats = self._serve(closed=False, over=result.done)
-            except BaseException:
+            except BaseException as error:
+                self._lose(error)
                 concurrent.futures.wait([result], UNWIND_SECONDS)  # its requests have just failed
                 raise
         return result.result(), stats
 
     def pause(self) -> None:
-        """Return when no engine is stepped any more; weights may then be changed."""
+        """Return when no engine is stepped any more; weights may then be changed. RolloutError where that
+        takes longer than a call may.
+        """
         with self._changed:
             self._pauses += 1
         self._park()
         with self._changed:
-            self._changed.wait_for(lambda: not self._serving)
+            if not self._changed.wait_for(lambda: not self._serving, self._patience):
+                self._pauses -= 1
+                raise RolloutError(f"{self.role}: the engines were not parked within {self._patience:g} s")
 
     def resume(self) -> None:
         """Take back one `pause`."""
@@ -225,15 +243,38 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
         self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)
 
-    def _open(self) -> None:
+    @property
+    def _patience(self) -> float:
+        """Seconds that a step of the workers may take before something is wrong."""
+        return min(self.backend.call_timeout, threading.TIMEOUT_MAX)
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Let the replicas take requests in this context; afterwards nothing of them is left anywhere."""
+        self._pauses = 0
         for replica in self.replicas:
-            replica.failure = None
+            replica.open()
+        try:
+            yield
+        except BaseException as error:
+            self._lose(error)
+            raise
+        finally:
+            for replica in self.replicas:
+                replica.lose(replica.failure or "nothing is generated now: generate() or run() has ended")
+
+    def _lose(self, error: BaseException) -> None:
+        for replica in self.replicas:
+            replica.lose(f"generation has ended: {type(error).__name__}: {error}")
 
     def _park(self) -> None:
-        for replica in self.replicas:
-            self.call_one(replica.rank, RolloutWorker.park)
+        """Have the session end that the engines are stepped in, if there is one."""
         with self._changed:
             self._changed.notify_all()
+            session = self._session if self._serving else 0
+        if session:
+            for replica in self.replicas:
+                self.call_one(replica.rank, RolloutWorker.park, session)
 
     def _serve(
         self,
@@ -248,86 +289,89 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         """
         stats: list[RolloutStats] = []
         try:
-            while not stats or not over():
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._pauses or over())
-                    self._serving = True
-                stats.append(self._session(closed, total, finished))
+            while self._begin(over):
+                stats.append(self._serve_session(closed, total, finished))
                 self._stand()
-        except BaseException as error:
-            for replica in self.replicas:
-                replica.lose(f"generation has ended: {type(error).__name__}: {error}")
-            raise
         finally:
             self._stand()
         return RolloutStats.join(stats, together=False)
+
+    def _begin(self, over: Callable[[], bool]) -> bool:
+        """Wait while the engines are paused; return whether a session is to begin."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._pauses or over(), self._patience):
+                raise RolloutError(f"{self.role}: a pause was not ended within {self._patience:g} s")
+            self._serving = not over()
+            self._session += int(self._serving)
+            return self._serving
 
     def _stand(self) -> None:
         with self._changed:
             self._serving = False
             self._changed.notify_all()
 
-    def _session(self, closed: bool, total: int | None, finished: Finished | None) -> RolloutStats:
+    def _serve_session(self, closed: bool, total: int | None, finished: Finished | None) -> RolloutStats:
         """Have the engines stepped until they sleep; return the counts of all replicas together."""
+        heard = 0
+
+        def arrived(output: GenerationOutput) -> None:
+            nonlocal heard
+            heard += 1
+            if finished is not None:
+                finished(output)
+
         turn = self._turn_here if self.backend.in_process else self._turn_there
-        first = True
         while True:
-            served = turn(total, finished, first=first, closed=closed)
+            served = turn(closed, (heard, total), arrived)
             for replica, state in zip(self.replicas, served, strict=True):
                 replica.version = state.version
             if all(state.finished for state in served):
                 return RolloutStats.join([state.stats for state in served], together=True)
-            first = False
 
-    def _turn_here(
-        self, total: int | None, finished: Finished | None, *, first: bool, closed: bool
-    ) -> list[Served]:
+    def _turn_here(self, closed: bool, awaited: tuple[int, int | None], finished: Finished) -> list[Served]:
         """Do a turn of the engine in this process, in this thread."""
 
         def arrived(output: GenerationOutput) -> None:
             self.replicas[0].answer(output)
-            if finished is not None:
-                finished(output)
+            finished(output)
 
         return self.call_list(
             RolloutWorker.serve,
-            first=first,
+            self._session,
             closed=closed,
             seconds=TURN_SECONDS,
-            total=total,
+            awaited=awaited,
             finished=arrived,
         )
 
-    def _turn_there(
-        self, total: int | None, finished: Finished | None, *, first: bool, closed: bool
-    ) -> list[Served]:
+    def _turn_there(self, closed: bool, awaited: tuple[int, int | None], finished: Finished) -> list[Served]:
         """Do a turn of the engines in other processes, and take their outputs meanwhile.
 
-        Where an exception of this thread's own leaves it, the requests are ended on the workers too.
+        Where an exception of this thread's own leaves it, the session is ended on the workers too.
         """
-        turn = _Turn(self, first=first, closed=closed)
+        turn = _Turn(self, self._session, closed)
         try:
-            for output in progress.results(turn.outputs(), total):
-                if finished is not None:
-                    finished(output)
+            for output in progress.results(turn.outputs(), awaited[1], done=awaited[0]):
+                finished(output)
             return turn.result()
         except BaseException:
             if not turn.failed:
-                for replica in self.replicas:
-                    replica.close()
                 self._park()
                 while not turn.ended():
-                    turn = _Turn(self, first=False, closed=closed)
+                    turn = _Turn(self, self._session, closed)
             raise
 
 
 class _Turn:
     """A call of `serve`, with a poll at each replica for the outputs that finish meanwhile."""
 
-    def __init__(self, group: RolloutGroup, *, first: bool, closed: bool) -> None:
+    def __init__(self, group: RolloutGroup, session: int, closed: bool) -> None:
         self._group = group
-        seconds = min(TURN_SECONDS, group.backend.call_timeout / 4)
-        self._call = group.submit_list(RolloutWorker.serve, first=first, closed=closed, seconds=seconds)
+        self._session = session
+        part_of_limit = group.backend.call_timeout / 4
+        self._poll_seconds = min(POLL_SECONDS, part_of_limit)
+        seconds = min(TURN_SECONDS, part_of_limit)
+        self._call = group.submit_list(RolloutWorker.serve, session, closed=closed, seconds=seconds)
         self._polls = {replica: self._poll(replica) for replica in group.replicas}
 
     @property
@@ -365,7 +409,7 @@ class _Turn:
         return all(state.finished for state in self.result())
 
     def _poll(self, replica: WorkerReplica) -> Future[Collected]:
-        return self._group.call_one(replica.rank, RolloutWorker.collect, POLL_SECONDS)
+        return self._group.call_one(replica.rank, RolloutWorker.collect, self._session, self._poll_seconds)
 
     def _wait(self) -> None:
         """Wait for the next answer of a poll or of the call; raise where the call has failed."""

@@ -34,7 +34,9 @@ class OnEngine(Turns):
 
 
 def taken(turns: OnEngine, *, closed: bool = True, seconds: float = LONG) -> dict[int, GenerationOutput]:
-    return {output.request_id: output for output in turns.turn(turns.engine, closed=closed, seconds=seconds)}
+    return {
+        output.request_id: output for output in turns.turn(turns.engine, 1, closed=closed, seconds=seconds)
+    }
 
 
 def test_an_inbox_keeps_what_came_until_it_is_taken() -> None:
@@ -42,13 +44,30 @@ def test_an_inbox_keeps_what_came_until_it_is_taken() -> None:
     assert inbox.take(0.0) == News()
     inbox.submit([request(1), request(2)])
     inbox.abort([7])
-    inbox.park()
+    inbox.park(1)
     inbox.put_back([request(3)])
     news = inbox.take(0.0)
-    assert [each.request_id for each in news.joined] == [3, 1, 2] and news.aborted == (7,) and news.parks
+    assert [each.request_id for each in news.joined] == [3, 1, 2] and news.aborted == (7,) and news.parks == 1
     assert inbox.take(0.0) == News()
-    threading.Timer(0.05, inbox.park).start()
-    assert inbox.take(LONG).parks, "it wakes up as soon as something comes"
+    threading.Timer(0.05, inbox.park, [1]).start()
+    assert inbox.take(LONG).parks == 1, "it wakes up as soon as something comes"
+
+
+def test_only_the_session_that_is_meant_is_parked() -> None:
+    turns = OnEngine(ScriptedEngine(), ReplicaRanks())
+    turns.inbox.submit([request(1)])
+    turns.inbox.park(7)  # an older session, which has ended by itself meanwhile
+    outputs = {each.request_id: each for each in turns.turn(turns.engine, 8, closed=True, seconds=LONG)}
+    assert len(outputs[1].token_ids) == 5
+
+
+def test_what_is_forgotten_does_not_join_and_a_park_stays() -> None:
+    inbox = Inbox()
+    inbox.submit([request(1)])
+    inbox.abort([1])
+    inbox.park(3)
+    inbox.forget()
+    assert inbox.take(0.0) == News(parks=3)
 
 
 def test_a_closed_turn_answers_what_is_there_and_ends() -> None:
@@ -78,14 +97,14 @@ def test_requests_join_and_leave_an_open_session_which_waits_until_it_is_parked(
     turns = OnEngine(engine, ReplicaRanks())
     seen: dict[int, GenerationOutput] = {}
     turns.inbox.submit([request(1), request(2, max_tokens=100_000)])
-    for output in turns.turn(turns.engine, closed=False, seconds=LONG):
+    for output in turns.turn(turns.engine, 1, closed=False, seconds=LONG):
         seen[output.request_id] = output
         if output.request_id == 1:
             turns.inbox.submit([request(3)])
         elif output.request_id == 3:
             turns.inbox.abort([2, 77])
         else:
-            threading.Timer(0.05, turns.inbox.park).start()  # nothing runs any longer: it waits
+            threading.Timer(0.05, turns.inbox.park, [1]).start()  # nothing runs any longer: it waits
     assert turns.finished and list(seen) == [1, 3, 2]
     assert seen[2].finish_reason == "abort" and seen[2].token_ids[:5] == [201, 202, 203, 204, 205]
 
@@ -94,10 +113,10 @@ def test_what_is_parked_goes_on_first_under_the_weights_of_then() -> None:
     engine = ScriptedEngine()
     turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit([request(1, max_tokens=6), request(2, max_tokens=2)])
-    for output in turns.turn(turns.engine, closed=False, seconds=LONG):
+    for output in turns.turn(turns.engine, 1, closed=False, seconds=LONG):
         assert output.request_id == 2
         turns.inbox.submit([request(3)])
-        turns.inbox.park()
+        turns.inbox.park(1)
     assert turns.finished
     engine.set_version(4)
     outputs = taken(turns)
@@ -120,7 +139,7 @@ def test_parking_changes_no_bit_in_exact_mode(every: int) -> None:
     while len(found) < len(requests):
         for _ in range(every):
             found |= taken(turns, closed=False, seconds=0.0)  # one step
-        turns.inbox.park()
+        turns.inbox.park(1)
         found |= taken(turns, closed=False)
         parked += 1
         assert turns.finished
@@ -148,7 +167,7 @@ def test_whoever_leaves_a_turn_leaves_nothing_behind() -> None:
     engine = ScriptedEngine()
     turns = OnEngine(engine, ReplicaRanks())
     turns.inbox.submit([request(1), request(2, max_tokens=50)])
-    reading = turns.turn(turns.engine, closed=True, seconds=LONG)
+    reading = turns.turn(turns.engine, 1, closed=True, seconds=LONG)
     assert next(reading).request_id == 1
     reading.close()
     assert turns.finished and taken(turns) == {}
@@ -168,7 +187,7 @@ class Told(ReplicaRanks):
 
 def test_a_later_rank_does_what_the_first_is_told() -> None:
     engine = ScriptedEngine()
-    heard = [News((request(1), request(2))), News(), News(aborted=(2,)), News(parks=True)]
+    heard = [News((request(1), request(2))), News(), News(aborted=(2,)), News(parks=1)]
     turns = OnEngine(engine, Told(heard))
     turns.inbox.submit([request(9)])  # nobody should; it is not looked at
     outputs = taken(turns, closed=False)

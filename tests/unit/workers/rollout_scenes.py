@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hybridflow.controller import Backend
+from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.client import LLMClient
+from hybridflow.rollout.client import LLMClient, ReplicaLost
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_group import RolloutGroup
 
@@ -122,7 +124,56 @@ def whoever_breaks_off_can_go_on(group: RolloutGroup) -> None:
     assert [len(output.token_ids) for output in outputs] == [4, 2]
 
 
+def two_pauses_at_once_leave_nothing_behind(group: RolloutGroup) -> None:
+    async def work(client: LLMClient) -> list[GenerationOutput]:
+        long = [asyncio.create_task(client.generate(request(number, 3000))) for number in (1, 2, 3)]
+        for _ in range(3):
+            await client.generate(request(9, 2))
+            await client.pause()
+            await client.pause()
+            client.resume()
+            client.resume()
+        return list(await asyncio.gather(*long))
+
+    for _ in range(2):
+        outputs, _ = group.run(work)
+        assert [len(output.token_ids) for output in outputs] == [3000] * 3
+
+
+def work_may_end_while_it_is_paused(group: RolloutGroup) -> None:
+    async def work(client: LLMClient) -> str:
+        await client.generate(request(1, 2))
+        await client.pause()
+        return "ended"
+
+    assert group.run(work)[0] == "ended"
+    agents_talk_side_by_side(group)
+
+
+def nothing_is_left_of_requests_that_nobody_awaits(group: RolloutGroup) -> None:
+    async def work(client: LLMClient) -> None:
+        client.replicas[0].submit(request(1, 100_000))
+        await client.generate(request(2, 2))
+        client.replicas[0].submit(request(3, 100_000))
+
+    group.run(work)
+    with pytest.raises(ReplicaLost, match="nothing is generated now"):
+        group.replicas[0].submit(request(4))
+    outputs = group.generate([request(1, 3), request(3, 4)]).outputs
+    assert [output.token_ids for output in outputs] == [[1001, 1002, 1003], [3001, 3002, 3003, 3004]]
+
+
+def equal_ids_are_refused_before_any_runs(group: RolloutGroup) -> None:
+    with pytest.raises(RolloutError, match="the same request_id"):
+        group.generate([request(1), replace(request(2), request_id=1)])
+    a_list_is_answered_in_its_order(group)
+
+
 SCENES = [
+    two_pauses_at_once_leave_nothing_behind,
+    work_may_end_while_it_is_paused,
+    nothing_is_left_of_requests_that_nobody_awaits,
+    equal_ids_are_refused_before_any_runs,
     a_list_is_answered_in_its_order,
     agents_talk_side_by_side,
     what_work_raises_is_raised,

@@ -43,10 +43,3 @@ def test_an_engine_that_dies_ends_the_work_with_its_own_error() -> None:
     assert engine.sleeps == 1, "its memory is given back"
     engine.dies_at = None
     assert len(group.generate([request(1, 4)]).outputs[0].token_ids) == 4
-
-
-def test_two_requests_of_one_id_are_refused_before_any_runs() -> None:
-    group = group_on(LocalBackend(factories))
-    with pytest.raises(RolloutError, match="the same request_id"):
-        group.generate([request(1), request(1)])
-    assert group.replicas[0].load == 0

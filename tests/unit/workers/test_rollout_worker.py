@@ -113,7 +113,7 @@ def generated(worker: RolloutWorker, asked: Sequence[GenerationRequest]) -> list
     if worker.ranks.rank == 0:
         worker.submit(asked)
     state = worker.serve(
-        first=True,
+        worker._session + 1,
         closed=True,
         seconds=600.0,
         finished=lambda output: found.update({output.request_id: output}),

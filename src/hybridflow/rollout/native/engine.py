@@ -229,8 +229,9 @@ class NativeEngine(SessionEngine):
     def _new_session(self, closed: bool) -> Session:
         """Return a session; ranks of a replica open one, and do what they do with it, together.
 
-        A `closed` one prefills all requests that fit before the first token is decoded. Another decodes after
-        each prefill pass, and keeps finished rows as prefixes of later prompts.
+        A `closed` one prefills all requests that fit before the first token is decoded, and raises
+        RolloutError where the KV cache of one request does not fit into memory. Another decodes after each
+        prefill pass, keeps finished rows as prefixes of later prompts, and refuses such a request alone.
         """
         settings = BatchSettings(
             eos_token_ids=self.eos_token_ids,
@@ -254,7 +255,13 @@ class NativeEngine(SessionEngine):
         self._recheck_graphs()
 
         def problem(request: GenerationRequest) -> str | None:
-            return self._problem(request) or memory.problem(_most_tokens(request))
+            found = self._problem(request)
+            if found is not None:
+                return found
+            found = memory.problem(_most_tokens(request))
+            if found is not None and closed:  # training without its longest rows would be another training
+                raise RolloutError(found)
+            return found
 
         return Session(generation, problem=problem, replica=self.replica, closed=self._ended)
 

@@ -63,7 +63,7 @@ class Gate:
         except ApiError as error:
             if begun:
                 raise
-            await ErrorResponse(error, HEADERS[error.status])(scope, receive, counted)
+            await ErrorResponse(error, HEADERS.get(error.status))(scope, receive, counted)
         except asyncio.CancelledError:  # the grace of running requests is over: nobody else cancels them
             if not begun:
                 ended = ApiError(503, "the server has ended before the answer was whole")

@@ -3,8 +3,8 @@
     python benchmarks/same_speed.py MODEL OLD [NEW] [--rounds 5] [--only grpo …]
 
 MODEL is a folder with a warm tiny model (`DEMO/sft/model` after `hybridflow demo --out DEMO`); OLD and NEW
-(default: this one) are checkouts. One line a row: the median of the ratio new / old over the rounds, its least
-and its most, for wall seconds, CPU seconds and the peak of resident memory. The rows:
+(default: this one) are checkouts. One line a row: the median of the ratio new / old over the rounds, its
+least and its most, for wall seconds, CPU seconds and the peak of resident memory. The rows:
 
     grpo, ppo    a run of 12 steps of the tiny recipe, with its validation and its checkpoint
     generate     128 responses of 64 tokens to 16 prompts by the native engine, five times

@@ -99,7 +99,9 @@ def prepare_config(
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the runs of a command line with sweeps (`a=1,2`, `choice(…)`); the last key varies fastest."""
+    """Return the runs of a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`); the last key varies
+    fastest.
+    """
     choices: list[list[str]] = []
     for text in overrides:
         override = _parse_one(text)

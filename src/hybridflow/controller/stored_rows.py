@@ -1,6 +1,6 @@
 """Rows on their way to a reader: some columns by value, others by their places in a row store.
 
-RowStore.find ──► StoredRows ──to the reader's process, each shard by reference──► gather ──► DataProto
+RowStore.by_reference ──► StoredRows ──to the reader, each shard by reference──► gather ──► DataProto
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from hybridflow.controller.backend import Backend
+from hybridflow.controller.dealing import undo_rows
 from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_of
 from hybridflow.controller.future import Future, Source
 from hybridflow.controller.mesh import MeshInfo
@@ -102,10 +103,19 @@ class WorkerGroup(Generic[W]):
         if len(wanted) == len(columns):
             result = isolate(future.result())
         elif wanted:
-            stored = store.by_reference(batch.select(["row_id"], []), wanted)
-            result = self.call(Worker.stored, cast(DataProto, stored))
-            result.pop(["row_id"])
+            result = self._fetched(batch.select(["row_id"], []), wanted, order)
         store.watch(result)
+        return result
+
+    def _fetched(self, row_ids: DataProto, columns: Sequence[str], order: list[list[int]]) -> DataProto:
+        """Return stored columns of the rows, each part by the leader that has it."""
+        dealt = [(rows, leader) for rows, leader in zip(order, self.mesh.leaders, strict=True) if rows]
+        futures = []
+        for rows, leader in dealt:
+            stored = self.backend.rows.by_reference(row_ids.select_idxs(rows), columns)
+            futures.append(self.call_one(leader, Worker.stored, cast(DataProto, stored)))
+        result = undo_rows([future.result() for future in futures], [rows for rows, _ in dealt])
+        result.pop(["row_id"])
         return result
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:

@@ -32,6 +32,11 @@ class PromptData:
     train_loader: StatefulLoader[PromptRow] | None
     val_dataset: MapDataset[PromptRow] | None
 
+    @property
+    def reads_batches(self) -> bool:
+        """Whether a curriculum sampler is given the finished batches."""
+        return self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler)
+
     def finish_batch(self, batch: Any) -> None:
         """Give a finished training batch (a DataProto) to a curriculum sampler; others do not see it."""
         if self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler):

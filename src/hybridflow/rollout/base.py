@@ -229,7 +229,7 @@ class PartialOutput:
 
 @dataclass
 class RolloutStats:
-    """Counts of the newest `generate`, up to now."""
+    """Counts of the newest session, up to now; seconds in which it waits for requests count too."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0

@@ -150,7 +150,9 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     for folder in step_folders(run_dir):
         with suppress(CheckpointError):
             found[read_manifest(folder).sequence] = folder
-    return found[max(found)] if found else None
+    if not found:
+        return None
+    return found[max(found)]
 
 
 def _nothing_unsaved() -> bool:

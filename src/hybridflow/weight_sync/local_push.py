@@ -36,7 +36,8 @@ class LocalPush:
     policy: PolicyModel
     trainer: TrainEngine | None = None
     """The engine that trains the policy, which has its weights on the device while they are read; None where
-    the policy is a copy."""
+    the policy is a copy.
+    """
     adapters: bool = False
     """Whether the policy's adapters are sent alone, over a base that is sent once."""
 

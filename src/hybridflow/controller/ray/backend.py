@@ -5,7 +5,7 @@ there.
                    workers are built
     run, submit    arguments are encoded, and stored once for all ranks that share them ─► invoke on each rank
                    ─► parts
-    Watchdog          follows answers, signs of life and deadlines
+    Watchdog       follows answers, signs of life and deadlines
 
 Calls from any number of driver threads reach all ranks in the same order, so collectives match. Calls on
 roles in different processes overlap.

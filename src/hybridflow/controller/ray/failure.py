@@ -56,7 +56,7 @@ class Failure:
         return cls(pickled, text, "".join(trace.format()).rstrip(), place, os.getpid(), time.time())
 
     def original(self) -> Exception:
-        """Return the exception that was raised, or a WorkerError with its text."""
+        """Return the exception that was raised; where it cannot be unpickled, a WorkerError with its text."""
         if self.error is not None:
             with contextlib.suppress(Exception):  # its class may be missing in this process
                 error: Exception = pickle.loads(self.error)

@@ -69,7 +69,7 @@ class Watchdog:
     # ---- called by the backend
 
     def follow(self, running: Running, statuses: dict[int, ray.ObjectRef[Any]]) -> None:
-        """Watchdog a call whose ranks answer through `statuses`."""
+        """Follow a call whose ranks answer through `statuses`."""
         with self._lock:
             self._running.append(running)
         for rank, status in statuses.items():

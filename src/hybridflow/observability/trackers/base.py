@@ -94,7 +94,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def remembered_id(file: Path, resumed: bool) -> str | None:
-    """Return the remote run's id from the run folder; None for a fresh run."""
+    """Return the remote run's id from the run folder; None for a fresh run, and where none was written."""
     if resumed and file.exists():
         return file.read_text(encoding="utf-8").strip()
     return None

@@ -99,9 +99,14 @@ def _trainer(
         validator = None
         if data.val_dataset:
             validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
-        leavable = run.signals.leavable
         step = PPOStep(
-            roles, config, controller, run.timer, exact=exact, leavable=leavable, shows=samples.shows
+            roles,
+            config,
+            controller,
+            run.timer,
+            exact=exact,
+            leavable=run.signals.leavable,
+            shows=lambda step: data.reads_batches or samples.shows(step),
         )
         yield Trainer(
             source=source,

@@ -407,3 +407,24 @@ def test_when_a_run_validates(
     with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
         trainer.fit()
     assert seen == steps
+
+
+def test_a_curriculum_sampler_is_given_all_columns_of_each_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in steps that the report does not show, where the driver fetches no more than it reads."""
+    (tmp_path / "own.py").write_text(
+        "class Reverse:\n"
+        "    def __init__(self, dataset, seed): self.size = len(dataset)\n"
+        "    def set_epoch(self, epoch): pass\n"
+        "    def __iter__(self): return iter(range(self.size - 1, -1, -1))\n"
+        "    def __len__(self): return self.size\n"
+        "    def update(self, batch):\n"
+        f"        with open({str(tmp_path / 'columns')!r}, 'a') as file:\n"
+        "            print(*sorted(batch.names()), file=file)\n"
+    )
+    monkeypatch.setattr("hybridflow.trainer.ppo.sample_log.SampleLog.shows", lambda self, step: False)
+    sampler = (f"data.sampler.class_path={tmp_path / 'own.py'}", "data.sampler.class_name=Reverse")
+    train(model, tmp_path / "run", (*GRPO, *sampler, "trainer.total_training_steps=2", FAST))
+    first, second = (set(line.split()) for line in (tmp_path / "columns").read_text().splitlines())
+    assert first == second >= {"old_log_probs", "ref_log_prob", "entropys", "advantages"}

@@ -21,6 +21,7 @@ from hybridflow.trainer.main_ppo import main
 MAX_HOPS = 10
 MAX_FILES = 7
 MAX_LINES = 450
+WHOLE = re.compile(r"The whole stack has (\d+) calls of our own in (\d+) files")
 ROW = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 
 
@@ -82,6 +83,10 @@ def test_the_way_from_the_command_to_the_loss(tmp_path: Path, monkeypatch: pytes
     rest = iter(way)
     missing = [hop for hop in listed[:-1] if hop not in rest]
     assert not missing, f"not on the way, or not in this order: {missing}; the way is {way}"
+    whole = WHOLE.search((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+    assert whole is not None, "the text says how many calls and files the whole stack has"
+    files = {file for file, _ in way} | {listed[-1][0]}
+    assert (len(way), len(files)) == (int(whole[1]), int(whole[2])), [*way, *sorted(files)]
     between = {file for file, name in way if (file, name) not in listed}
     passed = (
         "trainer/main.py",

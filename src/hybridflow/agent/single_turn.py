@@ -15,15 +15,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
-from hybridflow.protocol.trajectory import (
-    FINISHED,
-    TRUNCATED,
-    Call,
-    Lineage,
-    Outcome,
-    Trajectory,
-    rows_of,
-)
+from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Call, Lineage, Outcome, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
 

@@ -19,9 +19,6 @@ def answer(module: nn.Module, packed: PackedBatch, ask: Ask) -> Answers:
         return {"values": module(packed)}
     assert ask.log_probs and not ask.values, f"a policy has log-probs and no values, and is asked {ask}"
     outputs = module(
-        packed,
-        temperature=ask.temperature,
-        with_entropy=ask.entropy,
-        with_sum_pi_squared=ask.sum_pi_squared,
+        packed, temperature=ask.temperature, with_entropy=ask.entropy, with_sum_pi_squared=ask.sum_pi_squared
     )
     return {name: value for name, value in outputs._asdict().items() if value is not None}

@@ -31,10 +31,7 @@ MAX_POINTS = 3000  # steps of a curve
 KINDS = {"samples": "rollout", "validation": "validation"}
 """What the samples in a folder of the run are."""
 
-_PARTS = {
-    "CSS": ("report.css",),
-    "SCRIPT": ("report_charts.js", "report_samples.js", "report.js"),
-}
+_PARTS = {"CSS": ("report.css",), "SCRIPT": ("report_charts.js", "report_samples.js", "report.js")}
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:

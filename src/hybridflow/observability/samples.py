@@ -82,11 +82,7 @@ class SampleWriter:
 
 
 def sample_rows(
-    batch: DataProto,
-    decode: Decode,
-    *,
-    token_level: bool = False,
-    max_rows: int | None = None,
+    batch: DataProto, decode: Decode, *, token_level: bool = False, max_rows: int | None = None
 ) -> list[dict[str, Any]]:
     """Return the first `max_rows` rows of a scored batch as plain dicts; None: all.
 

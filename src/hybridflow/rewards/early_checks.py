@@ -17,14 +17,7 @@ from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import is_path, split_path
-from hybridflow.rewards.table import (
-    NEEDS_TRUTH,
-    RETURNED,
-    check_options,
-    find,
-    function_of,
-    unknown_source,
-)
+from hybridflow.rewards.table import NEEDS_TRUTH, RETURNED, check_options, find, function_of, unknown_source
 
 SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score itself."""

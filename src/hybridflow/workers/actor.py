@@ -80,8 +80,7 @@ class ActorWorker(StatefulWorker):
         return metrics
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_METRICS,
-        reads=(*UPDATE_COLUMNS, "old_log_probs", "advantages"),
+        dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=(*UPDATE_COLUMNS, "old_log_probs", "advantages")
     )
     def update_mini_batch(
         self, batch: DataProto, *, scale: LossScale, watch: LogProbCheck | None = None

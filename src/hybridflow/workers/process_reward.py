@@ -85,10 +85,7 @@ class ProcessRewardWorker(StatefulWorker):
         )
         return DataProto.from_dict({"process_rewards": rewards})
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_METRICS,
-        reads=(*UPDATE_COLUMNS, "ref_log_prob", "positive"),
-    )
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=(*UPDATE_COLUMNS, "ref_log_prob", "positive"))
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         check_token_ids(batch, self.engine)

@@ -279,11 +279,7 @@ class Cluster:
                 )
                 on_gpu = self.device == "cuda"
                 placed.bundles.append(
-                    {
-                        "num_cpus": int(not on_gpu),
-                        "num_gpus": int(on_gpu),
-                        "scheduling_strategy": strategy,
-                    }
+                    {"num_cpus": int(not on_gpu), "num_gpus": int(on_gpu), "scheduling_strategy": strategy}
                 )
                 placed.nodes.append(names.get(node_id, node_id[:6]))
                 placed.node_ids.append(node_id)

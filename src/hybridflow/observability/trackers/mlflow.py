@@ -12,13 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hybridflow.config.tree import flatten
-from hybridflow.observability.trackers.base import (
-    RunInfo,
-    SampleRow,
-    Tracker,
-    import_extra,
-    remembered_id,
-)
+from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, import_extra, remembered_id
 
 _MAX_PARAMS = 100  # a call
 _MAX_PARAM_LENGTH = 500  # characters; longer ones are cut

@@ -135,12 +135,7 @@ class KVMemory(ABC):
 
     @abstractmethod
     def free_rows(
-        self,
-        now: Running,
-        taken: int,
-        batch: Sequence[Admission],
-        context: Units,
-        prefix: Prefix | None,
+        self, now: Running, taken: int, batch: Sequence[Admission], context: Units, prefix: Prefix | None
     ) -> int:
         """Return how many rows with this context may enter after `batch`; `taken`: slots in use, `prefix`:
         the prefix hit of the context.
@@ -186,12 +181,7 @@ class SlotMemory(KVMemory):
         """Do nothing: slots are cleared as rows enter."""
 
     def free_rows(
-        self,
-        now: Running,
-        taken: int,
-        batch: Sequence[Admission],
-        context: Units,
-        prefix: Prefix | None,
+        self, now: Running, taken: int, batch: Sequence[Admission], context: Units, prefix: Prefix | None
     ) -> int:
         """Return how many rows may enter: slots are all as long as the longest row."""
         longest = max(now.longest, len(context), *(len(one.prompt) for one in batch), 0)

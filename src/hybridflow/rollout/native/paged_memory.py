@@ -60,12 +60,7 @@ class PagedMemory(KVMemory):
         self.cache.evict = prefixes.drop_one
 
     def free_rows(
-        self,
-        now: Running,
-        taken: int,
-        batch: Sequence[Admission],
-        context: Units,
-        prefix: Prefix | None,
+        self, now: Running, taken: int, batch: Sequence[Admission], context: Units, prefix: Prefix | None
     ) -> int:
         """Return how many rows may enter: blocks are needed for them, with some to spare, for running rows,
         for the batch, and for the prefixes that it uses.

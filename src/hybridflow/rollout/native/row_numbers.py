@@ -56,11 +56,7 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
         top_k,
         params.min_tokens,
     )
-    reals = (
-        temperature,
-        *kept,
-        params.repetition_penalty,
-    )
+    reals = (temperature, *kept, params.repetition_penalty)
     return RowNumbers(
         array("q", integers),
         array("d", reals),

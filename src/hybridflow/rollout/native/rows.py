@@ -26,13 +26,7 @@ from hybridflow.rollout.base import (
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.row_numbers import INTEGERS, REALS, row_numbers
-from hybridflow.rollout.native.sampling import (
-    RowSettings,
-    Sampled,
-    SamplingPlan,
-    most_probable,
-    sample,
-)
+from hybridflow.rollout.native.sampling import RowSettings, Sampled, SamplingPlan, most_probable, sample
 from hybridflow.rollout.native.stop_text import StopTexts
 
 LOOSE = 4

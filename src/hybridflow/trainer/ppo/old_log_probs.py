@@ -47,12 +47,7 @@ class OldLogProbs:
     """
 
     def __init__(
-        self,
-        roles: Roles,
-        config: PPOConfig,
-        *,
-        exact: ExactState,
-        with_sum_pi_squared: bool,
+        self, roles: Roles, config: PPOConfig, *, exact: ExactState, with_sum_pi_squared: bool
     ) -> None:
         self.roles = roles
         self.actor = roles.actor

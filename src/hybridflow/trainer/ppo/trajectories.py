@@ -110,10 +110,7 @@ class Trajectories:
                 if len(rows):
                     barren = 0
                 logger.info(
-                    "generation batch %d brings %d of %d groups",
-                    taken,
-                    kept + len(uids_of(rows)),
-                    wanted,
+                    "generation batch %d brings %d of %d groups", taken, kept + len(uids_of(rows)), wanted
                 )
                 kept += len(uids_of(rows))
             else:
@@ -170,10 +167,7 @@ class Trajectories:
         demonstrations = _NO_REQUESTS
         if self.with_baselines:
             requests = sampled + one_more_each(
-                sampled,
-                replace(sampling, greedy=True),
-                first_row=len(sampled),
-                sample=self._greedy_sample,
+                sampled, replace(sampling, greedy=True), first_row=len(sampled), sample=self._greedy_sample
             )
         if self.with_demonstrations:
             demonstrations = one_more_each(

@@ -30,7 +30,10 @@ STEPS = 12
 GENERATE = """
 import sys
 from hybridflow.models.build import build_policy
-from hybridflow.protocol.prompt import Prompt
+try:
+    from hybridflow.protocol.prompt import Prompt
+except ModuleNotFoundError:  # in older commits a prompt is its token ids
+    Prompt = tuple
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 import torch

@@ -32,7 +32,7 @@ from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.policy import PolicyModel, use_attention
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.native.engine import NativeEngine, layer_shapes
+from hybridflow.rollout.native.engine import NativeEngine, layer_facts
 
 SIDES = ("native", "eager", "generate", "batch")
 HEAD = (
@@ -120,7 +120,7 @@ class Bench:
         """Least seconds of all decode steps but the first token's."""
         use_attention(self.hf)
         weights = matmul_parameters(self.hf) * self.policy.dtype.itemsize
-        token = sum(shape.bytes_per_token for shape in layer_shapes(self.policy).values())
+        token = sum(shape.bytes_per_token for shape in layer_facts(self.policy)[0].values())
         steps = range(1, self.new)
         return sum(weights + rows * (self.prompt + step) * token for step in steps) / bandwidth
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
 from hybridflow.models.shared_tokens import SharedTokens
@@ -81,12 +80,6 @@ class Layout(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor: ...
 
 
-def register() -> str:
-    """Make `attention` known to transformers and return its name there."""
-    AttentionInterface.register(ATTENTION_NAME, attention)
-    return ATTENTION_NAME
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -126,23 +119,18 @@ def attention(
         raise ModelError(
             f"{name} wants attention in both directions; only causal language models can be trained here"
         )
-    _refuse_unknown(name, unknown)
-    scores = Scores(int(getattr(module, "layer_idx", 0)), scaling, sliding_window, softcap, s_aux)
-    return layout.attend(query, key, value, scores), None
-
-
-def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
-    left = {
-        key: value
+    told = [
+        f"{key}={type(value).__name__}"
         for key, value in unknown.items()
         if key not in _WITHOUT_EFFECT and value is not None and value is not False
-    }
-    if left:
-        told = ", ".join(f"{key}={type(value).__name__}" for key, value in left.items())
+    ]
+    if told:
         raise ModelError(
-            f"{name} passes arguments to attention that are not implemented here ({told}); dropping them "
-            "would change its log-probs, so this model cannot be trained"
+            f"{name} passes arguments to attention that are not implemented here ({', '.join(told)}); "
+            "dropping them would change its log-probs, so this model cannot be trained"
         )
+    scores = Scores(int(getattr(module, "layer_idx", 0)), scaling, sliding_window, softcap, s_aux)
+    return layout.attend(query, key, value, scores), None
 
 
 def masked_attention(

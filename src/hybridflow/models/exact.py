@@ -1,9 +1,7 @@
 """Exact mode: log-probs of generation and of training equal to the bit, on CPU in float32.
 
-    training    packed rows ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► log-prob
-    head, in even chunks
-    generation  new tokens  ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► logits,
-    in even chunks
+    training    packed rows ──► run_backbone ──pad rows──► layers, one attention ──even chunks──► log-probs
+    generation  new tokens  ──► run_backbone ──pad rows──► layers, one attention ──even chunks──► logits
 
 A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other
 kernel is chosen for the shape. Therefore both sides use one attention that is written out (the fused kernels
@@ -29,8 +27,7 @@ MIN_ROWS = 16
 MIN_QUERIES = 8
 """Rows of the products inside attention that suffice everywhere; many machines need half of them."""
 KEY_BLOCK = 128
-"""Number of keys whose values are added up in one product. Matrix libraries cut longer sums into parts, at
-places that depend on their length."""
+"""Keys whose values are added up in one product; libraries cut longer sums at places of their own."""
 THRIFTY_KEYS = 32
 VECTOR = 32
 """Count of numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
@@ -45,15 +42,11 @@ class ExactMode:
     row_step: int = 1
     """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
     min_queries: int = MIN_QUERIES
-    """Rows of the products inside attention where `row_step` is 1; else they are a multiple of MIN_QUERIES.
-    """
+    """Rows of the products inside attention where `row_step` is 1; else multiples of MIN_QUERIES."""
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
-        """Return the modes to try for rows of at most `longest` tokens of this model.
-
-        They go from the cheapest to the one that needs least of the machine.
-        """
+        """Return the modes to try for rows of up to `longest` tokens, from the cheapest to the safest."""
         common = -(-longest // 32) * 32
         step = even_rows(module)
         modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]

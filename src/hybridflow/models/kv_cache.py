@@ -1,9 +1,7 @@
 """The key-value cache of running rows: one contiguous slot per row, [slots, KV, capacity, D] in each layer.
 
     prefill ──write (a prompt's tokens to all its rows' slots)──► slots ◄──write (one token per row)── decode
-                                                                    │
-                                                 move (rows into holes), fork (one slot to many), read and
-                                                 load (a kept prefix)
+                                       │ move (rows into holes), fork (one to many), read and load (prefixes)
 
 A new row's slot is cleared first, since entries that a mask hides still have to be finite.
 """
@@ -29,6 +27,11 @@ class LayerShape:
     dtype: torch.dtype
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Sizes of one head's key and value."""
+        return self.key_dim, self.value_dim
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
@@ -36,14 +39,9 @@ class LayerShape:
 
 def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
     """Return the bytes of one more token in a `SlotCache` of these layers, its spare memory included."""
-    spare = {
-        (shape.kv_heads * dim, shape.dtype)
-        for shape in shapes.values()
-        for dim in (shape.key_dim, shape.value_dim)
-    }
-    return sum(shape.bytes_per_token for shape in shapes.values()) + sum(
-        width * dtype.itemsize for width, dtype in spare
-    )
+    own = sum(shape.bytes_per_token for shape in shapes.values())
+    spare = {(shape.kv_heads * dim, shape.dtype) for shape in shapes.values() for dim in shape.dims}
+    return own + sum(width * dtype.itemsize for width, dtype in spare)
 
 
 class RowCopy:
@@ -191,18 +189,12 @@ class SlotCache(KVCache):
         self.num_slots = self.capacity = self.room = 0
         self._device = device
         self.keys, self.values = {}, {}
+        self._memory: dict[tuple[int, int], Tensor] = {}
         for layer, shape in shapes.items():
-            self.keys[layer] = torch.zeros(
-                0, shape.kv_heads, 0, shape.key_dim, dtype=shape.dtype, device=device
-            )
-            self.values[layer] = torch.zeros(
-                0, shape.kv_heads, 0, shape.value_dim, dtype=shape.dtype, device=device
-            )
-        self._memory = {
-            (layer, which): x[layer].view(-1)
-            for which, x in enumerate((self.keys, self.values))
-            for layer in shapes
-        }
+            for which, stored in enumerate((self.keys, self.values)):
+                size = (0, shape.kv_heads, 0, shape.dims[which])
+                stored[layer] = torch.zeros(size, dtype=shape.dtype, device=device)
+                self._memory[(layer, which)] = stored[layer].view(-1)
         self._spare: dict[tuple[int, torch.dtype], Tensor] = {}
         self.resize(num_slots, capacity)
 

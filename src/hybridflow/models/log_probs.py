@@ -46,9 +46,7 @@ class LogitTransform:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LogitTransform:
-        """Read `final_logit_softcapping` (Gemma), `logit_scale` (Cohere) and `logits_scaling`, by which
-        Granite divides and HyperCLOVA X multiplies.
-        """
+        """Read Gemma's softcap, Cohere's scale, and what Granite divides and HyperCLOVA X multiplies by."""
         kind = str(getattr(config, "model_type", ""))
         scale = 1.0
         if kind.startswith("cohere"):

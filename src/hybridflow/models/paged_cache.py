@@ -1,10 +1,8 @@
 """The paged key-value cache: [blocks, tokens, KV, D] in each layer, and a table of each slot's blocks.
 
-    slot 0  [ 4 | 7 | 2 ]        full blocks and blocks that are only read may belong to several slots and to
-    kept
-    slot 1  [ 4 | 7 | 9 ]        prefixes, so each counts its holders; the last block of a row is its own,
-    since
-    kept    [ 4 | 7 | 2 ]        it will be written
+    slot 0  [ 4 | 7 | 2 ]        full blocks and blocks that are only read may belong to several slots
+    slot 1  [ 4 | 7 | 9 ]        and kept prefixes, so each counts its holders; the last block of a row
+    kept    [ 4 | 7 | 2 ]        is its own, since it will be written
 
 The host knows the blocks of every row and never waits for the device. Block 0 belongs to no row: unused
 entries of the table point to it.
@@ -111,12 +109,9 @@ class PagedCache(KVCache):
         self._stale: set[int] = set()  # slots whose blocks the table does not say yet
         self.keys, self.values = {}, {}
         for layer, shape in shapes.items():
-            self.keys[layer] = torch.zeros(
-                1, block_size, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device
-            )
-            self.values[layer] = torch.zeros(
-                1, block_size, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device
-            )
+            for stored, dim in zip((self.keys, self.values), shape.dims):
+                size = (1, block_size, shape.kv_heads, dim)
+                stored[layer] = torch.zeros(size, dtype=shape.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -188,10 +183,6 @@ class PagedCache(KVCache):
             self.lengths[old] = 0
             self._stale |= {old, new}
 
-    def clear(self, start: int, stop: int) -> None:
-        """Release the blocks of slots start..stop-1."""
-        self.drop(start, stop)
-
     def drop(self, start: int, stop: int) -> None:
         """Release the blocks of slots start..stop-1, whose rows have left."""
         for slot in range(start, stop):
@@ -200,6 +191,8 @@ class PagedCache(KVCache):
                 self.blocks[slot] = []
                 self.lengths[slot] = 0
                 self._stale.add(slot)
+
+    clear = drop
 
     def wipe(self, slots: Sequence[int]) -> None:
         """Zero the blocks that only these slots hold: entries that a mask hides still have to be finite."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, register
+from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
@@ -33,9 +34,7 @@ class PolicyModel(nn.Module):
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
     exact: ExactMode | None = None
-    """Exact mode, in which a token's log-prob has the same bits in training and in generation; None without.
-    """
-
+    """Exact mode: a token's log-prob has the same bits in training and in generation."""
     source_dtype: torch.dtype | None = None
     """The dtype that the model's folder says its weights have; None where the model comes from no folder."""
 
@@ -163,13 +162,12 @@ class PolicyModel(nn.Module):
 
 def use_attention(hf: PreTrainedModel) -> None:
     """Switch a model to our attention; ModelError where its attention cannot be chosen."""
-    register()
+    AttentionInterface.register(ATTENTION_NAME, attention)
     if not getattr(hf, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(hf).__name__} (model_type {hf.config.model_type!r}) does not let its attention be "
             "chosen, so rows cannot be packed: it is not supported. Use an attention-only causal language "
-            "model such as Llama, Qwen, Mistral, "
-            "Gemma or Phi"
+            "model such as Llama, Qwen, Mistral, Gemma or Phi"
         )
     hf.set_attn_implementation(ATTENTION_NAME)
 
@@ -212,10 +210,7 @@ def packed_hidden(
     cut: SequenceCut | None = None,
     exact: ExactMode | None = None,
 ) -> Tensor:
-    """Return hidden states [M, H] at the positions that predict `packed.targets`.
-
-    Under a cut they are those of this rank's share, `cut.own`.
-    """
+    """Return hidden states [M, H] that predict `packed.targets`; under a cut, this rank's, `cut.own`."""
     layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
     input_ids = packed.input_ids
     position_ids = packed.position_ids
@@ -235,8 +230,8 @@ def packed_hidden(
 
 
 class _SelectTokens(torch.autograd.Function):
-    """Selection of rows of [N, H] at distinct indices [M]. The backward pass copies instead of adding, which
-    is ten times faster on CPU and gives the same bits with any number of threads.
+    """Selection of rows of [N, H] at distinct indices [M]. The backward pass copies instead of adding: ten
+    times faster on CPU, and the same bits with any number of threads.
     """
 
     @staticmethod

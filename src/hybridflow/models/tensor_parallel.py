@@ -69,7 +69,7 @@ def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> 
 
 
 def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
-    """Return the style of each module of the blocks that is cut, by its name in `hf`.
+    """Return the style of each module that is cut, by its name in `hf`.
 
     Raises ModelError where the architecture cannot be cut.
     """
@@ -191,23 +191,21 @@ def _shared_input(
     mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Hand all layers of `module` one DTensor, so that gradients are added up before they cross ranks."""
+    whole = functools.partial(DTensor.from_local, placements=[Replicate()], run_check=False)
     if args and isinstance(args[0], Tensor):
-        return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
+        return (whole(args[0], mesh), *args[1:]), kwargs
     if isinstance(states := kwargs.get("hidden_states"), Tensor):
-        return args, {
-            **kwargs,
-            "hidden_states": DTensor.from_local(states, mesh, [Replicate()], run_check=False),
-        }
+        return args, kwargs | {"hidden_states": whole(states, mesh)}
     return args, kwargs
 
 
 def _parallel_style(style: Style) -> ParallelStyle:
     if style == "partial_norm":
         return _PartialNorm()
-    if style.startswith("colwise"):
-        if style == "colwise_gather":
-            return ColwiseParallel(output_layouts=Replicate())
+    if style == "colwise":
         return ColwiseParallel(output_layouts=Shard(-1))
+    if style == "colwise_gather":
+        return ColwiseParallel(output_layouts=Replicate())
     if style == "rowwise_split":
         return RowwiseParallel(input_layouts=Replicate())
     return RowwiseParallel(input_layouts=Shard(-1))
@@ -222,8 +220,7 @@ class _PartialNorm(ParallelStyle):
 
         @functools.wraps(forward)
         def with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
-            # looked up at each call, as sharding puts gathered parameters in their place for the time of a
-            # pass
+            # looked up at each call, as sharding puts gathered parameters there for the time of a pass
             parameters: dict[str, Any] = dict(module._parameters)
             for name, parameter in parameters.items():
                 if parameter is not None:

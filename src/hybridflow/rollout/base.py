@@ -1,7 +1,6 @@
 """The interface of all generation engines: requests, outputs, statistics, and the engine itself.
 
-    GenerationRequest (prompt ids, sampling, seed) ──RolloutEngine.generate──► GenerationOutput (ids,
-    log-probs, versions)
+    GenerationRequest (ids, sampling, seed) ──RolloutEngine──► GenerationOutput (ids, log-probs, versions)
 
 Tokens in, tokens out: text is for templates and rewards, and a sampled token is never tokenised again.
 """
@@ -21,7 +20,6 @@ if TYPE_CHECKING:  # an engine's clients need this module, and no model library
     from hybridflow.models.policy import PolicyModel
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
 
 TEMPERATURES = (1e-20, 1e20)
 """Lowest and highest temperature of a request that samples: float32 logits divided by it stay finite."""
@@ -115,9 +113,7 @@ TopTokens = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Begun:
-    """The part of a response that a request has already; the tuples are equally long. RolloutError where they
-    are not.
-    """
+    """What a request has of its response already; RolloutError for tuples that are not equally long."""
 
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
@@ -177,6 +173,11 @@ class GenerationRequest:
         return replace(self, begun=begun)
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens that prompt and response may have together."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    @property
     def deal_key(self) -> Units:
         """Requests of one prompt stay together when they are dealt to replicas: they share its prefill."""
         return self.prompt.key
@@ -184,7 +185,7 @@ class GenerationRequest:
     @property
     def deal_cost(self) -> float:
         """Most tokens that the request may come to; how long its response becomes is not known before."""
-        return float(len(self.prompt) + self.sampling.max_tokens)
+        return float(self.most_tokens)
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,7 @@ class GenerationOutput:
     stop_reason: int | str | None = None
     """Token or text that ended the response, when `finish_reason` is "stop"."""
     top_log_probs: list[TopTokens] | None = None
-    """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None
-    where not asked for.
-    """
+    """The most probable tokens at the place of each token; None where not asked for."""
     refused: bool = False
     """True when `error` is the request's own fault, found before anything was generated."""
 
@@ -242,9 +241,7 @@ class RolloutStats:
 
     @classmethod
     def join(cls, parts: Sequence[RolloutStats], *, together: bool) -> RolloutStats:
-        """Add up the counts of several calls. Replicas that worked `together` took the time of the slowest
-        one, calls one after the other the sum of their times.
-        """
+        """Add up counts; the seconds are those of the slowest where they worked `together`, else the sum."""
         seconds = [part.seconds for part in parts]
         return cls(
             generated_tokens=sum(part.generated_tokens for part in parts),
@@ -289,15 +286,11 @@ class WeightSource(Protocol):
     """Keeper of an engine's weights while it sleeps; they are fetched when it wakes up."""
 
     def acquire(self, version: int) -> None:
-        """Fill the engine's module with the weights of this version; RolloutError where what arrives is not
-        what was sent.
-        """
+        """Fill the engine's module with the weights of this version; RolloutError where they arrive wrong."""
         ...
 
     def release(self) -> None:
-        """Free the memory of the weights; a repeated call does nothing, nor does one before the first
-        `acquire`.
-        """
+        """Free the memory of the weights; nothing is done where they are not there."""
         ...
 
 
@@ -351,21 +344,15 @@ class RolloutEngine(Protocol):
     """Engine that turns requests into outputs; it knows nothing of rewards or batches."""
 
     def open(self, *, closed: bool = False) -> EngineSession:
-        """Return a session; RolloutError when asleep or in use. To a `closed` one all requests are added in
-        one call, before the first step.
-        """
+        """Return a session; RolloutError when asleep or in use. A `closed` one gets one call of `add`."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output for each request, as they finish; a request that cannot be served gives an output with
-        its error.
-        """
+        """One output for each request, as they finish; with an error where it cannot be served."""
         ...
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End these requests of the running `generate` now; what they have so far comes back here, with
-        reason "abort".
-        """
+        """End these requests of the running `generate`; what they have comes back, with reason "abort"."""
         ...
 
     def sleep(self, level: int = 1) -> None:

@@ -20,8 +20,7 @@ def build_rollout_engine(
     replica: ReplicaRanks | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RolloutEngine:
-    """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError for an unknown
-    name.
+    """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError where unknown.
 
     `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`:
     the ranks it generates with. `decode`: token ids to text, needed where `rollout.stop` is set.

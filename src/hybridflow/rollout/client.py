@@ -1,7 +1,6 @@
 """Asynchronous client of one or many replicas, for agent loops and the HTTP server.
 
-request ──choose (sticky key, else least loaded)──► replica.submit ──► output, or growing outputs and then the
-output
+request ──choose (sticky key, else least loaded)──► replica.submit ──► output, perhaps after growing ones
     └── caller gives up, or the deadline passes ──► replica.abort
 """
 
@@ -23,9 +22,7 @@ __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Rep
 STICKY_KEYS = 65_536
 """Keys that are remembered; the least recently used one is forgotten first."""
 STICKY_LEAD = 32
-"""Requests that a sticky replica may have more than the least loaded one. Beyond that the longer queue costs
-more than its prefix hits save.
-"""
+"""Requests that a sticky replica may have more than the least loaded one, until its queue costs too much."""
 
 
 class DeadlinePassed(RolloutError):
@@ -33,9 +30,7 @@ class DeadlinePassed(RolloutError):
 
 
 class Replica(Protocol):
-    """One engine that serves requests of many callers; its methods do not block, but for `pause`, and may be
-    called from any thread.
-    """
+    """One engine that serves many callers, from any thread; of its methods only `pause` blocks."""
 
     name: str
 
@@ -68,9 +63,7 @@ class Replica(Protocol):
 
 
 class LLMClient:
-    """Sends each request to a replica and awaits its output; for one event loop, request ids unique among
-    those that run.
-    """
+    """Sends each request to a replica and awaits its output; for one event loop and unique request ids."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         if not replicas:
@@ -93,8 +86,7 @@ class LLMClient:
     async def generate(
         self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
     ) -> GenerationOutput:
-        """Return the whole output. Requests of one `sticky` key go to one replica, so that they share
-        prefixes.
+        """Return the whole output. Requests of one `sticky` key share the prefixes of one replica.
 
         ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in
         time. Whoever stops waiting (cancellation) aborts the request.
@@ -136,20 +128,14 @@ class LLMClient:
             self._leave(replica, request, answer)
 
     async def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests; those who await them get what there is, with reason "abort". Unknown ids are
-        passed over.
-        """
-        by_replica: dict[int, list[int]] = {}
-        for request_id in request_ids:
-            if request_id in self._where:
-                by_replica.setdefault(self.replicas.index(self._where[request_id]), []).append(request_id)
-        for index, ids in by_replica.items():
-            self.replicas[index].abort(ids)
+        """End these requests, unknown ones aside; who awaits them gets what there is, reason "abort"."""
+        known = [one for one in request_ids if one in self._where]
+        for replica in self.replicas:
+            if ids := [one for one in known if self._where[one] is replica]:
+                replica.abort(ids)
 
     async def pause(self) -> None:
-        """Return when every live replica stands between two steps; no request is lost. RolloutError where one
-        does not get there.
-        """
+        """Return when all live replicas stand between two steps; RolloutError where one never does."""
         pausing = asyncio.gather(
             *(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True
         )
@@ -159,11 +145,7 @@ class LLMClient:
             await pausing
             self.resume()
             raise
-        problems = [
-            result
-            for result in results
-            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost)
-        ]
+        problems = [one for one in results if one is not None and not isinstance(one, ReplicaLost)]
         if problems:
             self.resume()
             raise problems[0]
@@ -244,6 +226,5 @@ class _LoopTap:
 def _too_late(request: GenerationRequest, replica: Replica, deadline_s: float | None) -> DeadlinePassed:
     return DeadlinePassed(
         f"request {request.request_id} had no answer of replica {replica.name} within {deadline_s:g} s "
-        "(deadline_s), with "
-        f"{replica.load} requests on that replica"
+        f"(deadline_s), with {replica.load} requests on that replica"
     )

@@ -1,5 +1,4 @@
-"""A thread that drives the session of one engine, so that callers in other threads and event loops can share
-it.
+"""A thread that drives the session of one engine for callers in other threads and event loops.
 
 submit ──inbox──► thread: add, abort, step ──► futures (finished), taps (growing)
 pause ──► the thread stands between two steps ──► weights are swapped ──► resume
@@ -88,15 +87,14 @@ class EngineReplica:
         return self._version
 
     def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]:
-        """Return a future of the output; pieces go to `tap` as the response grows. RolloutError for an id
-        that is running, ReplicaLost for a dead replica.
+        """Return a future of the output, whose pieces go to `tap` as it grows.
+
+        RolloutError for an id that is running, ReplicaLost for a dead replica.
         """
         return self._join([_Ticket(request, tap)])[0]
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationOutput]]:
-        """Return a future of each output. All requests join before the same step; errors as in `submit`, and
-        then none of them joins.
-        """
+        """Return futures of requests that join before the same step; errors as in `submit`: none joins."""
         return self._join([_Ticket(request, None) for request in requests])
 
     def _join(self, tickets: Sequence[_Ticket]) -> list[Future[GenerationOutput]]:
@@ -117,17 +115,13 @@ class EngineReplica:
         return [ticket.answer for ticket in tickets]
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests after the step that is running: they are answered with what they have; unknown
-        ones are passed over.
-        """
+        """End these requests, unknown ones aside, after the running step: they get what they have."""
         with self._changed:
             self._aborts.update(request_ids)
             self._changed.notify_all()
 
     def pause(self, timeout_s: float = 60.0) -> None:
-        """Return when the thread stands between two steps, where weights may be swapped; RolloutError where
-        that takes too long.
-        """
+        """Return when the thread stands between two steps; RolloutError where that takes too long."""
         with self._changed:
             self._pausing = True
             self._changed.notify_all()
@@ -141,17 +135,13 @@ class EngineReplica:
                 raise ReplicaLost(self._failure)
 
     def resume(self) -> None:
-        """Go on with the requests as they are; their next tokens carry the version of the weights there are
-        now.
-        """
+        """Go on; the next tokens carry the version of the weights there are now."""
         with self._changed:
             self._pausing = False
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """End the thread and its session; requests without an answer get ReplicaLost. A repeated call does
-        nothing.
-        """
+        """End the thread and its session, once; requests without an answer get ReplicaLost."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -210,18 +200,16 @@ class EngineReplica:
 
     def _grow(self, session: EngineSession) -> None:
         """Give each tap that waits the tokens that are new to it, and no others."""
-        asking = {
-            number: one
-            for number, one in list(self._tickets.items())
-            if one.tap is not None and one.tap.wants and one.added
+        tickets = list(self._tickets.items())
+        taps = {
+            number: one.tap for number, one in tickets if one.tap is not None and one.tap.wants and one.added
         }
-        if not asking:
+        if not taps:
             return
-        for partial in session.so_far({number: one.seen for number, one in asking.items()}):
-            ticket = asking[partial.request_id]
-            if ticket.tap is not None and partial.token_ids:
-                ticket.seen += len(partial.token_ids)
-                ticket.tap.put(partial)
+        for partial in session.so_far({number: one.seen for number, one in tickets if number in taps}):
+            if partial.token_ids:
+                self._tickets[partial.request_id].seen += len(partial.token_ids)
+                taps[partial.request_id].put(partial)
 
     def _end(self, failure: str) -> None:
         with self._changed:

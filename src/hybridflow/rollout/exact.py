@@ -1,11 +1,9 @@
 """Check whether exact mode holds for this model, on this machine, with these threads; once before a run.
 
     a few requests ──generate, in three compositions──► tokens, log-probs ─┐
-    the same rows  ──training forward, in three compositions──► log-probs ─┴──► equal to the bit, or the first
-    token that differs
+    the same rows  ──training forward, in three compositions──► log-probs ─┴──► the first token that differs
 
-Everything goes through the engine and the module as a run uses them, so whatever they do to go faster is in
-the question.
+Engine and module are those of the run, with whatever they do to go faster.
 """
 
 from __future__ import annotations
@@ -37,19 +35,16 @@ class Mismatch:
     second: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.what}: row {self.row}, token {self.token} has log-prob {self.first!r} and {self.second!r}"
-        )
+        where = f"{self.what}: row {self.row}, token {self.token}"
+        return f"{where} has log-prob {self.first!r} and {self.second!r}"
 
 
 def choose_exact_mode(
     engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float
 ) -> ExactMode | str:
-    """Return the cheapest mode in which this engine and this module agree to the bit, or the reason why there
-    is none. The engine is awake.
+    """Return the cheapest mode in which this awake engine and this module agree to the bit, or why none does.
 
-    `longest`: tokens of the longest row of the run. The policy is left as it was found: the caller switches
-    it.
+    `longest`: tokens of the longest row of the run. The policy is left as it was: the caller switches it.
     """
     refusal = why_never_exact(policy)
     if refusal is not None:
@@ -79,25 +74,19 @@ def why_never_exact(policy: PolicyModel) -> str | None:
             "exact mode is for the CPU"
         )
     if kinds != {torch.float32}:
-        return (
-            "the model computes in "
-            f"{', '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}, and exact mode in "
-            "float32"
-        )
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        return f"the model computes in {names}, and exact mode in float32"
     return None
 
 
 def self_check(
     engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float
 ) -> Mismatch | None:
-    """Compare generation in different batches, and generation with training in different micro-batches, under
-    `policy.exact`.
-    """
+    """Compare generation in different batches, and with training in micro-batches, under `policy.exact`."""
     requests = _requests(policy, longest, temperature)
     together = _generate(engine, requests)
-    return _in_other_batches(engine, requests, together) or _in_training(
-        policy, requests, together, temperature
-    )
+    different = _in_other_batches(engine, requests, together)
+    return different or _in_training(policy, requests, together, temperature)
 
 
 def _in_other_batches(
@@ -110,9 +99,8 @@ def _in_other_batches(
             where = f"generated with {what} and with all"
             different = _first_difference(where, row, output.log_probs, known.log_probs)
             if different is None and output.token_ids != known.token_ids:
-                different = Mismatch(
-                    f"{where}, another token", row, 0, output.log_probs[0], known.log_probs[0]
-                )
+                where = f"{where}, another token"
+                different = Mismatch(where, row, 0, output.log_probs[0], known.log_probs[0])
             if different is not None:
                 return different
     return None
@@ -124,9 +112,7 @@ def _in_training(
     together: dict[int, GenerationOutput],
     temperature: float,
 ) -> Mismatch | None:
-    """Score the generated rows as an update does, and as a pass without gradients does; return the first
-    difference.
-    """
+    """Score the generated rows with gradients and without; return the first difference."""
     rows = list(together)
     cuts = {
         "all in one micro-batch": [rows],
@@ -138,13 +124,11 @@ def _in_training(
         for what, parts in cuts.items():
             policy.train(what != "one row")
             for part in parts:
-                scored = _score(
-                    policy, [requests[row] for row in part], [together[row] for row in part], temperature
-                )
-                for row, values in zip(part, scored, strict=True):
-                    different = _first_difference(
-                        f"generated and trained, {what}", row, together[row].log_probs, values
-                    )
+                outputs = [together[row] for row in part]
+                scored = _score(policy, [requests[row] for row in part], outputs, temperature)
+                where = f"generated and trained, {what}"
+                for row, output, values in zip(part, outputs, scored, strict=True):
+                    different = _first_difference(where, row, output.log_probs, values)
                     if different is not None:
                         return different
     finally:
@@ -155,9 +139,7 @@ def _in_training(
 
 
 def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[GenerationRequest]:
-    """Return requests with prompts of many lengths, some twice, made without random numbers. Their rows leave
-    at different times, so that others move into their places.
-    """
+    """Return requests of many lengths, some twice, without random numbers; rows leave at different times."""
     vocabulary = policy.head.weight.shape[0]
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or longest
     room = max(2, min(longest, positions))

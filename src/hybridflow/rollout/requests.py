@@ -14,8 +14,8 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 def request_problem(
     request: GenerationRequest, *, vocabulary: int | None, positions: int | None
 ) -> str | None:
-    """Return the reason why a model with this vocabulary (None: not known here) and number of positions
-    (None: no limit) cannot serve the request, or None where it can.
+    """Return why a model of this vocabulary (None: unknown) and number of positions (None: no limit) cannot
+    serve the request, or None where it can.
     """
     prompt = request.prompt_token_ids
     sampling = request.sampling
@@ -39,11 +39,10 @@ def request_problem(
         )
     if begun and sampling.top_log_probs and begun.top_log_probs is None:
         return "begun has no top_log_probs, and the request asks for them: give them too, or ask for none"
-    if positions is not None and len(prompt) + sampling.max_tokens > positions:
+    if positions is not None and request.most_tokens > positions:
         return (
-            f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = "
-            f"{len(prompt) + sampling.max_tokens} is more than the "
-            f"model's max_position_embeddings {positions}: shorten data.max_prompt_length or "
+            f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {request.most_tokens} is "
+            f"more than the model's max_position_embeddings {positions}: shorten data.max_prompt_length or "
             "data.max_response_length"
         )
     return None
@@ -117,9 +116,7 @@ def check_ids(requests: Sequence[GenerationRequest], running: Container[int] = (
 def sort_out(
     requests: Iterable[GenerationRequest], problem_of: Callable[[GenerationRequest], str | None]
 ) -> tuple[list[GenerationRequest], list[GenerationOutput]]:
-    """Return the requests that an engine can serve, and the outputs of those that it cannot, by the problems
-    that `problem_of` finds.
-    """
+    """Return the requests without a `problem_of`, and the outputs of those that have one."""
     good = []
     outputs = []
     for request in requests:

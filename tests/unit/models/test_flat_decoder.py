@@ -10,7 +10,7 @@ from zoo import SUPPORTED, VOCABULARY, tiny_hf
 from hybridflow.models.kv_cache import SlotCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.slot_layout import SlotLayout
-from hybridflow.rollout.native.engine import layer_shapes
+from hybridflow.rollout.native.engine import layer_facts
 
 FLAT = {"llama", "qwen2", "qwen3", "mistral"}
 SHAPED_ALIKE = {"granite": {"residual_multiplier": 0.7}}
@@ -21,7 +21,7 @@ def decoded(policy: PolicyModel, how: str, steps: int = 7) -> list[Tensor]:
     """States [B, 1, H] of some steps of three rows of different lengths, by `policy.hidden` or
     `policy.decode`.
     """
-    cache, draw = SlotCache(layer_shapes(policy), 3, 16), torch.Generator().manual_seed(3)
+    cache, draw = SlotCache(layer_facts(policy)[0], 3, 16), torch.Generator().manual_seed(3)
     for stored in (*cache.keys.values(), *cache.values.values()):
         stored.normal_(generator=draw)
     lengths, states = torch.tensor([2, 6, 0]), []

@@ -64,12 +64,12 @@ def test_slots_grow_with_rows_and_lengths_up_to_what_the_memory_holds() -> None:
     shapes = dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float32))
     per_token = (2 * 2 + 1) * 16 * 4  # keys and values of two layers, and a spare piece
     memory = SlotMemory(shapes, per_token * 1000 + 5, torch.device("cpu"))
-    assert memory.max_tokens == 1000 and memory.num_tokens == 0 and memory.rows_of(300) == 3
+    assert memory.max_tokens == 1000 and memory.cache.room == 0 and memory.rows_of(300) == 3
     assert memory.size_for(2, 10, wanted=4, longest=30) == (4, 16, 4 * 32)  # all that these requests can need
     assert memory.size_for(2, 10, wanted=4, longest=500) == (4, 16, 4 * 80)
     assert memory.size_for(2, 10, wanted=40, longest=500) == (40, 16, 1000)
     memory.cache.resize(4, 128, room=600)
-    assert memory.num_tokens == 600 and memory.size_for(4, 128, wanted=9, longest=500) == (4, 128, 600)
+    assert memory.cache.room == 600 and memory.size_for(4, 128, wanted=9, longest=500) == (4, 128, 600)
     assert memory.size_for(4, 112, wanted=5, longest=500) == (5, 112, 600)  # rows that have become shorter
     assert memory.size_for(4, 129, wanted=4, longest=500) == (4, 144, 600)
     assert memory.size_for(4, 161, wanted=4, longest=500) == (4, 176, 4 * 240)

@@ -19,6 +19,7 @@ from hybridflow.rollout.native.sampling import (
     SamplingPlan,
     draw,
     largest,
+    needs_of,
     probability_floor,
     sample,
     sampling_problem,
@@ -125,6 +126,10 @@ SAMPLINGS = [
 ]
 
 
+def plan_of(params: Sequence[SamplingParams]) -> SamplingPlan:
+    return SamplingPlan([needs_of(one) for one in params])
+
+
 def settings_of(params: Sequence[SamplingParams], numbers: torch.Tensor, vocabulary: int) -> RowSettings:
     kind = numbers.dtype
     return RowSettings(
@@ -166,7 +171,7 @@ def test_each_row_of_a_mixed_batch_is_drawn_from_what_its_own_parameters_leave(
     logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0), dtype=dtype)
     params = SAMPLINGS * 12
     numbers = numbers_of(rows, dtype)
-    tokens, log_probs, _ = sample(logits, SamplingPlan.of(params), settings_of(params, numbers, vocabulary))
+    tokens, log_probs, _ = sample(logits, plan_of(params), settings_of(params, numbers, vocabulary))
     for row, one in enumerate(params):
         token, temperature = int(tokens[row]), 1.0 if one.takes_argmax else one.temperature
         if one.takes_argmax:
@@ -191,15 +196,15 @@ def test_a_row_is_sampled_alone_as_it_is_among_others(
     rows = 2 * len(SAMPLINGS)
     logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3))
     params, numbers = SAMPLINGS * 2, numbers_of(rows)
-    together = sample(logits, SamplingPlan.of(params), settings_of(params, numbers, vocabulary))
+    together = sample(logits, plan_of(params), settings_of(params, numbers, vocabulary))
     for size in (1, 2, 5):
         monkeypatch.setattr(sampling, "CHUNK_BYTES", size * vocabulary * 4)
-        parts = sample(logits, SamplingPlan.of(params), settings_of(params, numbers, vocabulary))
+        parts = sample(logits, plan_of(params), settings_of(params, numbers, vocabulary))
         assert all(torch.equal(one, other) for one, other in zip(together, parts))
     for row, one in enumerate(params):
         alone = sample(
             logits[row : row + 1],
-            SamplingPlan.of([one]),
+            plan_of([one]),
             settings_of([one], numbers[row : row + 1], vocabulary),
         )
         assert alone.tokens[0] == together.tokens[row] and alone.log_probs[0] == together.log_probs[row]
@@ -219,7 +224,7 @@ def test_log_probs_are_those_of_training_to_the_bit(
         params = [one] * 60
         found = sample(
             logits,
-            SamplingPlan.of(params),
+            plan_of(params),
             settings_of(params, numbers_of(60, dtype), vocabulary),
             lambda z, rows: z * 0.9,
         )
@@ -234,7 +239,7 @@ def test_the_tail_is_cut_where_top_k_top_p_and_min_p_say() -> None:
         one = SamplingParams(8, top_k=top_k, top_p=top_p, min_p=min_p)
         numbers = torch.linspace(0, 0.9999, 200)
         tokens = sample(
-            p.log().expand(200, -1), SamplingPlan.of([one] * 200), settings_of([one] * 200, numbers, 4)
+            p.log().expand(200, -1), plan_of([one] * 200), settings_of([one] * 200, numbers, 4)
         ).tokens
         return sorted(set(tokens.tolist()))
 
@@ -303,7 +308,7 @@ def test_log_probs_of_a_large_vocabulary_are_those_of_training_with_threads_too(
     params = [SamplingParams(8)] * count
     try:
         torch.set_num_threads(2)
-        found = sample(logits, SamplingPlan.of(params), settings_of(params, numbers_of(count), 40_000))
+        found = sample(logits, plan_of(params), settings_of(params, numbers_of(count), 40_000))
         assert torch.equal(found.log_probs, log_probs_from_logits(logits, found.tokens))
     finally:
         torch.set_num_threads(threads)

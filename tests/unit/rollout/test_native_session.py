@@ -34,7 +34,7 @@ def random_prompt(draw: random.Random, length: int) -> tuple[int, ...]:
 def limit_memory(engine: NativeEngine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let slots and kept prefixes hold so many tokens."""
     engine.gpu_memory_utilization = 0.5
-    per_token = bytes_per_token(engine_module.layer_shapes(engine.policy))
+    per_token = bytes_per_token(engine_module.layer_facts(engine.policy)[0])
     monkeypatch.setattr(engine_module, "free_memory", lambda device: 2 * tokens * per_token)
 
 
@@ -66,7 +66,7 @@ def assert_nothing_is_held(session: Session) -> None:
         and not generation.rows.requests
     )
     memory = generation.memory
-    assert memory.num_tokens + generation.prefixes.num_tokens <= memory.max_tokens
+    assert memory.cache.room + generation.prefixes.num_tokens <= memory.max_tokens
     assert not any(kept.pinned for kept in generation.prefixes._kept.values())
 
 
@@ -330,7 +330,7 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
         outputs |= {output.request_id: output for output in session.step()}
         left += session.num_running < before and not outputs
         most = max(most, session.num_running)
-        assert session._generation.memory.num_tokens + session._generation.prefixes.num_tokens <= 320
+        assert session._generation.memory.cache.room + session._generation.prefixes.num_tokens <= 320
         if left == 1 and not outputs:
             number = next(
                 i for i in range(4) if i not in [r.request_id for r in session._generation.rows.requests]
@@ -362,7 +362,7 @@ def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
         memory is not None
         and memory.cache.capacity == 16
         and memory.cache.num_slots == 5
-        and memory.num_tokens == 5 * 80
+        and memory.cache.room == 5 * 80
     )
     run(engine, requests_for(prompts(1), max_tokens=200))
     assert memory is engine._memory and memory.cache.capacity >= 200
@@ -420,7 +420,7 @@ def test_random_sequences_give_what_each_request_gets_alone(
         assert session.num_running <= 5
         made_room += any(len(one.begun) for one in session._generation.scheduler.waiting)
         memory = session._generation.memory
-        assert memory.num_tokens + session._generation.prefixes.num_tokens <= memory.max_tokens
+        assert memory.cache.room + session._generation.prefixes.num_tokens <= memory.max_tokens
     assert set(outputs) == set(known) and {"length", "abort"} <= {
         output.finish_reason for output in outputs.values()
     }

@@ -125,12 +125,9 @@ class NativeEngine(SessionEngine):
         self._recheck_graphs()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the module, by Hugging Face name.
+        """Copy weights that come from elsewhere into the module, by Hugging Face name.
 
-        RolloutError for a name or shape that the model does not have, and for weights that are missing,
-        unless the sender says by `SomeWeights` that the others are in place.
-
-        Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
+        RolloutError as in `load_weights`. What the trainer does to a shared module is here already.
         """
         self._weights_state += 1
         load_weights(self.policy.hf, weights)
@@ -138,9 +135,7 @@ class NativeEngine(SessionEngine):
         self._recheck_graphs()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache, and the weights where they have a source; else they stay, at every level.
-        RolloutError while in use.
-        """
+        """Free the KV cache and, at every level, weights that have a source. RolloutError while in use."""
         self._check_free("sleep()")
         self._asleep = True
         self._memory = None
@@ -151,9 +146,7 @@ class NativeEngine(SessionEngine):
         give_back(self.policy.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Fetch the weights where they have a source, and allow generation; the cache is made as it is
-        needed.
-        """
+        """Fetch weights that have a source, and allow generation; the cache is made as it is needed."""
         if self._asleep:
             give_back(self.policy.device)  # what training left
         if self._asleep and self.source is not None:
@@ -207,13 +200,12 @@ class NativeEngine(SessionEngine):
         )
 
     def _chosen(self, shapes: dict[int, LayerShape], scores: dict[int, Scores]) -> bool:
-        """Return whether the KV cache is paged; all ranks decide the same. RolloutError where it is set to
-        paged and the device has no kernel that reads blocks.
+        """Return whether the KV cache is paged, the same on all ranks. RolloutError where it is set so and
+        the device has no kernel that reads blocks.
         """
         device = self.policy.device
-        if self.kv_cache == "slots" or (
-            self.kv_cache == "auto" and (device.type != "cuda" or self.policy.exact is not None)
-        ):
+        slots = device.type != "cuda" or self.policy.exact is not None
+        if self.kv_cache == "slots" or (self.kv_cache == "auto" and slots):
             return False
         if device.type != "cuda":  # no kernel: rows are gathered, which is right and slow
             return True
@@ -258,7 +250,7 @@ class NativeEngine(SessionEngine):
             found = self._problem(request)
             if found is not None:
                 return found
-            found = memory.problem(_most_tokens(request))
+            found = memory.problem(request.most_tokens)
             if found is not None and closed:  # training without its longest rows would be another training
                 raise RolloutError(found)
             return found
@@ -275,11 +267,6 @@ class NativeEngine(SessionEngine):
             self._memory = None
 
 
-def _most_tokens(request: GenerationRequest) -> int:
-    """Return the most tokens that prompt and response of a request may have."""
-    return len(request.prompt_token_ids) + request.sampling.max_tokens
-
-
 @torch.no_grad()
 def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, Scores]]:
     """Return what each layer stores per token, and how it scores keys, as seen in a pass over one token."""
@@ -292,8 +279,3 @@ def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, S
     seen = ScoresSeen(PackedLayout.build([1], policy.device, kv_sink=look))
     run_backbone(policy.hf.base_model, token, token, seen)
     return shapes, seen.of_layer
-
-
-def layer_shapes(policy: PolicyModel) -> dict[int, LayerShape]:
-    """Return the shapes of the keys and values that each layer stores per token."""
-    return layer_facts(policy)[0]

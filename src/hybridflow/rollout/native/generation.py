@@ -128,9 +128,7 @@ class Generation:
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to the queue."""
         self.scheduler.add(requests)
-        for request in requests:
-            most = len(request.prompt) + request.sampling.max_tokens
-            self._longest_ever = max(self._longest_ever, most)
+        self._longest_ever = max(self._longest_ever, *(request.most_tokens for request in requests), 0)
 
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
@@ -219,20 +217,12 @@ class Generation:
         states = self._prefill(batch, start)
         if not entering:
             return []
-        self._longest = max(
-            self._longest, *(len(admission.prompt) for admission in batch if admission.entering)
-        )
-        self._add_rows(
-            entering, [state for admission, state in zip(batch, weights) for _ in admission.entering]
-        )
+        self._longest = max(self._longest, *(len(one.prompt) for one in batch if one.entering))
+        self._add_rows(entering, [state for one, state in zip(batch, weights) for _ in one.entering])
         for admission, own, state in zip(batch, _slots(batch, start), states):
             self._keep_prompt(admission, own, state)
-        return self._choose(
-            start,
-            torch.cat(
-                [state.expand(len(one.entering), -1) for one, state in zip(batch, states) if one.entering]
-            ),
-        )
+        rows = [state.expand(len(one.entering), -1) for one, state in zip(batch, states) if one.entering]
+        return self._choose(start, torch.cat(rows))
 
     def _add_rows(self, requests: Sequence[GenerationRequest], weights: Sequence[int]) -> None:
         """Add rows for requests whose contexts are in their slots; `weights` are the states of their keys."""
@@ -246,10 +236,7 @@ class Generation:
         self.stats.max_rows = max(self.stats.max_rows, self.rows.count)
 
     def _prefill(self, batch: list[Admission], start: int) -> list[Tensor]:
-        """Fill the slots of the rows from `start` on.
-
-        Returns the last hidden state [1, H] of each admission.
-        """
+        """Fill the slots of the rows from `start` on; return each admission's last hidden state [1, H]."""
         last = self.cache.num_slots - 1
         stop = start + sum(len(admission.entering) for admission in batch)
         if batch[0].continues:
@@ -282,9 +269,7 @@ class Generation:
         return states
 
     def _filled(self, admission: Admission, own: list[int]) -> list[int]:
-        """Return the slots that get the prefix hit and the computed tokens of an admission; its other own
-        slots are forked from the first of these.
-        """
+        """Return the slots that an admission fills; its other own ones are forked from the first of these."""
         if admission.continues or not own:
             return [self.cache.num_slots - 1]
         return own[:1] if self.cache.shares else own
@@ -319,9 +304,7 @@ class Generation:
         self.memory.fit(self._running, rows, length, live=live, in_pieces=in_pieces, prefixes=self.prefixes)
 
     def _preempt(self) -> None:
-        """Preempt until each row has memory for one more token: first the prompt in chunked prefill, which
-        begins anew, then the newest rows.
-        """
+        """Preempt for one more token of each row: the prompt in chunked prefill first, then newest rows."""
         while not self.memory.has_next(self._running):
             if self.scheduler.in_pieces:
                 self.scheduler.begin_anew()
@@ -340,9 +323,8 @@ class Generation:
 
     def _put_aside(self) -> None:
         """Preempt the row that entered last: it waits, with what it has, until there is memory again."""
-        row = max(
-            range(self.rows.count), key=lambda row: self._entered[self.rows.requests[row].request_id][0]
-        )
+        numbers = [self._entered[request.request_id][0] for request in self.rows.requests]
+        row = numbers.index(max(numbers))
         so_far = self.rows.outputs([row], "abort")[0]
         self.scheduler.put_back(self.rows.requests[row].continued(so_far))
         self._remove([row])
@@ -362,9 +344,7 @@ class Generation:
         return self._choose(0, hidden)
 
     def _choose(self, start: int, hidden: Tensor) -> list[GenerationOutput]:
-        """Sample the next token of the rows from `start` on, from their hidden states [n, H]; those that
-        finish by it leave.
-        """
+        """Sample a token for the rows from `start` on, of hidden states [n, H]; finished ones leave."""
         self.stats.generated_tokens += self.rows.count - start
         finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
         leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step

@@ -1,10 +1,7 @@
-"""A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed with a single
-call.
+"""A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed at once.
 
-    tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay (embedding … last hidden state)──► states [R, H]
-    ──first B──► logits, sampling
-                                                     ▲ reads and writes slots or blocks, reads the weights: by
-                                                     their addresses
+    tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay──► last hidden states [R, H] ──first B──► logits
+                                                       ▲ slots or blocks, and weights: by their addresses
 
 The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have
 moved, all graphs are dropped. Rows of a bucket beyond the real ones are slots that no row is in: they write
@@ -39,9 +36,7 @@ class Recorder(Protocol):
     """Recorder of functions that work only on the device, on tensors that stay where they are."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run `run`, perhaps several times, and return a function that does the same work again and returns
-        the same tensor, filled anew.
-        """
+        """Run `run`, perhaps often; return a function that fills and returns the same tensor once more."""
         ...
 
     def forget(self) -> None:
@@ -58,9 +53,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record as `torch.cuda.graph` does, without its garbage collection, which takes longer than the
-        recording.
-        """
+        """Record as `torch.cuda.graph` does, without its garbage collection, which takes longer than that."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -114,19 +107,15 @@ def decode_rows(
 
     `num_keys`: as `SlotLayout` has it.
     """
+    kind: type[SlotLayout] = SlotLayout
     if isinstance(cache, PagedCache):
-        return policy.decode(
-            tokens[:, None], lengths[:, None], PagedLayout(cache, lengths, longest, num_keys)
-        )[:, 0]
-    return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest, num_keys))[
-        :, 0
-    ]
+        kind = PagedLayout
+    layout = kind(cache, lengths, longest, num_keys)
+    return policy.decode(tokens[:, None], lengths[:, None], layout)[:, 0]
 
 
 class GraphDecoder:
-    """`decode_rows` by CUDA graphs. Where a step cannot be recorded, it logs one warning and goes on without
-    graphs.
-    """
+    """`decode_rows` by CUDA graphs; where a step cannot be recorded, it warns once and goes on without."""
 
     def __init__(
         self, policy: PolicyModel, recorder: Recorder, sizes: Sequence[int], most: int = MOST_GRAPHS
@@ -195,9 +184,7 @@ class GraphDecoder:
     def _record(
         self, bucket: tuple[int, int], run: Callable[[], Tensor], eager: Callable[[], Tensor]
     ) -> Tensor:
-        """Record the graph of a bucket and compare it with the step that it stands for; return the states of
-        that step, computed without it.
-        """
+        """Record the graph of a bucket and compare it with its step; return that step's own states."""
         wanted = eager()  # also: whatever the first call of a model finds out, it finds out here
         try:
             replay = self._recorder.record(run)

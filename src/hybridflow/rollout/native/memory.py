@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on `device` now; on CPU what the system calls available, within the limit
-    of the container.
-    """
+    """Bytes that could be allocated on `device` now; on CPU within the limit of the container."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -103,11 +101,6 @@ class KVMemory(ABC):
         self.bytes_per_token = bytes_per_token(shapes)
         self.max_tokens = budget // self.bytes_per_token
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that memory is allocated for now."""
-        return self.cache.room
-
     def problem(self, length: int) -> str | None:
         """Return the reason why a row of `length` tokens can never be held, or None where it can."""
         taken = self.capacity_for(length)
@@ -115,10 +108,9 @@ class KVMemory(ABC):
             return None
         return (
             f"the KV cache of 1 row of {length} tokens takes {taken * self.bytes_per_token / 2**20:.1f} "
-            "MiB, but it may use "
-            f"{self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten data.max_prompt_length or "
-            "data.max_response_length, or "
-            "raise actor_rollout_ref.rollout.gpu_memory_utilization"
+            f"MiB, but it may use {self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten "
+            "data.max_prompt_length or data.max_response_length, or raise "
+            "actor_rollout_ref.rollout.gpu_memory_utilization"
         )
 
     @abstractmethod
@@ -137,9 +129,7 @@ class KVMemory(ABC):
     def free_rows(
         self, now: Running, taken: int, batch: Sequence[Admission], context: Units, prefix: Prefix | None
     ) -> int:
-        """Return how many rows with this context may enter after `batch`; `taken`: slots in use, `prefix`:
-        the prefix hit of the context.
-        """
+        """Return how many rows of this context and prefix hit may enter after `batch` and `taken` slots."""
 
     @abstractmethod
     def has_next(self, now: Running) -> bool:
@@ -162,9 +152,7 @@ class KVMemory(ABC):
 
 
 class SlotMemory(KVMemory):
-    """Memory as slots of one length, which grow with the number of rows and the longest of them. In exact
-    mode they have exactly the number of keys that it attends over.
-    """
+    """Memory as slots of one length, which grow with the rows; in exact mode as long as it attends over."""
 
     cache: SlotCache
 
@@ -175,7 +163,7 @@ class SlotMemory(KVMemory):
     @property
     def max_kept(self) -> int:
         """Most tokens that kept prefixes may have: their copies take the memory that slots leave."""
-        return max(0, self.max_tokens - self.num_tokens)
+        return max(0, self.max_tokens - self.cache.room)
 
     def begin(self, prefixes: PrefixStore) -> None:
         """Do nothing: slots are cleared as rows enter."""

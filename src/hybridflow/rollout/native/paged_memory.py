@@ -62,9 +62,7 @@ class PagedMemory(KVMemory):
     def free_rows(
         self, now: Running, taken: int, batch: Sequence[Admission], context: Units, prefix: Prefix | None
     ) -> int:
-        """Return how many rows may enter: blocks are needed for them, with some to spare, for running rows,
-        for the batch, and for the prefixes that it uses.
-        """
+        """Return how many rows may enter beside the running ones, the batch and the prefixes it uses."""
         cache = self.cache
         in_use = [_blocks_of(one.prefix) for one in batch] + [_blocks_of(prefix)]
         free = cache.num_obtainable(block for blocks in in_use for block in blocks)

@@ -1,8 +1,7 @@
 """Prefix cache: kept keys and values, so that a prompt that begins with the same units reuses them.
 
-    finished rows, prompts of which requests wait ──keep──► PrefixStore ──find──► the longest common beginning
-    ──► a new row's slot
-    rows that run now ─────────────────────────────────────────▲
+    finished rows, prompts that requests wait for ──keep──► PrefixStore ──find──► start of a new row's slot
+    rows that run now ──────────────────────────────────────────────▲
 
 All of it is valid for one state of the weights, and dropped with it.
 """
@@ -22,13 +21,9 @@ from hybridflow.protocol.prompt import Units
 LEAST = 16
 """Fewest common tokens that are reused: computing fewer again costs hardly more than a copy."""
 MOST_COMPARED = 64
-"""Of the prefixes that share as many blocks of LEAST tokens with a prompt, so many of the newest are compared
-with it.
-"""
+"""Of prefixes that share as many blocks of LEAST tokens with a prompt, as many of the newest are compared."""
 MOST_KEPT = 1024
-"""Most prefixes that are kept at once, whatever the memory: more would seldom be asked for again, and a small
-model's share of the memory holds millions of tokens.
-"""
+"""Most prefixes kept at once; a small model's memory holds many more, which are seldom asked for again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +57,7 @@ class PrefixStore:
     """
 
     def __init__(self, *, reuse: bool, most: int = MOST_KEPT) -> None:
-        """`reuse`: prompts may share a part; else only requests of one prompt share it, whole. `most`:
-        prefixes kept at once.
-        """
+        """`reuse`: prompts may share a part, and not only the whole. `most`: prefixes kept at once."""
         self.reuse = reuse
         self.most = most
         self.num_tokens = 0
@@ -105,8 +98,7 @@ class PrefixStore:
                 self._drop(kept)
 
     def find(self, prompt: Units, running: Mapping[Units, int]) -> Prefix | None:
-        """Return the longest prefix hit of `prompt`: a kept prefix, or the prompt of a `running` row, by its
-        slot.
+        """Return the longest prefix hit of `prompt`: a kept one, or a `running` row's prompt, by its slot.
 
         Of a prompt without its hidden state the last token is left to compute.
         """
@@ -133,9 +125,7 @@ class PrefixStore:
         return best
 
     def shrink(self, num_tokens: int) -> None:
-        """Evict prefixes until at most `num_tokens` tokens are kept: the least recently used first, those of
-        waiting requests last.
-        """
+        """Evict until `num_tokens` tokens are kept: least recently used first, waiting requests' last."""
         self._shrink_to(num_tokens, len(self._kept), pinned=(False, True))
 
     def drop_one(self) -> bool:

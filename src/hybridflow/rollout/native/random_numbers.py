@@ -1,6 +1,4 @@
-"""The random numbers that decide tokens: one for each (seed, place in the response), whoever else is in the
-batch.
-"""
+"""The random numbers that decide tokens: one for each (seed, place in the response), in any batch."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def stream_keys(seeds: Tensor) -> Tensor:
-    """Where each request's stream starts: seeds [B] int64 -> [B] int64. Mixed, so that neighbouring seeds
-    share nothing.
-    """
+    """Starts of the streams of seeds [B] int64 -> [B] int64, mixed: neighbouring seeds share nothing."""
     return _mix(seeds + _STEP)
 
 

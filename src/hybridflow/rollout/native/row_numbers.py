@@ -36,10 +36,9 @@ def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[in
 
 
 def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: int) -> RowNumbers:
-    """Return what a request and the tokens that end it come to in the columns.
+    """Return a request and the tokens that end it as columns; OverflowError, TypeError where they do not fit.
 
-    OverflowError or TypeError where a number of it does not fit. Called when a request joins, so that its own
-    values fail it alone, and again when it enters.
+    Called when it joins, so that its own values fail it alone, and again when it enters.
     """
     params = request.sampling
     array("q", request.prompt_token_ids)  # raises where a token is no 64-bit integer

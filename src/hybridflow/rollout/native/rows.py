@@ -1,8 +1,7 @@
 """The running rows as a table: one tensor per column, row i in slot i, rows 0..count-1 in use.
 
-A decode step reads and writes whole columns, so that it is a handful of tensor operations whatever the number
-of rows. Rows are moved in all columns alike. A column that few requests need has no
-width until one of them comes.
+A decode step reads and writes whole columns: a handful of tensor operations for any number of rows. Rows are
+moved in all columns alike. A column that few requests need has no width until one of them comes.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ FILLING = {"stops": -1}
 
 
 class RowTable:
-    """State of at most `num_rows` rows; from the start there is room for `width` tokens and `num_stops`
-    ending tokens each.
+    """State of at most `num_rows` rows, each with room for `width` tokens and `num_stops` ending tokens.
 
     `stop_texts` finds the texts that end responses; without it no request may have any.
     """
@@ -168,7 +166,7 @@ class RowTable:
         new = [request.sampling for request in self.requests[rows]]
         if any(one.repetition_penalty != 1.0 for one in new):
             asking = plan.rows(sampling.REPETITION)
-            self._fit("history", max(_most_tokens(self.requests[row]) for row in asking))
+            self._fit("history", max(self.requests[row].most_tokens for row in asking))
             for row in (row for row in asking if row >= rows.start):
                 known = token_ids_of(self.requests[row].context)
                 self.history[row, : len(known)] = torch.tensor(known, device=self.device)
@@ -208,9 +206,7 @@ class RowTable:
         return finished
 
     def _edited(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> Tensor:
-        """Return a copy of logits [n, V] with the requests' biases, then their repetition penalties, and with
-        -inf for tokens that would end a response before `min_tokens`.
-        """
+        """Return a copy of logits [n, V] with biases, then penalties, then -inf for ends that are early."""
         edited = logits.clone()
         if plan.any(sampling.LOGIT_BIAS):
             edited.scatter_add_(1, self.bias_token[rows], self.bias[rows])
@@ -262,9 +258,7 @@ class RowTable:
         return stopped | (generated >= self.limit[rows]) | ~log_probs.isfinite()
 
     def _find_texts(self, start: int, watched: list[int], finished: Tensor) -> None:
-        """Mark as finished those of the rows start + `watched` whose newest token completed one of their stop
-        texts.
-        """
+        """Mark as finished the rows start + `watched` whose newest token completed a stop text of theirs."""
         assert self.stop_texts is not None, "a request with stop texts is refused where nothing can decode"
         newest = self.last_token[start : self.count].tolist()
         for row in watched:
@@ -289,15 +283,16 @@ class RowTable:
         )
         outputs = []
         for i, (row, length) in enumerate(zip(rows, generated.tolist())):
-            request_id, error = self.requests[row].request_id, None
+            request_id = self.requests[row].request_id
+            error = None
             text = self.ended_by[row]
             ended: FinishReason = reason or ("stop" if stopped[i] or text is not None else "length")
             if length and not abs(log_probs[i][length - 1]) < float("inf"):
                 length -= 1
-                ended, error = (
-                    "error",
+                ended = "error"
+                error = (
                     f"request {request_id}: the model's logits are not finite at response token {length}; "
-                    "its weights may have diverged",
+                    "its weights may have diverged"
                 )
             stop_reason = None
             if ended == "stop":
@@ -305,18 +300,8 @@ class RowTable:
             top = None
             if self.needs[row] & sampling.TOP_LOG_PROBS:
                 top = self.top[row][:length]
-            outputs.append(
-                GenerationOutput(
-                    request_id,
-                    tokens[i][:length],
-                    log_probs[i][:length],
-                    ended,
-                    versions[i][:length],
-                    error,
-                    stop_reason,
-                    top,
-                )
-            )
+            response = (tokens[i][:length], log_probs[i][:length], ended, versions[i][:length])
+            outputs.append(GenerationOutput(request_id, *response, error, stop_reason, top))
         return outputs
 
     def new_tokens(self, rows: Sequence[int], since: Sequence[int]) -> list[PartialOutput]:
@@ -372,7 +357,3 @@ def _padded(rows: Sequence[Sequence[float]], column: Tensor, filling: int) -> Te
     for row, numbers in enumerate(rows):
         padded[row, : len(numbers)] = numbers
     return torch.from_numpy(padded).to(column.device, column.dtype)
-
-
-def _most_tokens(request: GenerationRequest) -> int:
-    return len(request.prompt_token_ids) + request.sampling.max_tokens

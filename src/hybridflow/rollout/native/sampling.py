@@ -1,12 +1,8 @@
-"""Sampling of all rows at once, each row with its own parameters; what no row asks for costs nothing
-(`SamplingPlan`).
+"""Sampling of all rows at once, each with its own parameters; what no row asks for costs nothing.
 
-    logits [B, V] ──/ temperature──► exponentials ──────────────────────────► log-prob of the token: what
-    training computes
-        └──logit_bias, repetition_penalty, min_tokens──/ temperature──► exponentials ──min_p, top_k, top_p──►
-        weights
-    (seed, position) ──uniforms──► u [B] ──► first token whose running sum of weights passes u × their sum
-    ◄──────┘
+    logits [B, V] ──/ temperature──► exponentials ──► log-prob of the token, as training computes it
+        └──logit_bias, repetition_penalty, min_tokens──► exponentials ──min_p, top_k, top_p──► weights ──┐
+    (seed, position) ──uniforms──► u [B] ──► first token whose running sum passes u × the whole sum ◄────┘
 
 Nothing that changes which token is chosen enters its log-prob: training knows the temperature alone.
 """
@@ -64,9 +60,7 @@ def needs_of(params: SamplingParams) -> int:
 def sampling_problem(
     params: SamplingParams, *, vocabulary: int, end_tokens: Iterable[int], can_decode: bool
 ) -> str | None:
-    """Return the reason why the native engine cannot sample with these parameters, or None where it can; the
-    model has this vocabulary and its responses end with `end_tokens`.
-    """
+    """Return the reason why the engine cannot sample so, with this vocabulary and `end_tokens`, or None."""
     for token, bias in params.logit_bias:
         if not 0 <= token < vocabulary:
             return f"logit_bias holds token id {token}, and the model's vocabulary is 0..{vocabulary - 1}"
@@ -98,11 +92,6 @@ class SamplingPlan:
         self._all = 0
         for kind in set(needs):
             self._all |= kind
-
-    @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingPlan:
-        """Return the plan of rows with these parameters."""
-        return cls([needs_of(one) for one in params])
 
     def any(self, needs: int) -> bool:
         """Return whether some row asks for one of `needs`."""
@@ -149,8 +138,7 @@ class Sampled(NamedTuple):
 
 
 Edit = Callable[[Tensor, slice], Tensor]
-"""(logits [n, V], which rows these are) -> the logits that tokens are chosen by; its argument stays as it is.
-"""
+"""(logits [n, V], which rows these are) -> other logits, by which tokens are chosen."""
 
 
 def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None = None) -> Sampled:
@@ -253,9 +241,7 @@ def _running_sums(weights: Tensor, has_zeros: bool) -> Tensor:
 
 
 def _drop_below(weights: Tensor, floor: Tensor) -> None:
-    """Set weights [n, V] below floor [n] to 0, in place (a product with 0 and 1 takes a fifth of the time of
-    a masked fill).
-    """
+    """Set weights [n, V] below floor [n] to 0, in place, in a fifth of the time of a masked fill."""
     weights.mul_(torch.ge(weights, floor[:, None], out=torch.empty_like(weights)))
 
 

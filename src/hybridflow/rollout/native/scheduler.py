@@ -52,9 +52,7 @@ class Admission:
 
 
 FreeRows = Callable[[int, Sequence[Admission], Units, Prefix | None], int]
-"""Function from the slots in use, the batch so far, the next context and its prefix hit to the number of its
-rows that may enter.
-"""
+"""(slots in use, batch so far, next context, its prefix hit) -> number of its rows that may enter."""
 
 Find = Callable[[Units], Prefix | None]
 """Function from a prompt to its prefix hit."""
@@ -134,8 +132,7 @@ class Scheduler:
     def next_batch(
         self, running: int, free_rows: FreeRows | None = None, find: Find = _nothing
     ) -> list[Admission]:
-        """Take groups for one prefill pass of at most `max_batched_tokens` new tokens, while `running` rows
-        decode.
+        """Take groups for a prefill pass of up to `max_batched_tokens` tokens, while `running` rows decode.
 
         `free_rows`: number of further rows that the memory holds.
         """
@@ -195,8 +192,7 @@ def _worth_waiting_for(batch: Sequence[Admission], context: Units, start: int) -
     """Return whether a prompt shares so much with this pass that it should enter after it."""
     if len(context) <= LEAST:
         return False
-    # tokens that a prompt of the pass must share with this one, so that waiting saves at least half of the
-    # work
+    # so much must be shared that waiting saves at least half of the work
     wanted = max(LEAST, (len(context) + start + 1) // 2)
     beginning = context[:wanted]
     return any(one.stop >= wanted and one.prompt[:wanted] == beginning for one in batch)

@@ -16,11 +16,9 @@ from hybridflow.rollout.requests import check_ids, sort_out
 
 
 class Session:
-    """Session of a native engine (`NativeEngine.open`); only one thread at a time calls it. The module is in
-    eval mode until `close`.
+    """Session of a native engine, called by one thread at a time; the module is in eval mode until `close`.
 
-    Weights may change between two steps (`NativeEngine.update_weights`, `set_version`): tokens sampled from
-    then on carry the new version.
+    Weights may change between two steps: tokens sampled from then on carry the new version.
     """
 
     def __init__(
@@ -31,9 +29,7 @@ class Session:
         replica: ReplicaRanks,
         closed: Callable[[bool], None],
     ) -> None:
-        """`problem` returns the reason why a request cannot be served; `closed` is called at the end, with
-        whether there were values that are not finite.
-        """
+        """`closed` is called at the end, with whether there were values that are not finite."""
         self._generation = generation
         self._problem = problem
         self._replica = replica
@@ -66,8 +62,7 @@ class Session:
         return self._generation.done
 
     def add(self, requests: Iterable[GenerationRequest]) -> list[GenerationOutput]:
-        """Add requests, which join at the next step; those that cannot be served come back at once with
-        reason "error".
+        """Add requests for the next step; those that cannot be served come back now, with reason "error".
 
         RolloutError for a request id that is in use, and when closed; then none of them has joined.
         """
@@ -80,8 +75,7 @@ class Session:
         return outputs
 
     def step(self) -> list[GenerationOutput]:
-        """Do one round: admit requests, prefill up to the token budget, decode a token for each row; return
-        the outputs that are finished.
+        """Admit requests, prefill up to the token budget, decode a token for each row; return what finished.
 
         Ranks of a replica call it together.
         """
@@ -98,17 +92,13 @@ class Session:
         return outputs
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End these requests now; their partial responses come back here, with reason "abort". Unknown ids
-        are no error.
-        """
+        """End these requests, unknown ones aside; their partial responses come back, with reason "abort"."""
         outputs = self._generation.abort(set(request_ids))
         self._live -= {output.request_id for output in outputs}
         return outputs
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
-        """Return what requests have generated beyond the first `since[request_id]` tokens, which the caller
-        has; a request that has not begun, or that is unknown, is left out.
-        """
+        """Return what begun requests have beyond the first `since[request_id]` tokens of the caller."""
         return self._generation.so_far(since)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Stop texts: find the token that completes one.
 
 newest token ──could its text hold the last character of a stop text?──► no: nothing is decoded
-                                    └──► the last few tokens as text, with and without the newest ──► the text
-                                    it completed
+                 └──► the last few tokens as text, with and without the newest ──► the text it completed
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ Decode = Callable[[Sequence[int]], str]
 
 CUT = "\ufffd"
 MARGIN = 4
-"""Characters at the start of a piece of text that may be wrong: the tokens before it hold the rest of a
-character, or a space.
-"""
+"""Characters at the start of a text that may be wrong: the rest of one, or a space, is in earlier tokens."""
 MAX_REMEMBERED = 1024
 """Sets of stop texts for which the tokens that may complete one are remembered."""
 
@@ -30,9 +27,7 @@ class StopTexts:
         self._suspects: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
-        """Return whether a response that ends with `token` has to be decoded: where this is False, no text of
-        `stop` can end in that token.
-        """
+        """Return whether a text of `stop` may end in this token, so that the response has to be decoded."""
         if stop not in self._suspects and len(self._suspects) >= MAX_REMEMBERED:
             self._suspects.clear()
         known = self._suspects.setdefault(stop, {})
@@ -45,9 +40,7 @@ class StopTexts:
         return known[token]
 
     def completed(self, tokens: Sequence[int], stop: tuple[str, ...]) -> str | None:
-        """Return the text of `stop` that the last of the response's `tokens` completed, or None; of several
-        the one that ends first.
-        """
+        """Return the text of `stop` that the last of `tokens` completed, of several the first to end."""
         longest = max(len(text) for text in stop)
         width = 1 + max(len(text.encode()) for text in stop)
         while True:

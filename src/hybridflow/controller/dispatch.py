@@ -17,15 +17,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from hybridflow.controller.dealing import (
-    PerRank,
-    cut_items,
-    cut_rows,
-    plan_items,
-    plan_rows,
-    undo_items,
-    undo_rows,
-)
+from hybridflow.controller.dealing import PerRank, cut_rows, plan_rows, undo_rows
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -60,9 +52,7 @@ class Dealt:
     calls: list[Call | None]
     """The call of each rank; None for a rank that is not called."""
     order: list[list[int]] | None = None
-    """The rows (or items) of each part in the driver's numbering; None where none were dealt or there is only
-    one part.
-    """
+    """The rows of each part in the driver's numbering; None where none were dealt, or all to one part."""
 
 
 Lane = Literal["ordered", "requests", "collect"]
@@ -84,12 +74,12 @@ class Dispatch:
     name: str
     split: SplitFn
     collect: CollectFn
-    gives: Literal["first", "each", "rows", "items", "merged"]
-    """The kind of result: the first rank's, a list of each leader's, rows or items in the driver's order, or
-    all results merged.
+    gives: Literal["first", "each", "rows", "merged"]
+    """The kind of result: the first rank's, a list of each leader's, rows in the driver's order, or all
+    results merged.
     """
-    takes: Literal["rows", "items"] | None = None
-    """The arguments that are dealt: the rows of every DataProto, or the items of the first argument."""
+    deals_rows: bool = False
+    """True: the rows of every DataProto among the arguments are dealt."""
     per_rank: bool = False
     """True: arguments and results are lists with one entry for each rank (`WorkerGroup.call_each`)."""
 
@@ -106,11 +96,6 @@ class Dispatch:
     """
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
     """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
-    DP_DEAL: ClassVar[Dispatch]
-    """The items of the first argument, a sequence, are dealt: `item.deal_cost` (a number), where there is
-    one, is balanced, and items of equal `item.deal_key` stay together. Other arguments go to every rank. Each
-    leader returns a list with one entry for each item; the entries come back in the driver's order.
-    """
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry for each rank, and so is the result."""
 
@@ -263,23 +248,6 @@ def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
     return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
 
 
-def _deal_items(call: Call, mesh: MeshInfo) -> Dealt:
-    assert call.args, "DP_DEAL deals its first positional argument: give the sequence without a keyword"
-    items = call.args[0]
-    if mesh.num_parts == 1:
-        return _same(call, mesh, mesh.is_leader)
-    assert isinstance(items, Sequence), f"DP_DEAL deals a sequence, got {type(items).__name__}"
-    order = plan_items(items, mesh)
-    pieces = cut_items(items, order)
-
-    def entry(value: Any, part: int) -> Any:
-        if value is items:
-            return pieces[part]
-        return value
-
-    return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
-
-
 def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
     n = mesh.world_size
     named = {**{f"argument {index}": value for index, value in enumerate(call.args)}, **call.kwargs}
@@ -319,15 +287,6 @@ def _rows_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> DataProt
     return undo_rows(results, dealt.order)
 
 
-def _items_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> list[Any]:
-    odd = sorted({type(part).__name__ for part in results if not isinstance(part, list)})
-    assert not odd, f"a DP_DEAL method must return a list, got {odd}"
-    if dealt.order is None:
-        items: list[Any] = results[0]
-        return items
-    return undo_items(results, dealt.order)
-
-
 def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, Metrics)})
     assert not odd, f"a DP_COMPUTE_METRICS method must return Metrics, got {odd}"
@@ -337,7 +296,6 @@ def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
 Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _broadcast, _first, "first")
 Dispatch.ALL_TO_LIST = Dispatch("ALL_TO_LIST", _broadcast_to_leaders, _all, "each")
 Dispatch.RANK_ZERO = Dispatch("RANK_ZERO", _rank_zero, _first, "first")
-Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _rows_in_order, "rows", "rows")
-Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics, "merged", "rows")
-Dispatch.DP_DEAL = Dispatch("DP_DEAL", _deal_items, _items_in_order, "items", "items")
+Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _rows_in_order, "rows", True)
+Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics, "merged", True)
 Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _one_entry_a_rank, _all, "each", per_rank=True)

@@ -185,7 +185,7 @@ class WorkerGroup(Generic[W]):
         places in it.
         """
         call = pass_on(call, dispatch, self.mesh)
-        if dispatch.takes != "rows":
+        if not dispatch.deals_rows:
             return dispatch.split(call, self.mesh)
         dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
         further = (*(registration_of(method).reads or ()), *self._also_read.get(method.__name__, ()))

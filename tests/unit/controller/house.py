@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,10 +91,6 @@ class Counter(Worker):
         metrics.add_mean("doubled", batch.batch["doubled"].sum(), batch.batch["doubled"].numel())
         return metrics
 
-    @register(dispatch_mode=Dispatch.DP_DEAL)
-    def answer(self, requests: list[Request], *, word: str) -> list[str]:
-        return [f"{word} {request.number}" for request in requests]
-
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def greet(self, name: str) -> str:
         return f"{name} at {self.rank}"
@@ -153,15 +149,6 @@ class Counter(Worker):
 
     def private(self) -> int:
         return self.value
-
-
-@dataclass(frozen=True)
-class Request:
-    """An item that says what it costs and with which others it stays."""
-
-    number: int
-    deal_key: str
-    deal_cost: float
 
 
 class CounterGroup(WorkerGroup[Counter]):

@@ -13,7 +13,7 @@ Only the columns that a method reads travel to it, whatever else the caller's ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
@@ -184,9 +184,9 @@ def _values(call: Call) -> Iterator[Any]:
 
 
 def _to_ranks(
-    mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, returns: Callable[[int], bool]
+    mesh: MeshInfo, call: Call, pieces: Mapping[int, list[DataProto]], *, returns: Callable[[int], bool]
 ) -> list[Call | None]:
-    """Return a call for each rank; `entry(value, part)` gives an argument's value for a part.
+    """Return a call for each rank; `pieces` has the parts of each batch by its id.
 
     The ranks of a part share their arguments.
     """
@@ -201,7 +201,9 @@ def _to_ranks(
             def own(value: Any, rank: int = rank, part: int = part) -> Any:
                 if isinstance(value, PerRank):
                     return value.values[rank]
-                return entry(value, part)
+                if id(value) in pieces:
+                    return pieces[id(value)][part]
+                return value
 
             made[key] = Call(
                 tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()}
@@ -215,7 +217,7 @@ def _to_ranks(
 
 def _same(call: Call, mesh: MeshInfo, returns: Callable[[int], bool]) -> Dealt:
     if any(isinstance(value, PerRank) for value in _values(call)):
-        return Dealt(_to_ranks(mesh, call, lambda value, part: value, returns=returns))
+        return Dealt(_to_ranks(mesh, call, {}, returns=returns))
     silent = call.silent()
     return Dealt([call if returns(rank) else silent for rank in range(mesh.world_size)])
 
@@ -239,13 +241,7 @@ def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
         return _same(call, mesh, mesh.is_leader)
     order = plan_rows(batches, mesh)
     pieces = {id(batch): cut_rows(batch, order) for batch in batches}
-
-    def entry(value: Any, part: int) -> Any:
-        if isinstance(value, DataProto):
-            return pieces[id(value)][part]
-        return value
-
-    return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
+    return Dealt(_to_ranks(mesh, call, pieces, returns=mesh.is_leader), order)
 
 
 def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:

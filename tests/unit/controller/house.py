@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from hybridflow.controller import (
     register,
 )
 from hybridflow.controller.dispatch import Lane
-from hybridflow.controller.future import replace_parts
+from hybridflow.controller.future import replace
 from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -206,11 +205,8 @@ class InTurn:
             if call is not None:
                 parts[rank] = concurrent.futures.Future()
                 try:
-                    given = replace(
-                        call,
-                        args=replace_parts(call.args, Part.result),
-                        kwargs=replace_parts(call.kwargs, Part.result),
-                    )
+                    args, kwargs = replace((call.args, call.kwargs), concurrent.futures.Future, Part.result)
+                    given = Call(args, kwargs, call.returns)
                     parts[rank].set_result(self.hosts[rank].invoke(role, method, given))
                 except Exception as error:
                     parts[rank].set_exception(error)

@@ -20,7 +20,7 @@ class Backend(Protocol):
     """A host of workers. The implementations are `local.LocalBackend` and `ray.backend.RayBackend`.
 
     Arguments may contain `Part`s of earlier calls, at any depth of lists, tuples and dictionaries; the worker
-    gets the part's result in its place (`future.replace_parts`). Ranks that share arguments share the objects
+    gets the part's result in its place (`future.replace`). Ranks that share arguments share the objects
     `args` and `kwargs` (`Call.arguments_id`), so that a backend which must copy them does so once.
     """
 

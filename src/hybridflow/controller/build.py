@@ -48,7 +48,10 @@ def hosting(
     from hybridflow.controller.ray.cluster import Cluster
 
     cluster = Cluster.connect(
-        ray, device=trainer.device, wanted=placement.num_devices, num_nodes=_most_nodes(placement)
+        ray,
+        device=trainer.device,
+        wanted=placement.num_devices,
+        num_nodes=max(len(pool.devices_per_node) for pool in placement.pools),
     )
     backends: list[RayBackend] = []
 
@@ -81,10 +84,6 @@ def _local(make: Make, roles: Sequence[str]) -> LocalBackend:
     for role in roles:  # build them now and not in the first step
         backend.worker(role)
     return backend
-
-
-def _most_nodes(placement: Placement) -> int:
-    return max(len(pool.devices_per_node) for pool in placement.pools)
 
 
 def _wait_for_devices(check: Callable[[], None], patience: float) -> None:

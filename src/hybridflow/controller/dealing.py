@@ -1,4 +1,4 @@
-"""The distribution of rows or items over the parts of a role, and the way back.
+"""The distribution of rows or items over the parts of a role, and the way back of rows.
 
 rows ──plan──► order [[0, 3, 4], [1, 2]] ──cut──► parts ──ranks──► results ──undo──► the driver's order
 """
@@ -33,19 +33,12 @@ def plan_rows(batches: Sequence[DataProto], mesh: MeshInfo) -> list[list[int]]:
 
 
 def plan_items(items: Sequence[Any], mesh: MeshInfo) -> list[list[int]]:
-    """Choose the items of each part, by the `deal_cost` and `deal_key` of the items that have them."""
+    """Choose the items of each part, by their `deal_cost`; items of equal `deal_key` stay together."""
     numbers: dict[Any, int] = {}
-    groups = []
-    for index, item in enumerate(items):
-        key = getattr(item, "deal_key", None)
-        if key is None:
-            key = ("item", index)
-        groups.append(numbers.setdefault(key, len(numbers)))
+    groups = [numbers.setdefault(item.deal_key, len(numbers)) for item in items]
     if mesh.workload is None:
         return deal_in_order(len(items), mesh.num_parts, groups)
-    return deal_rows(
-        [float(getattr(item, "deal_cost", 1.0)) for item in items], mesh.num_parts, Workload(), groups
-    )
+    return deal_rows([item.deal_cost for item in items], mesh.num_parts, Workload(), groups)
 
 
 def cut_rows(batch: DataProto, order: Sequence[Sequence[int]]) -> list[DataProto]:
@@ -54,7 +47,8 @@ def cut_rows(batch: DataProto, order: Sequence[Sequence[int]]) -> list[DataProto
     assert len(rows) == len(batch), f"{len(batch)} rows cannot be dealt by a plan of {len(rows)}"
     if not _is_in_order(rows):
         batch = batch.select_idxs(rows)
-    return [batch.slice(start, end) for start, end in _cuts(order)]
+    cuts = pairwise([0, *accumulate(len(part) for part in order)])
+    return [batch.slice(start, end) for start, end in cuts]
 
 
 def cut_items(items: Sequence[Any], order: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -64,39 +58,20 @@ def cut_items(items: Sequence[Any], order: Sequence[Sequence[int]]) -> list[list
 
 def undo_rows(parts: Sequence[DataProto], order: Sequence[Sequence[int]]) -> DataProto:
     """Return the rows of all parts in the driver's order."""
-    _check(parts, order, "rows")
+    got = [len(part) for part in parts]
+    sent = [len(part) for part in order]
+    assert got == sent, (
+        f"the parts were given {sent} rows and returned {got}: a method must return one for each"
+    )
     joined = DataProto.concat(parts)
     rows = list(chain.from_iterable(order))
     if _is_in_order(rows):
         return joined
-    return joined.select_idxs(_inverse(rows))
-
-
-def undo_items(parts: Sequence[Sequence[Any]], order: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the items of all parts in the driver's order."""
-    _check(parts, order, "items")
-    joined = list(chain.from_iterable(parts))
-    return [joined[index] for index in _inverse(list(chain.from_iterable(order)))]
-
-
-def _check(parts: Sequence[Any], order: Sequence[Sequence[int]], what: str) -> None:
-    got = [len(part) for part in parts]
-    sent = [len(part) for part in order]
-    assert got == sent, (
-        f"the parts were given {sent} {what} and returned {got}: a method must return one for each"
-    )
-
-
-def _cuts(order: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    return list(pairwise([0, *accumulate(len(part) for part in order)]))
+    places = [0] * len(rows)
+    for place, row in enumerate(rows):
+        places[row] = place
+    return joined.select_idxs(places)
 
 
 def _is_in_order(rows: Sequence[int]) -> bool:
     return all(row == index for index, row in enumerate(rows))
-
-
-def _inverse(rows: Sequence[int]) -> list[int]:
-    places = [0] * len(rows)
-    for place, row in enumerate(rows):
-        places[row] = place
-    return places

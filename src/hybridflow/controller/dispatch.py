@@ -13,19 +13,11 @@ Only the columns that a method reads travel to it, whatever else the caller's ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from hybridflow.controller.dealing import (
-    PerRank,
-    cut_items,
-    cut_rows,
-    plan_items,
-    plan_rows,
-    undo_items,
-    undo_rows,
-)
+from hybridflow.controller.dealing import PerRank, cut_rows, plan_rows, undo_rows
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -60,9 +52,7 @@ class Dealt:
     calls: list[Call | None]
     """The call of each rank; None for a rank that is not called."""
     order: list[list[int]] | None = None
-    """The rows (or items) of each part in the driver's numbering; None where none were dealt or there is only
-    one part.
-    """
+    """The rows of each part in the driver's numbering; None where none were dealt, or all to one part."""
 
 
 Lane = Literal["ordered", "requests", "collect"]
@@ -84,12 +74,12 @@ class Dispatch:
     name: str
     split: SplitFn
     collect: CollectFn
-    gives: Literal["first", "each", "rows", "items", "merged"]
-    """The kind of result: the first rank's, a list of each leader's, rows or items in the driver's order, or
-    all results merged.
+    gives: Literal["first", "each", "rows", "merged"]
+    """The kind of result: the first rank's, a list of each leader's, rows in the driver's order, or all
+    results merged.
     """
-    takes: Literal["rows", "items"] | None = None
-    """The arguments that are dealt: the rows of every DataProto, or the items of the first argument."""
+    deals_rows: bool = False
+    """True: the rows of every DataProto among the arguments are dealt."""
     per_rank: bool = False
     """True: arguments and results are lists with one entry for each rank (`WorkerGroup.call_each`)."""
 
@@ -106,11 +96,6 @@ class Dispatch:
     """
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
     """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
-    DP_DEAL: ClassVar[Dispatch]
-    """The items of the first argument, a sequence, are dealt: `item.deal_cost` (a number), where there is
-    one, is balanced, and items of equal `item.deal_key` stay together. Other arguments go to every rank. Each
-    leader returns a list with one entry for each item; the entries come back in the driver's order.
-    """
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry for each rank, and so is the result."""
 
@@ -199,9 +184,9 @@ def _values(call: Call) -> Iterator[Any]:
 
 
 def _to_ranks(
-    mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, returns: Callable[[int], bool]
+    mesh: MeshInfo, call: Call, pieces: Mapping[int, list[DataProto]], *, returns: Callable[[int], bool]
 ) -> list[Call | None]:
-    """Return a call for each rank; `entry(value, part)` gives an argument's value for a part.
+    """Return a call for each rank; `pieces` has the parts of each batch by its id.
 
     The ranks of a part share their arguments.
     """
@@ -216,7 +201,9 @@ def _to_ranks(
             def own(value: Any, rank: int = rank, part: int = part) -> Any:
                 if isinstance(value, PerRank):
                     return value.values[rank]
-                return entry(value, part)
+                if id(value) in pieces:
+                    return pieces[id(value)][part]
+                return value
 
             made[key] = Call(
                 tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()}
@@ -230,7 +217,7 @@ def _to_ranks(
 
 def _same(call: Call, mesh: MeshInfo, returns: Callable[[int], bool]) -> Dealt:
     if any(isinstance(value, PerRank) for value in _values(call)):
-        return Dealt(_to_ranks(mesh, call, lambda value, part: value, returns=returns))
+        return Dealt(_to_ranks(mesh, call, {}, returns=returns))
     silent = call.silent()
     return Dealt([call if returns(rank) else silent for rank in range(mesh.world_size)])
 
@@ -254,30 +241,7 @@ def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
         return _same(call, mesh, mesh.is_leader)
     order = plan_rows(batches, mesh)
     pieces = {id(batch): cut_rows(batch, order) for batch in batches}
-
-    def entry(value: Any, part: int) -> Any:
-        if isinstance(value, DataProto):
-            return pieces[id(value)][part]
-        return value
-
-    return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
-
-
-def _deal_items(call: Call, mesh: MeshInfo) -> Dealt:
-    assert call.args, "DP_DEAL deals its first positional argument: give the sequence without a keyword"
-    items = call.args[0]
-    if mesh.num_parts == 1:
-        return _same(call, mesh, mesh.is_leader)
-    assert isinstance(items, Sequence), f"DP_DEAL deals a sequence, got {type(items).__name__}"
-    order = plan_items(items, mesh)
-    pieces = cut_items(items, order)
-
-    def entry(value: Any, part: int) -> Any:
-        if value is items:
-            return pieces[part]
-        return value
-
-    return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
+    return Dealt(_to_ranks(mesh, call, pieces, returns=mesh.is_leader), order)
 
 
 def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
@@ -319,15 +283,6 @@ def _rows_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> DataProt
     return undo_rows(results, dealt.order)
 
 
-def _items_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> list[Any]:
-    odd = sorted({type(part).__name__ for part in results if not isinstance(part, list)})
-    assert not odd, f"a DP_DEAL method must return a list, got {odd}"
-    if dealt.order is None:
-        items: list[Any] = results[0]
-        return items
-    return undo_items(results, dealt.order)
-
-
 def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, Metrics)})
     assert not odd, f"a DP_COMPUTE_METRICS method must return Metrics, got {odd}"
@@ -337,7 +292,6 @@ def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
 Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _broadcast, _first, "first")
 Dispatch.ALL_TO_LIST = Dispatch("ALL_TO_LIST", _broadcast_to_leaders, _all, "each")
 Dispatch.RANK_ZERO = Dispatch("RANK_ZERO", _rank_zero, _first, "first")
-Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _rows_in_order, "rows", "rows")
-Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics, "merged", "rows")
-Dispatch.DP_DEAL = Dispatch("DP_DEAL", _deal_items, _items_in_order, "items", "items")
+Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _rows_in_order, "rows", True)
+Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics, "merged", True)
 Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _one_entry_a_rank, _all, "each", per_rank=True)

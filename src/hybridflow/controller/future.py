@@ -98,18 +98,9 @@ class Future(Generic[R]):
         return self._collect([results[rank] for rank in self.taken])
 
 
-def replace_parts(value: Any, give: Callable[[Part], Any]) -> Any:
-    """Replace each `Part` in a value by `give(part)`, at any depth of lists, tuples, dictionaries and
-    StoredRows.
-
-    Containers without one are returned as they are, not copied.
-    """
-    return replace(value, concurrent.futures.Future, give)
-
-
 def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
-    """Replace everything of a kind in a value by `give(found)`; containers without any are returned as they
-    are.
+    """Replace everything of a kind in a value by `give(found)`, at any depth of lists, tuples, dictionaries
+    and StoredRows. Containers without any are returned as they are, not copied.
     """
     if isinstance(value, kind):
         return give(value)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridflow.controller.dispatch import Call, Lane
-from hybridflow.controller.future import Part, replace_parts
+from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.place import Place
 from hybridflow.controller.row_store import RowStore, in_memory
@@ -49,10 +49,14 @@ class LocalBackend:
         assert len(calls) == 1, (
             f"{role}.{method} was dispatched to {len(calls)} ranks; the local backend has one"
         )
-        results = [
-            (call, self.host.invoke(role, method, _with_results(call))) for call in calls if call is not None
-        ]
-        return [result for call, result in results if call.returns]
+        results = []
+        for call in calls:
+            if call is not None:
+                args, kwargs = replace((call.args, call.kwargs), concurrent.futures.Future, Part.result)
+                result = self.host.invoke(role, method, Call(args, kwargs, call.returns))
+                if call.returns:
+                    results.append(result)
+        return results
 
     def submit(
         self, role: str, method: str, calls: Sequence[Call | None], lane: Lane = "ordered"
@@ -72,12 +76,3 @@ class LocalBackend:
     def shutdown(self) -> None:
         """Drop all workers; they are built again when they are needed."""
         self.host.clear()
-
-
-def _with_results(call: Call) -> Call:
-    """Return the call with each part among its arguments replaced by its result."""
-    args = replace_parts(call.args, Part.result)
-    kwargs = replace_parts(call.kwargs, Part.result)
-    if args is call.args and kwargs is call.kwargs:
-        return call
-    return Call(args, kwargs, call.returns)

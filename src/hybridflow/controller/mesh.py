@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from hybridflow.protocol.balancing import Workload
 
@@ -65,15 +66,10 @@ class MeshInfo:
         if not self.axes:
             return [(rank, True) for rank in range(self.world_size)]
         places = []
-        for rank in range(self.world_size):
-            rest = rank
-            coordinates = []
-            for name, size in reversed(self.axes):
-                rest, coordinate = divmod(rest, size)
-                coordinates.append((name, size, coordinate))
+        for coordinates in product(*(range(size) for _, size in self.axes)):
             part = 0
             leads = True
-            for name, size, coordinate in reversed(coordinates):
+            for (name, size), coordinate in zip(self.axes, coordinates, strict=True):
                 if name == "pp":
                     leads = leads and coordinate == size - 1
                 elif name in SHARED_ROWS:

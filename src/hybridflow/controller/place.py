@@ -21,9 +21,7 @@ class Place:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A worker's rank among all workers of its role; it differs from its place's where the role
-    spans pools.
-    """
+    """A worker's rank among all workers of its role; not that of its place where the role spans pools."""
 
     role: str
     rank: int = 0

@@ -36,9 +36,7 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """The number of devices, which is also that of the processes and of each role's ranks in
-        this pool.
-        """
+        """The number of devices, and so of the processes and of each role's ranks in this pool."""
         return sum(self.devices_per_node)
 
 

@@ -65,13 +65,12 @@ class WorkerGroup(Generic[W]):
         assert registration_of(method).blocking, (
             f"{method.__name__} is registered with blocking=False: use submit"
         )
-        dispatch = _rule(method, per_rank=False, gives_list=False)
-        result: R = self._run(dispatch, method, Call(args, dict(kwargs)))
+        result: R = self._run("call", method, Call(args, dict(kwargs)))
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        return self._submit(_rule(method, per_rank=False, gives_list=False), method, Call(args, dict(kwargs)))
+        return self._submit("submit", method, Call(args, dict(kwargs)))
 
     def call_and_keep(
         self,
@@ -122,16 +121,14 @@ class WorkerGroup(Generic[W]):
         """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
         results.
         """
-        collected: list[R] = self._run(
-            _rule(method, per_rank=False, gives_list=True), method, Call(args, dict(kwargs))
-        )
+        collected: list[R] = self._run("call_list", method, Call(args, dict(kwargs)))
         return collected
 
     def submit_list(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]:
         """Call an ALL_TO_LIST method without waiting; its list can be passed on by reference."""
-        return self._submit(_rule(method, per_rank=False, gives_list=True), method, Call(args, dict(kwargs)))
+        return self._submit("submit_list", method, Call(args, dict(kwargs)))
 
     def call_one(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -159,16 +156,14 @@ class WorkerGroup(Generic[W]):
         """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the
         result.
         """
-        collected: list[R] = self._run(
-            _rule(method, per_rank=True, gives_list=True), method, Call(args, dict(kwargs))
-        )
+        collected: list[R] = self._run("call_each", method, Call(args, dict(kwargs)))
         return collected
 
     def submit_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> Future[list[R]]:
         """Call an ALL_TO_ALL method without waiting; its list of results can be passed on by reference."""
-        return self._submit(_rule(method, per_rank=True, gives_list=True), method, Call(args, dict(kwargs)))
+        return self._submit("submit_each", method, Call(args, dict(kwargs)))
 
     def columns_read(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """Return the batch with the columns that a call of `method` would send.
@@ -185,7 +180,7 @@ class WorkerGroup(Generic[W]):
         places in it.
         """
         call = pass_on(call, dispatch, self.mesh)
-        if dispatch.takes != "rows":
+        if not dispatch.deals_rows:
             return dispatch.split(call, self.mesh)
         dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
         further = (*(registration_of(method).reads or ()), *self._also_read.get(method.__name__, ()))
@@ -200,12 +195,14 @@ class WorkerGroup(Generic[W]):
             calls.append(each)
         return replace(dealt, calls=calls)
 
-    def _run(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Any:
+    def _run(self, way: str, method: Callable[..., Any], call: Call) -> Any:
+        dispatch = _rule(method, way)
         mesh = self.mesh
         dealt = self._deal(dispatch, method, call)
         return dispatch.collect(self.backend.run(self.role, method.__name__, dealt.calls), mesh, dealt)
 
-    def _submit(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Future[Any]:
+    def _submit(self, way: str, method: Callable[..., Any], call: Call) -> Future[Any]:
+        dispatch = _rule(method, way)
         mesh = self.mesh
         dealt = self._deal(dispatch, method, call)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
@@ -236,16 +233,13 @@ def _each_batch(call: Call, change: Callable[[DataProto], Any]) -> Call:
     return replace(call, args=tuple(map(changed, call.args)), kwargs=kwargs)
 
 
-def _rule(method: Callable[..., Any], *, per_rank: bool, gives_list: bool) -> Dispatch:
-    """Return a method's dispatch rule; raise AssertionError where the way of calling does not fit
-    the rule.
-    """
+def _rule(method: Callable[..., Any], way: str) -> Dispatch:
+    """Return a method's dispatch rule; raise AssertionError where this way of calling does not fit it."""
     dispatch = registration_of(method).dispatch
-    fits = dispatch.per_rank == per_rank and (dispatch.gives == "each") == gives_list
-    way = "call or submit"
+    ways = ("call", "submit")
     if dispatch.per_rank:
-        way = "call_each or submit_each"
+        ways = ("call_each", "submit_each")
     elif dispatch.gives == "each":
-        way = "call_list or submit_list"
-    assert fits, f"{method.__name__} is dispatched {dispatch.name}: use {way}"
+        ways = ("call_list", "submit_list")
+    assert way in ways, f"{method.__name__} is dispatched {dispatch.name}: use {' or '.join(ways)}"
     return dispatch

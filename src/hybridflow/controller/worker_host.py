@@ -83,7 +83,7 @@ class WorkerHost:
         returned a column that it is not registered to write.
         """
         bound = getattr(self.worker(role), method)
-        args, kwargs = (replace(value, StoredRows, StoredRows.gather) for value in (call.args, call.kwargs))
+        args, kwargs = replace((call.args, call.kwargs), StoredRows, StoredRows.gather)
         arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(args)}
         versions = TensorVersions(arguments | kwargs)
         try:

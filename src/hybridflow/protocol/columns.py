@@ -40,26 +40,18 @@ def object_array(values: Any, name: str) -> ObjectArray:
 
 def same(left: Any, right: Any) -> bool:
     """Deep equality in which NaN equals NaN and an array equals only an array of the same shape."""
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return (
-            isinstance(left, Tensor) and isinstance(right, Tensor) and first_difference(left, right) is None
-        )
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        if not (isinstance(left, np.ndarray) and isinstance(right, np.ndarray)) or left.shape != right.shape:
-            return False
-        return all(same(a, b) for a, b in zip(left.ravel().tolist(), right.ravel().tolist(), strict=True))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return first_difference(left, right) is None
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.shape == right.shape and all(map(same, left.ravel().tolist(), right.ravel().tolist()))
+    if isinstance(left, Tensor | np.ndarray) or isinstance(right, Tensor | np.ndarray):
+        return False
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    if (
-        isinstance(left, float | np.floating)
-        and isinstance(right, float | np.floating)
-        and left != left
-        and right != right
-    ):
-        return True
-    return bool(left == right)
+    floats = isinstance(left, float | np.floating) and isinstance(right, float | np.floating)
+    return bool(left == right) or (floats and left != left and right != right)
 
 
 def first_difference(left: Tensor | ObjectArray, right: Tensor | ObjectArray) -> int | None:

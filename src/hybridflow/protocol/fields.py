@@ -1,8 +1,7 @@
 """The field table: what each field of a batch is, who writes it and who reads it.
 
 B rows = prompts × n, P prompt tokens, R response tokens, T = P + R. Padded tensors are how the driver stores
-them: prompts left-padded, responses right-padded; workers pack. `describe` turns the table into text for
-documents and messages.
+them: prompts left-padded, responses right-padded; workers pack.
 """
 
 from __future__ import annotations
@@ -91,17 +90,3 @@ def field(name: str) -> Field:
     if name not in FIELDS:
         raise BatchError(f"no field {name!r} in the field table: it has {', '.join(FIELDS)}")
     return FIELDS[name]
-
-
-def describe() -> str:
-    """The table as Markdown."""
-    lines = [
-        "| field | axes | dtype | unit | written by | read by | meaning |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in _ROWS:
-        lines.append(
-            f"| `{row.name}` | [{row.axes}] | {row.dtype} | {row.unit} | {row.writers} | {row.readers} | "
-            f"{row.meaning} |"
-        )
-    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class DataProtoFuture:
         """`chunks` futures for the pieces that `DataProto.chunk` will cut, without waiting."""
         if chunks < 1:
             raise BatchError(f"cannot cut a future into {chunks} pieces: at least 1 is needed")
-        return [DataProtoFuture([self], _Piece(index, chunks)) for index in range(chunks)]
+        return [DataProtoFuture([self], partial(_piece, index, chunks)) for index in range(chunks)]
 
     @classmethod
     def concat(cls, parts: Sequence[PendingRows]) -> DataProtoFuture:
@@ -51,10 +52,5 @@ class DataProtoFuture:
         return cls(parts)
 
 
-class _Piece:
-    def __init__(self, index: int, chunks: int) -> None:
-        self.index = index
-        self.chunks = chunks
-
-    def __call__(self, parts: Sequence[DataProto]) -> DataProto:
-        return parts[0].chunk(self.chunks)[self.index]
+def _piece(index: int, chunks: int, parts: Sequence[DataProto]) -> DataProto:
+    return parts[0].chunk(chunks)[index]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.fields import FIELDS
@@ -75,28 +75,11 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
         axes = FIELDS[name].axes if name in FIELDS else "B"
         fill = pad_id if name in _TOKEN_IDS else _FILL.get(name, 0)
         if axes == "B,P":
-            tensor = _left(tensor, prompt, fill)
+            tensor = pad(tensor, (prompt - tensor.shape[1], 0), value=fill)
         elif axes == "B,R":
-            tensor = _right(tensor, response, fill)
+            tensor = pad(tensor, (0, response - tensor.shape[1]), value=fill)
         elif axes == "B,T":
-            tensor = torch.cat(
-                [_left(tensor[:, :old], prompt, fill), _right(tensor[:, old:], response, fill)], dim=1
-            )
+            more = response - tensor.shape[1] + old
+            tensor = pad(tensor, (prompt - old, more), value=fill)
         tensors[name] = tensor
     return DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)
-
-
-def _left(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """Return the tensor with padding on the left added or removed, so that it has `width` columns."""
-    more = width - tensor.shape[1]
-    if more < 0:
-        return tensor[:, -more:]
-    return torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
-
-
-def _right(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """Return the tensor with padding on the right added or removed, so that it has `width` columns."""
-    more = width - tensor.shape[1]
-    if more < 0:
-        return tensor[:, :width]
-    return torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)

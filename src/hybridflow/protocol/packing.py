@@ -86,8 +86,7 @@ def pack(batch: DataProto) -> PackedBatch:
     if start < 0 or attended.shape != input_ids.shape or len(input_ids) != num_rows:
         raise BatchError(
             f"cannot pack: input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attended.shape)}, "
-            f"response_mask {tuple(sampled.shape)}; "
-            "wanted [B, P+R], [B, P+R] and [B, R]"
+            f"response_mask {tuple(sampled.shape)}; wanted [B, P+R], [B, P+R] and [B, R]"
         )
     lengths = tuple(attended.sum(dim=1).tolist())
     if 0 in lengths:

@@ -14,7 +14,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.correction import sampled_rows
-from hybridflow.workers.exact import set_exact_mode, weight_sums
+from hybridflow.workers.exact import weight_sums
 from hybridflow.workers.log_prob_check import LogProbCheck, watched
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
@@ -105,7 +105,7 @@ class ActorWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:
         """Compute in this mode from now on; a rollout that shares the module generates in it."""
-        set_exact_mode(self.engine.policy, mode)
+        self.engine.policy.exact = mode
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:

@@ -11,11 +11,6 @@ from hybridflow.rollout.base import RolloutEngine, SharedModule
 from hybridflow.rollout.exact import choose_exact_mode
 
 
-def set_exact_mode(policy: PolicyModel, mode: ExactMode | None) -> None:
-    """Compute in this mode from now on; None means the fastest way."""
-    policy.exact = mode
-
-
 def weight_sums(policy: PolicyModel) -> dict[str, int]:
     """Return a checksum of each weight's bits, by name."""
     return {
@@ -54,8 +49,8 @@ class ExactRollout(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:
-        """Generate in this mode from now on."""
-        set_exact_mode(self._policy, mode)
+        """Generate in this mode from now on; None means the fastest way."""
+        self._policy.exact = mode
 
     @property
     def _policy(self) -> PolicyModel:

@@ -76,12 +76,10 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, *, step: int, 
     theirs = f"{float(trained[row, token]):.9g}"
     raise TrainingError(
         f"exact mode, step {step}: row {row_id}{uid}, response token {token} has log-prob {ours} from the "
-        f"rollout and {theirs} from "
-        f"training ({int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} rows differ). Nothing was "
-        "learned from this mini-batch. Either "
-        "the rollout has other weights than the trainer, which is an error to find, or this machine "
-        "computes a row differently in another "
-        "batch: actor_rollout_ref.rollout.exact=false lets a run live with that"
+        f"rollout and {theirs} from training ({int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} rows "
+        "differ). Nothing was learned from this mini-batch. Either the rollout has other weights than the "
+        "trainer, which is an error to find, or this machine computes a row differently in another batch: "
+        "actor_rollout_ref.rollout.exact=false lets a run live with that"
     )
 
 

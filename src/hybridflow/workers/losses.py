@@ -65,8 +65,7 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
     if unknown:
         raise ConfigError(
             f"actor_rollout_ref.actor.policy_loss.options has {', '.join(unknown)}, which the loss {name} "
-            "does not take: "
-            f"its keyword-only arguments are {', '.join(sorted(loss.keywords)) or 'none'}"
+            f"does not take: its keyword-only arguments are {', '.join(sorted(loss.keywords)) or 'none'}"
         )
     return loss
 

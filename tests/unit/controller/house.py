@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from hybridflow.controller import (
     register,
 )
 from hybridflow.controller.dispatch import Lane
-from hybridflow.controller.future import replace_parts
+from hybridflow.controller.future import replace
 from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -91,10 +90,6 @@ class Counter(Worker):
         metrics.add_mean("doubled", batch.batch["doubled"].sum(), batch.batch["doubled"].numel())
         return metrics
 
-    @register(dispatch_mode=Dispatch.DP_DEAL)
-    def answer(self, requests: list[Request], *, word: str) -> list[str]:
-        return [f"{word} {request.number}" for request in requests]
-
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def greet(self, name: str) -> str:
         return f"{name} at {self.rank}"
@@ -155,15 +150,6 @@ class Counter(Worker):
         return self.value
 
 
-@dataclass(frozen=True)
-class Request:
-    """An item that says what it costs and with which others it stays."""
-
-    number: int
-    deal_key: str
-    deal_cost: float
-
-
 class CounterGroup(WorkerGroup[Counter]):
     def double(self, batch: DataProto, plus: float = 0.0) -> DataProto:
         return self.call(Counter.double, batch, plus=plus)
@@ -219,11 +205,8 @@ class InTurn:
             if call is not None:
                 parts[rank] = concurrent.futures.Future()
                 try:
-                    given = replace(
-                        call,
-                        args=replace_parts(call.args, Part.result),
-                        kwargs=replace_parts(call.kwargs, Part.result),
-                    )
+                    args, kwargs = replace((call.args, call.kwargs), concurrent.futures.Future, Part.result)
+                    given = Call(args, kwargs, call.returns)
                     parts[rank].set_result(self.hosts[rank].invoke(role, method, given))
                 except Exception as error:
                     parts[rank].set_exception(error)

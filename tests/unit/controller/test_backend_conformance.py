@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from house import Counter, CounterGroup, InTurn, Request, make_counters, rows
+from house import Counter, CounterGroup, InTurn, make_counters, rows
 
 from hybridflow.controller import Backend, LocalBackend, MeshInfo, WorkerGroup
 from hybridflow.protocol import BatchError, DataProto, DataProtoFuture, Workload
@@ -65,12 +65,6 @@ def test_two_batches_of_one_call_are_dealt_alike(group: CounterGroup) -> None:
 
 def test_fewer_rows_than_ranks(group: CounterGroup) -> None:
     assert group.double(rows(1)).batch["doubled"].tolist() == [0.0]
-
-
-def test_items_are_dealt_and_come_back_in_order(group: CounterGroup) -> None:
-    requests = [Request(number, f"g{number % 3}", 1.0 + number) for number in range(7)]
-    assert group.call(Counter.answer, requests, word="no") == [f"no {number}" for number in range(7)]
-    assert group.call(Counter.answer, [], word="no") == []
 
 
 def test_leaders_answer_as_a_list(group: CounterGroup) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from house import Request
 
 from hybridflow.controller import Call, Dealt, Dispatch, Future, MeshInfo, Part
+from hybridflow.controller.dealing import cut_items, plan_items
 from hybridflow.errors import WorkerError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto, Workload
@@ -15,6 +16,15 @@ from hybridflow.protocol import DataProto, Workload
 MESH = MeshInfo(world_size=3)
 GRID = MeshInfo(world_size=4, axes=(("dp", 2), ("sp", 2)), workload=Workload())
 COSTS = MeshInfo(world_size=2, workload=Workload())
+
+
+@dataclass(frozen=True)
+class Request:
+    """An item that says what it costs and with which others it stays."""
+
+    number: int
+    deal_key: str
+    deal_cost: float
 
 
 def rows(n: int, **columns: Any) -> DataProto:
@@ -112,20 +122,14 @@ def test_rules_refuse_what_they_cannot_deal_or_join() -> None:
         collect([rows(1), rows(2), rows(1)], MESH, dealt)
     with pytest.raises(AssertionError, match="must return Metrics"):
         Dispatch.DP_COMPUTE_METRICS.collect([{}], MESH, dealt)
-    with pytest.raises(AssertionError, match="must return a list"):
-        Dispatch.DP_DEAL.collect([None], MESH, dealt)
 
 
 def test_items_are_dealt_by_cost_with_their_kin() -> None:
     requests = [Request(0, "a", 3.0), Request(1, "b", 5.0), Request(2, "a", 3.0), Request(3, "c", 1.0)]
-    dealt = Dispatch.DP_DEAL.split(Call((requests,), {"version": 3}), COSTS)
-    assert [[request.number for request in call.args[0]] for call in called(dealt)] == [[0, 2], [1, 3]]
-    assert all(call.kwargs == {"version": 3} for call in called(dealt))
-    assert Dispatch.DP_DEAL.collect([["r0", "r2"], ["r1", "r3"]], COSTS, dealt) == ["r0", "r1", "r2", "r3"]
-    by_number = Dispatch.DP_DEAL.split(Call(([5, 6, 7],)), MeshInfo(2))
-    assert [call.args[0] for call in called(by_number)] == [[5, 6], [7]]
-    with pytest.raises(AssertionError, match="deals a sequence, got int"):
-        Dispatch.DP_DEAL.split(Call((3,)), COSTS)
+    plan = plan_items(requests, COSTS)
+    assert plan == [[0, 2], [1, 3]]
+    assert cut_items(requests, plan) == [[requests[0], requests[2]], [requests[1], requests[3]]]
+    assert plan_items(requests, MeshInfo(2)) == [[0, 2], [1, 3]], "without costs they are dealt by number"
 
 
 def test_metrics_of_ranks_are_weighted_by_their_counts() -> None:

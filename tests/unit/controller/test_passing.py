@@ -43,7 +43,7 @@ def future(dispatch: Dispatch, mesh: MeshInfo, call: Call, results: list[Any] | 
     )
 
 
-def test_rows_and_items_are_dealt_anew_as_values() -> None:
+def test_rows_are_dealt_anew_as_values() -> None:
     batch = rows(9, 1, 3, 5)
     by_number = future(Dispatch.DP_COMPUTE_PROTO, MeshInfo(2), Call((batch,)))
     call = pass_on(Call((by_number,), {"more": batch}), Dispatch.DP_COMPUTE_PROTO, PAIR)
@@ -51,9 +51,6 @@ def test_rows_and_items_are_dealt_anew_as_values() -> None:
     for name in (0, "more"):
         found = [each.args[0] if name == 0 else each.kwargs["more"] for each in calls]
         assert [part.batch["x"].tolist() for part in found] == [[0], [1, 2, 3]]
-    items = future(Dispatch.DP_DEAL, PAIR, Call(([1, 2, 3],)))
-    call = pass_on(Call((items,), {"all": items}), Dispatch.DP_DEAL, PAIR)
-    assert call.args == ([1, 2, 3],) and call.kwargs == {"all": [1, 2, 3]}
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.controller import Call, Dispatch, LocalBackend, MeshInfo
+from hybridflow.controller import LocalBackend, MeshInfo
+from hybridflow.controller.dealing import cut_items, plan_items
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.layout import ParallelLayout
@@ -271,7 +272,9 @@ def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
 # --------------------------------------------------------------------------------------------------------
 
 
-def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: list[Call]) -> dict[str, Any]:
+def generate_on_ranks(
+    rank: int, folder: str, tensor: int, lora: bool, parts: list[list[GenerationRequest]]
+) -> dict[str, Any]:
     settings = LORA if lora else None
     engine = actor_engine(folder, 2, settings)
     config = RolloutConfig(tensor_model_parallel_size=tensor)
@@ -281,7 +284,7 @@ def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: li
     found = []
     for version in (0, 1):
         worker.renew_weights(version=version)
-        outputs = generated(worker, *calls[rank].args)
+        outputs = generated(worker, parts[rank])
         found.append(outputs)
         assert {each for output in outputs for each in output.policy_versions} <= {version}
         learn(engine)
@@ -299,15 +302,15 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     mesh = MeshInfo(2, (("dp", 2 // tensor), ("tp", tensor)))
-    deal = Dispatch.DP_DEAL.split(Call((requests(),), {}), mesh)
-    assert tensor == 2 or all(
-        call is not None and 0 < len(call.args[0]) < len(requests()) for call in deal.calls
-    )
-    ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, deal.calls)
+    dealt = cut_items(requests(), plan_items(requests(), mesh))
+    parts = [dealt[mesh.part_of(rank)] for rank in range(2)]
+    assert tensor == 2 or all(0 < len(part) < len(requests()) for part in parts)
+    ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, parts)
     for version in (0, 1):
         expected = generated(alone, requests())
-        results = [found["outputs"][version] for rank, found in enumerate(ranks) if mesh.is_leader(rank)]
-        together = Dispatch.DP_DEAL.collect(results, mesh, deal)
+        outputs = [output for rank in mesh.leaders for output in ranks[rank]["outputs"][version]]
+        answers = {output.request_id: output for output in outputs}
+        together = [answers[request.request_id] for request in requests()]
         assert tokens(together) == tokens(expected)
         for ours, theirs in zip(together, expected):
             assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-9)

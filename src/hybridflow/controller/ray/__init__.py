@@ -6,7 +6,6 @@ try:
     import ray  # noqa: F401
 except ImportError as error:
     raise ConfigError(
-        f"a run of more than one process needs ray, which is not installed ({error}): "
-        f"{install_extra('ray')}, "
-        "or run as one process with trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.controller=local"
+        f"a run of more than one process needs ray, which is not installed ({error}): {install_extra('ray')}"
+        ", or run as one process with trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.controller=local"
     ) from error

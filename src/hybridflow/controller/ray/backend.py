@@ -14,19 +14,19 @@ roles in different processes overlap.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from hybridflow.controller.dispatch import Call, Lane
-from hybridflow.controller.future import Part, replace_parts
+from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.place import Place
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
@@ -80,7 +80,6 @@ class RayBackend:
         call_timeout: float,
         heartbeat_timeout: float,
         startup_timeout: float,
-        log_level: int = logging.INFO,
         runtime_env: dict[str, Any] | None = None,
         report_every: float = 60.0,
     ) -> None:
@@ -107,7 +106,7 @@ class RayBackend:
             self._watch = Watchdog(
                 list(self._processes.values()), heartbeat_timeout, report_every=report_every
             )
-            self._set_up(SetUp(device, num_threads, log_level, "", 0, call_timeout, os.getcwd()))
+            self._set_up(SetUp(device, num_threads, "", 0, call_timeout, os.getcwd()))
             self._build(make)
             self._watch.expect_signs()
         except BaseException:
@@ -129,10 +128,7 @@ class RayBackend:
         return self._placement.together(role, other)
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        """Call `method` on each rank that has a `Call`, and wait for all of them.
-
-        Returns the results of the calls with `returns`, in the order of ranks.
-        """
+        """See `Backend.run`."""
         parts = self.submit(role, method, calls)
         _wait(parts)
         return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
@@ -140,10 +136,7 @@ class RayBackend:
     def submit(
         self, role: str, method: str, calls: Sequence[Call | None], lane: Lane = "ordered"
     ) -> dict[int, Part]:
-        """Call `method` like `run`, without waiting, in the threads of a `lane`.
-
-        Returns a part for each rank that is called; its value is None where the call does not return one.
-        """
+        """See `Backend.submit`."""
         assert self._watch is not None, f"{role}.{method}: the backend is shut down"
         world_size = self.mesh(role).world_size
         assert len(calls) == world_size, (
@@ -218,7 +211,7 @@ class RayBackend:
         how_by_rank = {}
         for rank, process in everywhere.items():
             head = heads[process.place.pool]
-            how_by_rank[rank] = (replace(how, address=head.address, port=head.port),)
+            how_by_rank[rank] = (dataclasses.replace(how, address=head.address, port=head.port),)
         self._all("set_up", everywhere, how_by_rank)
 
     def _build(self, make: Make) -> None:
@@ -301,7 +294,7 @@ class RayBackend:
             references.append(part.reference)
             return Slot(len(references) - 1)
 
-        packet = encode((replace_parts(call.args, slot), replace_parts(call.kwargs, slot)))
+        packet = encode(replace((call.args, call.kwargs), concurrent.futures.Future, slot))
         if packet.nbytes <= INLINE_BYTES:
             return packet, references
         return None, [self._put(packet), *references]

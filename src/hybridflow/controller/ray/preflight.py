@@ -26,9 +26,6 @@ CONNECT_SECONDS = 2.0
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 
 
-_START_HEAD = "`ray start --head` starts one, and `ray status` shows it"
-
-
 def choose_address(key: str | None) -> str | None:
     """Return the address of the Ray to join, or None where the run starts one of its own.
 
@@ -96,7 +93,8 @@ def reach(address: str, *, source: str, greet: bool = True) -> None:
         if isinstance(error, TimeoutError):
             reason = f"no answer within {CONNECT_SECONDS:.0f} s"
         raise ConfigError(
-            f"{source}={address}: no Ray can be reached there ({reason}); {_START_HEAD}"
+            f"{source}={address}: no Ray can be reached there ({reason}); `ray start --head` starts one, and "
+            "`ray status` shows it"
         ) from error
     if greet:
         _greet(address, source)

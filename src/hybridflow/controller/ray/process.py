@@ -10,7 +10,6 @@ Each worker process imports this module, and torch with it; neither is pickled a
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import socket
@@ -48,8 +47,6 @@ class SetUp:
     device: str
     """cpu or cuda."""
     num_threads: int | None
-    log_level: int
-    """The level of rank 0 of a pool; other ranks log warnings and errors only."""
     address: str
     port: int
     """With `address`, the place where rank 0 of the pool listens for torch.distributed."""
@@ -93,9 +90,7 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def set_up(self, how: SetUp) -> Answer:
-        """Set threads, device and logging, and join the torch.distributed world of a pool with
-        several ranks.
-        """
+        """Set threads, device and logging, and join the torch.distributed world of the pool."""
         return self._answer(lambda: self._set_up(how))
 
     @ray.method(num_returns=2)
@@ -131,9 +126,7 @@ class RankProcess:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """Return the stack of each thread, that of the calls first, without the frames of Ray and this
-        module.
-        """
+        """Return each thread's stack, that of the calls first, without frames of Ray and this module."""
         names = {thread.ident: thread.name for thread in threading.enumerate()} | {
             self._calls_thread: "of the calls"
         }
@@ -168,10 +161,10 @@ class RankProcess:
         if os.path.isdir(how.folder):
             # in a cluster that was joined, Ray starts processes where its node was started
             os.chdir(how.folder)
-        level = how.log_level
+        level = "INFO"
         if place.rank != 0:
-            level = max(level, logging.WARNING)
-        setup_logging(logging.getLevelName(level), rich=False)
+            level = "WARNING"
+        setup_logging(level, rich=False)
         set_threads(how.num_threads)  # in this thread, because OpenMP's number is a thread's own
         # Ray shows each process its own GPU
         device = torch.device("cpu")
@@ -204,9 +197,7 @@ class RankProcess:
         args, kwargs = decode(arguments)
         results = [_result(packet, role, method) for packet in packets]
         if results:
-            args, kwargs = (
-                replace(value, Slot, lambda slot: results[slot.index]) for value in (args, kwargs)
-            )
+            args, kwargs = replace((args, kwargs), Slot, lambda slot: results[slot.index])
         return self._host.invoke(role, method, Call(args, kwargs, returns))
 
 

@@ -65,9 +65,7 @@ def encode(value: Any) -> Packet:
 
 
 def decode(packet: Packet) -> Any:
-    """Return the value of a packet; its tensors are views of the packet's memory and must not be
-    written to.
-    """
+    """Return the value of a packet; its tensors are views of the packet's memory and must not be written."""
     return pickle.loads(packet.pickled, buffers=packet.buffers)
 
 

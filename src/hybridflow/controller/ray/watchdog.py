@@ -38,24 +38,16 @@ TICK_SECONDS = 0.2
 class Watchdog:
     """A thread that watches the processes of a backend and the calls that run in them.
 
-    `report_every` is the number of seconds between log lines about a call, `grace` the number of seconds that
-    the other ranks have to answer once one has failed.
+    `report_every` is the number of seconds between log lines about a call.
     """
 
     def __init__(
-        self,
-        processes: Sequence[Process],
-        heartbeat_timeout: float,
-        *,
-        report_every: float = 60.0,
-        grace: float | None = None,
+        self, processes: Sequence[Process], heartbeat_timeout: float, *, report_every: float = 60.0
     ) -> None:
         self._processes = processes
         self._heartbeat_timeout = heartbeat_timeout
         self._report_every = report_every
-        if grace is None:
-            grace = min(5.0, heartbeat_timeout / 2)
-        self._grace = grace
+        self._grace = min(5.0, heartbeat_timeout / 2)  # for the other ranks, once one has failed
         self._ping_every = min(2.0, heartbeat_timeout / 4)
         self._running: list[Running] = []
         self._broken: Exception | None = None
@@ -291,8 +283,7 @@ class Watchdog:
         what = call.starting or str(call)
         error = WorkerError(
             f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or "
-            f"{call.limit_key} "
-            "is too short for it",
+            f"{call.limit_key} is too short for it",
             role=call.role,
             rank=ranks[0],
             method=call.method,

@@ -28,7 +28,7 @@ from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_cont
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import facts_of
-from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles, workers_of
+from hybridflow.trainer.ppo.roles import Roles, factories, groups, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource
@@ -77,11 +77,15 @@ def _trainer(
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     total_steps = steps_of(config, data.train_loader)
-    _check_warm_up(config.trainer.critic_warmup, total_steps)
+    if total_steps <= config.trainer.critic_warmup:
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
+            "steps for the actor: set it lower, or raise trainer.total_epochs"
+        )
     names = needed_roles(config)
     with progress.phase("starting the workers"):
         facts = facts_of(config, tokenizer, total_steps, run.folder.nonfinite)
-        roles = groups(run.start(workers_of(facts), partial(meshes, config, names)), names, config)
+        roles = groups(run.start(partial(factories, facts), partial(meshes, config, names)), names, config)
     trajectories = partial(Trajectories, roles.rollout, rewards, tokenizer, config)
     making = Timer(progress=progress)
     source = SyncSource(data.train_loader, trajectories(making), roles, making)
@@ -124,14 +128,6 @@ def _trainer(
             only_validates=config.trainer.val_only,
             after_update=data.finish_batch,
             log_samples=samples.training,
-        )
-
-
-def _check_warm_up(critic_warmup: int, total_steps: int) -> None:
-    if total_steps <= critic_warmup:
-        raise ConfigError(
-            f"trainer.critic_warmup={critic_warmup} leaves none of the run's {total_steps} steps for the "
-            "actor: set it lower, or raise trainer.total_epochs"
         )
 
 

@@ -138,8 +138,7 @@ def _no_reuse(config: PPOConfig) -> str | None:
     if rollout.exact == "auto" and longest > AUTO_LENGTH:
         return (
             f"data.max_prompt_length + max_response_length = {longest} tokens, and {KEY}=auto takes up to "
-            f"{AUTO_LENGTH}, beyond which it "
-            "costs more than it saves"
+            f"{AUTO_LENGTH}, beyond which it costs more than it saves"
         )
     return None
 

@@ -33,7 +33,10 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
 
     def prepare(mini: DataProto, number: int) -> tuple[DataProto, Metrics]:
         metrics = Metrics()
-        now = _log_probs_of_now(actor, mini, number, bypass=correction.bypass_mode)
+        current = mini  # before the first update of a step the old log-probs are those of now
+        if number > 0 or correction.bypass_mode:
+            current = actor.log_probs(mini, with_entropy=False)
+        now: Tensor = current.batch["old_log_probs"]
         if corrects:
             found = correct_rollout(mini, correction, now)
             metrics.update(found.metrics)
@@ -51,13 +54,3 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
         return mini, metrics
 
     return prepare
-
-
-def _log_probs_of_now(actor: ActorGroup, mini: DataProto, number: int, *, bypass: bool) -> Tensor:
-    """Return log-probs [B, R] under the current weights; before the first update of a step those are the old
-    ones.
-    """
-    if number > 0 or bypass:
-        mini = actor.log_probs(mini, with_entropy=False)
-    now: Tensor = mini.batch["old_log_probs"]
-    return now

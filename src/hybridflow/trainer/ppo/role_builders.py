@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.model import ModelConfig, OptimConfig
+from hybridflow.config.model import OptimConfig
 from hybridflow.config.roles import engine_keys
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ class RoleBuilders:
         that are sent.
         """
         roles = self.config.actor_rollout_ref
-        model = self._model(roles.model)
+        model = model_arguments(roles.model, self.device)
         if roles.actor.fsdp_config.mixed_precision.param_dtype != "auto":
             # the dtype in which the actor computes
             model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype
@@ -172,15 +172,11 @@ class RoleBuilders:
         if theirs < ours:
             raise ModelError(
                 f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids "
-                "must mean the same, "
-                "so choose a model of the actor's family"
+                "must mean the same, so choose a model of the actor's family"
             )
 
     def _updates(self, groups: int, epochs: int) -> int:
         return -(-self.config.data.train_batch_size // groups) * epochs
-
-    def _model(self, config: ModelConfig) -> dict[str, Any]:
-        return model_arguments(config, self.device)
 
     def _engine(
         self,
@@ -199,7 +195,7 @@ class RoleBuilders:
         with progress.phase(f"loading the model of the {role.replace('_', ' ')}"):
             return build_engine(
                 kind,
-                self._model(model),
+                model_arguments(model, self.device),
                 name=role,
                 optim=optim,
                 total_steps=updates,

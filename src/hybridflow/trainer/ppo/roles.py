@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
-from hybridflow.controller import Backend, Factories, Make, RankInfo, Worker, WorkerHost
+from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerHost
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
@@ -104,12 +104,8 @@ ROLES: tuple[RoleSpec, ...] = (
 )
 
 
-def workers_of(facts: RunFacts) -> Make:
-    """Return the function by which a backend builds the workers of its processes."""
-    return partial(_factories, facts)
-
-
-def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
+def factories(facts: RunFacts, process: WorkerHost) -> Factories:
+    """Return the function for each role by which a backend builds its worker in a process."""
     builders = RoleBuilders(facts, process)
     return {spec.name: partial(spec.build, builders) for spec in ROLES}
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.critic import CriticConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
@@ -78,12 +80,14 @@ class PPOStep:
         """Train on `batch` as step number `step` (from 1); return the batch with its columns, and the
         metrics. A batch without rows, whose trajectories have all failed, makes no update.
         """
+        metrics = Metrics()
         if not len(batch):
-            return batch, self._without_rows(step)
+            self._renew_reference(step)
+            metrics.add_sum("perf/total_num_tokens", 0.0)
+            return batch, metrics
         roles = self.roles
         algorithm = self.config.algorithm
         timer = self.timer
-        metrics = Metrics()
         batch |= identify(batch)  # group_ids, positive
         self._store_tokens(batch)
         fetch = None if self.shows(step) else self.fetched
@@ -121,12 +125,12 @@ class PPOStep:
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         updates: list[Job[Metrics]] = []
         if roles.critic:
-            learn = partial(roles.critic.update, batch, self._critic_plan(step, drawn_from))
+            learn = partial(roles.critic.update, batch, self._plan(self.config.critic, step, drawn_from))
             updates.append(Job("critic", "update_critic", learn))
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
             watch = self.old_log_probs.watch
-            plan = self._actor_plan(step, drawn_from)
+            plan = self._plan(self.config.actor_rollout_ref.actor, step, drawn_from)
             learn = partial(roles.actor.update, batch, plan, prepare=hook, watch=watch)
             updates.append(Job("actor", "update_actor", learn))
         for found in self.side_by_side(updates):
@@ -136,13 +140,6 @@ class PPOStep:
         metrics.update(self._driver_bytes())
         self._renew_reference(step)
         return batch, metrics
-
-    def _without_rows(self, step: int) -> Metrics:
-        """Return the metrics of a step that makes no update."""
-        self._renew_reference(step)
-        metrics = Metrics()
-        metrics.add_sum("perf/total_num_tokens", 0.0)
-        return metrics
 
     def _renew_reference(self, step: int) -> None:
         """Copy the actor's weights to the reference where it is due."""
@@ -218,23 +215,13 @@ class PPOStep:
             return None
         if self.loss.keeps_groups:  # which rows are left out is known with the advantages
             return None
-        return self._actor_plan(step)
+        return self._plan(self.config.actor_rollout_ref.actor, step)
 
-    def _actor_plan(self, step: int, drawn_from: int | None = None) -> MiniBatchPlan:
-        actor = self.config.actor_rollout_ref.actor
-        seed = self.config.trainer.seed
-        return MiniBatchPlan(
-            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed, step, drawn_from
-        )
-
-    def _critic_plan(self, step: int, drawn_from: int | None) -> MiniBatchPlan:
-        critic = self.config.critic
-        seed = self.config.trainer.seed
-        assert (
-            critic.ppo_mini_batch_size is not None
-            and critic.ppo_epochs is not None
-            and critic.shuffle is not None
-        ), "filled by resolve"
-        return MiniBatchPlan(
-            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, seed, step, drawn_from
-        )
+    def _plan(
+        self, keys: ActorConfig | CriticConfig, step: int, drawn_from: int | None = None
+    ) -> MiniBatchPlan:
+        size = keys.ppo_mini_batch_size
+        epochs = keys.ppo_epochs
+        shuffle = keys.shuffle
+        assert size is not None and epochs is not None and shuffle is not None, "filled by resolve"
+        return MiniBatchPlan(size, epochs, shuffle, self.config.trainer.seed, step, drawn_from)

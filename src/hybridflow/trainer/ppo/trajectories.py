@@ -350,16 +350,10 @@ class Trajectories:
         if not len(rows):
             return rows
         samples = ByTrajectory(rows).samples
+        uids = list(samples.non_tensor_batch["uid"])
         values = metric_values(samples, filters.metric)
-        return rows_of(
-            rows,
-            groups_to_keep(
-                list(samples.non_tensor_batch["uid"]),
-                values,
-                min_mean=filters.min_mean,
-                max_mean=filters.max_mean,
-            ),
-        )
+        kept = groups_to_keep(uids, values, min_mean=filters.min_mean, max_mean=filters.max_mean)
+        return rows_of(rows, kept)
 
     def _starved(self, kept: int, generated: int, batches: int) -> str:
         data = self.config.data
@@ -373,11 +367,9 @@ class Trajectories:
             limit += f"; some trajectories have failed ({self._newest_failure})"
         return (
             f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose "
-            f"{filters.metric} varies{means}, and kept "
-            f"{kept} of the {generated} that {batches} generation batches gave: {limit}. Raise "
-            "max_num_gen_batches (0: no limit), "
-            "data.gen_batch_size or actor_rollout_ref.rollout.n, or use prompts that the model gets right "
-            "now and then"
+            f"{filters.metric} varies{means}, and kept {kept} of the {generated} that {batches} generation "
+            f"batches gave: {limit}. Raise max_num_gen_batches (0: no limit), data.gen_batch_size or "
+            "actor_rollout_ref.rollout.n, or use prompts that the model gets right now and then"
         )
 
 

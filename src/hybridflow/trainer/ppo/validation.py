@@ -74,9 +74,7 @@ _OWN_COLUMNS = {"uid", "finish_reason", "solution_str", "data_source", "ground_t
 
 
 def _without_padding(part: DataProto) -> DataProto:
-    """Keep what does not depend on the padding, one row a trajectory, so that parts of different widths
-    join.
-    """
+    """Keep what does not depend on the padding, one row a trajectory, so that parts of any widths join."""
     part = ByTrajectory(part).samples
     scores = part.batch["token_level_scores"].sum(-1)
     lengths = part.batch["response_mask"].sum(-1)

@@ -134,8 +134,8 @@ def install(losses: list[Loss], say: Callable[..., None]) -> None:
         now["step"] = step
         return one(self, step)
 
-    def losing(self: Any, role: str, method: str, calls: Any) -> Any:
-        parts = submit(self, role, method, calls)
+    def losing(self: Any, role: str, method: str, calls: Any, lane: Any = "ordered") -> Any:
+        parts = submit(self, role, method, calls, lane)
         if losses and (now["step"], f"{role}.{method}") == (losses[0].step, losses[0].call):
             nodes = losses.pop(0).nodes
             victim = next(process for process in self._processes.values() if process.place.node != HEAD)

@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -22,17 +22,21 @@ LEAVE_SECONDS = 60.0
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurrent.futures.Future[T]]:
     """Give a future of what `work` returns or raises; where the context is left before, it is cancelled."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
-    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]]
+    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]
     started = concurrent.futures.Future()
 
     async def main() -> T:
-        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine that runs is a task's"
+        started.set_result((asyncio.get_running_loop(), task))
         return await work()
 
     def run() -> None:
+        coroutine = main()
         try:
-            found = asyncio.run(main())
+            found = asyncio.run(coroutine)
         except BaseException as error:  # whoever asks for the result is told
+            coroutine.close()
             result.set_exception(error)
         else:
             result.set_result(found)
@@ -42,9 +46,13 @@ def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurre
     try:
         yield result
     finally:
-        loop, task = started.result()
-        if not result.done() and task is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)
+        # a loop that could not begin has given its error as the result
+        begun_or_failed: list[concurrent.futures.Future[Any]] = [started, result]
+        concurrent.futures.wait(begun_or_failed, LEAVE_SECONDS, concurrent.futures.FIRST_COMPLETED)
+        if started.done() and not result.done():
+            loop, task = started.result()
+            with suppress(RuntimeError):  # it has ended meanwhile, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
         thread.join(LEAVE_SECONDS)
         if thread.is_alive():
             logger.warning("asynchronous work has not ended %g s after it was cancelled", LEAVE_SECONDS)

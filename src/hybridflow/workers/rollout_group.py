@@ -213,6 +213,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         with self._changed:
             if not self._changed.wait_for(lambda: not self._serving, self._patience):
                 self._pauses -= 1
+                self._changed.notify_all()
                 raise RolloutError(f"{self.role}: the engines were not parked within {self._patience:g} s")
 
     def resume(self) -> None:

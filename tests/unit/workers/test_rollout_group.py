@@ -49,3 +49,16 @@ def test_an_engine_that_dies_ends_the_work_with_its_own_error() -> None:
     assert engine.sleeps == 1, "its memory is given back"
     engine.dies_at = None
     assert len(group.generate([request(1, 4)]).outputs[0].token_ids) == 4
+
+
+def test_a_loop_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_files_left() -> None:
+        raise OSError("too many open files")
+
+    async def work(client: LLMClient) -> None:
+        raise AssertionError("never begun")
+
+    group = group_on(LocalBackend(factories))
+    monkeypatch.setattr("asyncio.runners.events.new_event_loop", no_files_left)
+    with pytest.raises(OSError, match="too many open files"):
+        group.run(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Protocol
 
 from hybridflow.errors import RolloutError
@@ -28,6 +29,7 @@ class AdapterRunner(Runner, Protocol):
     ) -> None:
         """Push weights as `Runner.push` does. `adapter`: the content of adapter_config.json, for adapters."""
 
+    @abstractmethod
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `Extension` in each worker and return their answers."""
 

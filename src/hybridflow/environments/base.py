@@ -1,0 +1,78 @@
+"""An environment: what a model talks to, turn by turn, in one small class.
+
+reset(row) ──► first observation ──► the model writes ──► step(text) ──► Step(observation, reward, done) ──► …
+                                          └── calls of methods marked with @tool are made, and answered
+
+class Guess(Environment):
+    def reset(self, row):
+        self.number = random.Random(self.seed).randint(1, 20)
+        return "I think of a number from 1 to 20. Guess it."
+
+    def step(self, text):
+        guess = int(text)
+        return Step("higher" if guess < self.number else "lower", done=guess == self.number)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.protocol.prompt import Prompt
+
+Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt
+"""What the model reads next: a text (a user's message), messages, token ids, or a prompt of token ids."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The answer of an environment to one turn of the model."""
+
+    observation: Observation = ""
+    """What the model reads next; not read where `done`."""
+    reward: float = 0.0
+    """Reward of this turn; the reward of the trajectory is the sum over its turns."""
+    done: bool = False
+    """Whether the trajectory ends here."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers become metrics of the trajectory (mean over trajectories); a later turn's replace earlier ones."""
+
+
+class Environment:
+    """Base class of environments; one instance serves one trajectory.
+
+    Methods may be `async`. What they raise fails the trajectory (cause "environment"), which is then tried
+    again or left out, and never trained as a reward of zero. Methods marked with `@tool` are tools of the
+    model: their calls never reach `step`.
+    """
+
+    seed: int = 0
+    """Seed of the group, equal for all its samples; set before `reset`."""
+    step_seed: int = 0
+    """Seed of this sample alone; set before `reset`."""
+
+    def reset(self, row: Mapping[str, Any]) -> Observation:
+        """Return what the model reads first; `row` is the data row, with its `extra_info` and `prompt`.
+
+        Without a `reset` of its own, an environment gives the row's own prompt.
+        """
+        prompt: Observation = row["raw_prompt"]
+        return prompt
+
+    def step(self, text: str) -> Step:
+        """Answer a turn of the model that calls no tool; `text` is without special tokens.
+
+        Without a `step` of its own, an environment ends with the first such turn.
+        """
+        return Step(done=True)
+
+    def score(self) -> float | None:
+        """Return a reward for the whole trajectory, added to those of its turns, or None for none.
+
+        It is asked once, at the end, also where a limit has ended the trajectory.
+        """
+        return None
+
+    def close(self) -> None:
+        """Free what the environment holds; called once, however the trajectory ended."""

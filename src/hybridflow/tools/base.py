@@ -1,0 +1,48 @@
+"""Tools as an agent sees them: a name, a JSON schema, and calls with answers.
+
+Toolset ──open──► a Tool for each of a trajectory's tools ──call(arguments)──► ToolAnswer ──close──► reward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline"]
+"""Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or do
+not fit the schema; the tool raised; it took too long. The model reads a sentence about it, and may try again.
+"""
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What the model reads in answer to a call."""
+
+    text: str = ""
+    reward: float = 0.0
+    """Reward of this call, added to the trajectory's."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of this call; the trackers show their means over trajectories."""
+    problem: ToolProblem = ""
+
+
+class Tool(Protocol):
+    """One tool, for one trajectory."""
+
+    @property
+    def name(self) -> str:
+        """Name by which the model calls it."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+    async def open(self, create_kwargs: Mapping[str, Any]) -> None:
+        """Begin a trajectory, with what its row has under `tools_kwargs.NAME.create_kwargs`."""
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        """Answer one call; every failure is an answer with a `problem`, none is raised."""
+
+    async def close(self, score: bool = False) -> float:
+        """End the trajectory; return the tool's reward for the whole of it where `score` asks for it."""

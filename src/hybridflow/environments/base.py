@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hybridflow.protocol.prompt import Prompt
+if TYPE_CHECKING:  # a process that runs environments, or a person who plays one, needs no torch
+    from hybridflow.protocol.prompt import Prompt
 
-Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt
+Observation: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt"
 """What the model reads next: a text (a user's message), messages, token ids, or a prompt of token ids."""
 
 
@@ -36,7 +37,7 @@ class Step:
     done: bool = False
     """Whether the trajectory ends here."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers become metrics of the trajectory (mean over trajectories); a later turn's replace earlier ones."""
+    """Numbers become metrics of the trajectory (means over all); a later turn's replace earlier ones."""
 
 
 class Environment:

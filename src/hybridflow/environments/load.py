@@ -16,8 +16,10 @@ from hybridflow.errors import ConfigError
 
 ENVIRONMENTS = {
     "adventure": "hybridflow.environments.adventure:Adventure",
+    "calculator": "hybridflow.environments.calculator:Calculator",
     "guess": "hybridflow.environments.guess:Guess",
     "reasoning_gym": "hybridflow.environments.reasoning_gym:ReasoningGym",
+    "search": "hybridflow.environments.search:Search",
 }
 """Built-in environments, each imported when it is asked for."""
 

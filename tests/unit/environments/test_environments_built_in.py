@@ -8,9 +8,13 @@ import re
 import pytest
 
 from hybridflow.environments.adventure import OPPOSITE, Adventure
+from hybridflow.environments.calculator import Calculator
 from hybridflow.environments.guess import Guess
 from hybridflow.environments.reasoning_gym import ReasoningGym
+from hybridflow.environments.search import Search
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.tools.parsers import ToolCall
+from hybridflow.tools.parsers.hermes import HermesParser
 
 
 def guess(seed: int, **options: int) -> Guess:
@@ -24,7 +28,7 @@ def test_guess_is_found_by_halving_and_the_reward_falls_with_guesses() -> None:
     for seed in range(40):
         environment = guess(seed)
         low, high = 1, 20
-        for used in range(1, 6):
+        for used in range(1, 6):  # noqa: B007
             middle = (low + high) // 2
             step = environment.step(f" {middle}\n")
             if step.done:
@@ -94,16 +98,70 @@ def test_reasoning_gym_scores_with_the_task_s_own_scorer() -> None:
     assert wrong.done and wrong.reward < 1.0 and wrong.extra == {"acc": 0.0}
 
 
-@pytest.mark.parametrize("environment", [Guess()], ids=lambda each: type(each).__name__)
-def test_demonstrations_are_texts_of_the_tiny_tokenizer_and_well_formed_in_part(environment: Guess) -> None:
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("37 * 84 + 52 * 19", 4096), ("-3*2*2+1", -11), ("7", 7), (" 12 - 2 ", 10)],
+)
+def test_the_calculator_calculates(text: str, value: int) -> None:
+    assert Calculator().calculator(text) == str(value)
+
+
+@pytest.mark.parametrize("text", ["", "2 ** 9", "1 / 0", "1 +", "__import__('os')", "9" * 500])
+def test_the_calculator_says_what_it_can_not_read(text: str) -> None:
+    with pytest.raises(ValueError, match=r"can not read .* wanted whole numbers"):
+        Calculator().calculator(text)
+
+
+def test_calculator_rewards_the_tool_s_answer_unless_it_is_by_chance() -> None:
+    rewards = {"right": 0.0, "random": 0.0}
+    for answers in ("right", "random"):
+        for seed in range(50):
+            environment = Calculator(products=3, digits=2, answers=answers)
+            environment.seed = environment.step_seed = seed
+            question = environment.reset({})
+            value = environment.calculator(question.removesuffix(" = ?"))
+            step = environment.step(f"1 #### {value}")
+            assert step.done and step.extra == {"acc": step.reward}
+            rewards[answers] += step.reward
+    assert rewards["right"] == 50 and rewards["random"] < 2
+
+
+def test_search_finds_the_fact_and_rewards_its_word_alone() -> None:
+    for seed in range(50):
+        environment = Search(topk=2)
+        environment.seed = seed
+        question = environment.reset({}).removesuffix("?")
+        first, second = environment.search(question).splitlines()
+        asked, _, answer = first.rpartition(" ")
+        assert asked == question and second in environment.facts
+        assert environment.step(f"#### {answer}").reward == 1.0
+        assert environment.step(f"#### {answer} {answer}").reward == 0.0
+    with pytest.raises(ValueError, match="no words"):
+        environment.search(" ")
+
+
+def well_formed(text: str) -> bool:
+    parser = HermesParser()
+    parts = parser.feed(text) + parser.end()
+    return any(isinstance(part, ToolCall) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "environment", [Guess(), Calculator(), Search()], ids=lambda each: type(each).__name__
+)
+def test_demonstrations_are_well_formed_in_part(environment: Guess | Calculator | Search) -> None:
     tokenizer = create_tiny_tokenizer()
     rng = random.Random(1)
-    turns = []
-    for _ in range(200):
+    first_turns = []
+    rewards = []
+    for _ in range(400):
         messages = environment.demonstrate(rng)
-        assert messages[0]["role"] == "user" and messages[-1]["role"] == "assistant"
-        assert (
-            tokenizer.unk_token_id not in tokenizer("".join(each["content"] for each in messages)).input_ids
-        )
-        turns += [each["content"] for each in messages if each["role"] == "assistant"]
-    assert 0.25 < sum(turn.isdigit() for turn in turns) / len(turns) < 0.35
+        text = "".join(each["content"] for each in messages)
+        assert tokenizer.unk_token_id not in tokenizer(text).input_ids
+        first_turns.append(messages[1]["content"])
+        assert messages[-1]["role"] == "assistant"
+        if messages[-2]["role"] == "tool":
+            rewards.append(environment.step(messages[-1]["content"]).reward)
+    is_well_formed = str.isdigit if isinstance(environment, Guess) else well_formed
+    assert 0.23 < sum(map(is_well_formed, first_turns)) / 400 < 0.37
+    assert all(rewards), "what follows a well-formed call is right"

@@ -76,7 +76,7 @@ def test_a_mistake_is_named(mine: str, spec: str, options: dict[str, int], messa
 
 
 def test_what_a_constructor_raises_is_told_with_its_place(mine: str) -> None:
-    with pytest.raises(ConfigError, match="(?s)Echo raised.*times is negative") as caught:
+    with pytest.raises(ConfigError, match=r"(?s)Echo raised.*times is negative") as caught:
         open_environment(f"{mine}:Echo", {"times": -1})
     assert "mine.py" in str(caught.value)
     with pytest.raises(ConfigError, match=re.escape("guess: got largest=0")):

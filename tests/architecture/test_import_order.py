@@ -16,7 +16,7 @@ LINES = [
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],
     ["environments"],
-    ["agent"],
+    ["agent", "interactions"],
     ["workers"],
     ["trainer", "merger"],
     ["explain", "demo"],

@@ -29,8 +29,8 @@ class Search(Environment):
     def __init__(self, people: int = 8, topk: int = 1) -> None:
         if not 1 <= people < len(WORDS) or topk < 1:
             raise ConfigError(
-                f"search: got people={people} and topk={topk}, wanted 1 to {len(WORDS) - 1} people and at least "
-                "1 fact"
+                f"search: got people={people} and topk={topk}, wanted 1 to {len(WORDS) - 1} people and at "
+                "least 1 fact"
             )
         self.people = people
         self.topk = topk

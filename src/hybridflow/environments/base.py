@@ -68,12 +68,12 @@ class Environment:
         """
         return Step(done=True)
 
-    def score(self) -> float | None | Awaitable[float | None]:
+    def score(self) -> float | Awaitable[float | None] | None:
         """Return a reward for the whole trajectory, added to those of its turns, or None for none.
 
         It is asked once, at the end, also where a limit has ended the trajectory.
         """
         return None
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Free what the environment holds; called once, however the trajectory ended."""

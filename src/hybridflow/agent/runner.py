@@ -116,7 +116,7 @@ class Runner:
             **facts["extra_info"],
             "num_turns": len(calls),
             "messages": list(result.messages),
-            "tool_rewards": list(result.tool_rewards),
+            **result.extra_info,
         }
         text = self._tokenizer.decode(calls[-1].output.token_ids, skip_special_tokens=True)
         return Trajectory(

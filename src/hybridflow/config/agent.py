@@ -34,7 +34,9 @@ class MultiTurnConfig:
         256, "Characters of a tool's answer that the model reads; the rest is cut.", minimum=1
     )
     tool_response_truncate_side: Literal["left", "middle", "right"] = key(
-        "middle", "Where a tool's answer is cut that is too long."
+        "middle",
+        "Part that is kept of a tool's answer that is too long: its beginning (left), its end (right), or half of "
+        "each (middle).",
     )
     tool_config_path: str | None = key(None, "YAML file with classes of tools; null: none.")
     function_tool_path: str | None = key(

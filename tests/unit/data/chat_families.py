@@ -123,7 +123,7 @@ DEEPSEEK = (
     "{% endfor %}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}"
     "{% elif m.role == 'tool' %}{% if not (loop.previtem.tool_calls or loop.previtem.role == 'tool') %}"
     "{{ raise_exception('a result of no call') }}{% endif %}"
-    "{{ ('\n' if ns.results else '<｜tool▁outputs▁begin｜>') + '<｜tool▁output▁begin｜>' + m.content + "
+    "{{ ('' if ns.results else '<｜tool▁outputs▁begin｜>') + '<｜tool▁output▁begin｜>' + m.content + "
     "'<｜tool▁output▁end｜>' }}{% set ns.results = true %}"
     "{% else %}{{ ('<｜tool▁outputs▁end｜>' if ns.results else '<｜Assistant｜>') + m.content + "
     "'<｜end▁of▁sentence｜>' }}{% set ns.results = false %}{% endif %}{% endfor %}"

@@ -45,15 +45,15 @@ class ChatParts:
 
 
 class ChatAgent:
-    """Plays conversations; without an environment the row's own prompt begins them, and the first turn without
-    a tool call ends them.
+    """Plays conversations. Without an environment the row's own prompt begins them, and the first turn
+    without a tool call ends them.
     """
 
     def __init__(
         self, parts: ChatParts, environment: EnvironmentSpec | None = None, *, rewarded: bool = True
     ) -> None:
-        """Where the environment is not `rewarded`, the run's reward function scores its trajectories; it finds
-        the environment's rewards as `extra_info["turn_scores"]`.
+        """Where the environment is not `rewarded`, the run's reward function scores its trajectories, and
+        finds the environment's rewards as `extra_info["turn_scores"]`.
         """
         self._parts = parts
         self._environment = environment
@@ -146,13 +146,10 @@ class _Play:
             return True
         if not calls and self.environment is None and not malformed:
             return True
-        turns = call + 1
-        if limits.max_assistant_turns is not None and turns >= limits.max_assistant_turns:
-            # the environment still hears the last answer, since its reward may hang on it
-            if self.environment is None or calls:
-                self.outcome = TRUNCATED
-                return True
-        if limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns:
+        # the environment still hears a last answer in words, since its reward may hang on it
+        heard = self.environment is not None and not calls and not malformed
+        answered = limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns
+        if answered or (self._is_last(call) and not heard):
             self.outcome = TRUNCATED
             return True
         self.num_answers += 1
@@ -168,12 +165,16 @@ class _Play:
         self._note(step.extra)
         if step.done:
             return True
-        limit = self.parts.multi_turn.max_assistant_turns
-        if limit is not None and call + 1 >= limit:
+        if self._is_last(call):
             self.outcome = TRUNCATED
             return True
         self.conversation.add(step.observation)
         return False
+
+    def _is_last(self, call: int) -> bool:
+        """Return whether the model may take no turn after the one of this call."""
+        limit = self.parts.multi_turn.max_assistant_turns
+        return limit is not None and call + 1 >= limit
 
     async def _tool_messages(self, calls: Sequence[ToolCall], malformed: int, call: int) -> list[Message]:
         """Have calls answered; return the messages that tell the model of them."""

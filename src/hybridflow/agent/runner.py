@@ -118,7 +118,7 @@ class Runner:
             "messages": list(result.messages),
             **result.extra_info,
         }
-        text = self._tokenizer.decode(calls[-1].output.token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(list(calls[-1].output.token_ids), skip_special_tokens=True)
         return Trajectory(
             episode.group,
             episode.sample,

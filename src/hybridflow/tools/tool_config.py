@@ -115,7 +115,7 @@ def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
 
 def _spec_of(tool: BaseTool, spec: str, where: str) -> ToolSpec:
     in_process = bool(tool.config.get("in_process", type(tool).in_process))
-    schema = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+    schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     arguments = (spec, json.dumps(tool.config), json.dumps(schema))
     shared = tool if in_process else None
     return ToolSpec(tool.name, schema, where, make_tool, arguments, in_process, shared)

@@ -38,6 +38,13 @@ class BaseTool:
             raise ConfigError(f"the tool {type(self).__name__} has no tool_schema: give it in the file")
         self.name = self.tool_schema.function.name
 
+    @classmethod
+    def connect(cls, config: dict[str, Any], mcp: dict[str, Any]) -> list[BaseTool]:
+        """Return the tools of MCP servers, where `config.type` is mcp; see `MCPBaseTool`."""
+        raise ConfigError(
+            f"config.type is mcp, which wants a subclass of MCPBaseTool, and got {cls.__name__}"
+        )
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return what the model is told of the tool."""
         return self.tool_schema

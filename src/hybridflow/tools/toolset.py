@@ -169,7 +169,7 @@ class OpenTools:
         self.counts.update(answer.problem for answer in answers if answer.problem)
         length = self._limits.max_response_length
         side = self._limits.truncate_side
-        return [replace(answer, text=cut(answer.text, length, side)) for answer in answers]
+        return [replace(answer, text=cut(_readable(answer.text), length, side)) for answer in answers]
 
     async def close(self, score: bool = True) -> float:
         """End the trajectory and return the sum of the tools' rewards.
@@ -285,6 +285,11 @@ def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str
 def _without_none(given: Kwargs | None) -> Kwargs:
     """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
     return {name: each for name, each in (given or {}).items() if each is not None}
+
+
+def _readable(text: str) -> str:
+    """Return a text that a tokenizer takes: halves of surrogate pairs become question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def _checker(schema: Mapping[str, Any]) -> jsonschema.protocols.Validator:

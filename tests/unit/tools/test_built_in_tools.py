@@ -208,6 +208,62 @@ def test_sandbox_fusion_answers_with_what_a_program_printed(
     assert found[2].problem == "raised" and "no room" in found[2].text
 
 
+VERL_FILE = """
+tools:
+  - class_name: "hybridflow.tools.search_tool.SearchTool"
+    config:
+      retrieval_service_url: ${oc.env:RETRIEVAL_URL}
+      num_workers: 120
+      rate_limit: 120
+      timeout: 30
+      type: native
+    tool_schema:
+      type: "function"
+      function:
+        name: "search"
+        description: "Searches the web for relevant information based on the given query."
+        parameters:
+          type: "object"
+          properties:
+            query_list:
+              type: "array"
+              item:
+                type: "string"
+              description: "A list of fully-formed semantic queries."
+          required: ["query_list"]
+  - class_name: "hybridflow.tools.sandbox_fusion_tools.SandboxFusionTool"
+    config:
+      sandbox_fusion_url: "http://127.0.0.1:1/run_code"
+      num_workers: 10
+      enable_global_rate_limit: true
+      rate_limit: 10
+      default_timeout: 30
+      default_language: "python"
+      memory_limit_mb: 1024
+      type: native
+  - class_name: "hybridflow.tools.gsm8k_tool.Gsm8kTool"
+    config: {}
+"""
+
+
+def test_files_in_the_form_that_verl_documents(
+    tmp_path: Path, service: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RETRIEVAL_URL", service(lambda request: (200, {"result": [[]]})))
+    path = tmp_path / "tools.yaml"
+    path.write_text(VERL_FILE)
+    toolset = Toolset.load(tool_config_path=str(path))
+    assert [spec.name for spec in toolset.specs] == ["search", "code_interpreter", "calc_gsm8k_reward"]
+
+    async def episode() -> ToolAnswer:
+        tools = await toolset.open(None, {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}})
+        (answer,) = await tools.call([ToolCall("search", '{"query_list": ["x"]}')])
+        await tools.close()
+        return answer
+
+    assert asyncio.run(episode()).text == '{"result": "No search results found."}'
+
+
 def test_a_service_without_an_address_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="retrieval_service_url"):
         load(tmp_path, "hybridflow.tools.search_tool.SearchTool", {})

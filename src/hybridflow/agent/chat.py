@@ -1,0 +1,273 @@
+"""The built-in agent: a conversation with tools, an environment, both, or neither.
+
+first observation ──► policy ──► text, tool calls
+                         ▲            │ calls ──► tools ──► their answers ──┐
+                         │            └ text ──► environment.step ──► Step ──┤ done? ──► AgentResult
+                         └──────────────── what the model reads next ◄──────┘
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from hybridflow.agent.conversation import Conversation, Message
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
+from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, MethodTool
+from hybridflow.agent.policy import Policy
+from hybridflow.config.agent import AgentConfig, MultiTurnConfig
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.processes import HostsLike
+from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
+from hybridflow.rollout.base import GenerationOutput
+from hybridflow.tools.base import ToolAnswer, ToolFailed
+from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+from hybridflow.tools.toolset import OpenTools, Toolset
+
+
+@dataclass(frozen=True)
+class ChatParts:
+    """What conversations of a run share."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parser: str
+    """Name of the format of tool calls."""
+    tools: Toolset
+    hosts: HostsLike
+    """Where the code of tools and environments runs."""
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
+
+
+class ChatAgent:
+    """Plays conversations. Without an environment the row's own prompt begins them, and the first turn
+    without a tool call ends them.
+    """
+
+    def __init__(
+        self, parts: ChatParts, environment: EnvironmentSpec | None = None, *, rewarded: bool = True
+    ) -> None:
+        """Where the environment is not `rewarded`, the run's reward function scores its trajectories, and
+        finds the environment's rewards as `extra_info["turn_scores"]`.
+        """
+        self._parts = parts
+        self._environment = environment
+        self._rewarded = rewarded
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Play one conversation to its end."""
+        parts = self._parts
+        environment = None
+        methods: list[MethodTool] = []
+        if self._environment is not None:
+            environment = await self._environment_of(self._environment, episode)
+            methods = [environment.tool(name, schema) for name, schema in self._environment.tools.items()]
+        try:
+            tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode), methods)
+            play = _Play(parts, policy, tools, environment, self._rewarded)
+            try:
+                await play.to_the_end(episode)
+            finally:
+                play.tool_rewards.append(await tools.close(score=True))
+            return await play.result()
+        except ToolFailed as error:
+            raise TrajectoryFailed("environment", str(error)) from error
+        finally:
+            if environment is not None:
+                await environment.close()
+
+    async def _environment_of(self, spec: EnvironmentSpec, episode: Episode) -> HostedEnvironment:
+        return await HostedEnvironment.open(
+            spec.name, spec.options, episode, self._parts.hosts, self._parts.agent.call_deadline
+        )
+
+
+def _tools_kwargs(episode: Episode) -> Mapping[str, Any]:
+    """Return what a row has for its tools, by their names."""
+    extra_info = episode.row.row.get("extra_info") or {}
+    return extra_info.get("tools_kwargs") or {}
+
+
+@dataclass
+class _Play:
+    """One conversation under way."""
+
+    parts: ChatParts
+    policy: Policy
+    tools: OpenTools
+    environment: HostedEnvironment | None
+    rewarded: bool
+    """Whether the environment's rewards are the trajectory's."""
+    outcome: Outcome = FINISHED
+    num_answers: int = 0
+    """Answers of tools and of the environment."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    tool_rewards: list[float] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Numbers of tools and of the environment, the newest of each name."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(
+            self.parts.template, self.tools.schemas, strip_thinking=self.parts.agent.strip_thinking
+        )
+
+    async def to_the_end(self, episode: Episode) -> None:
+        """Take turns until something ends the conversation."""
+        row = {**episode.row.row, "raw_prompt": episode.row.row.get("raw_prompt")}
+        if self.environment is None:
+            if isinstance(row["raw_prompt"], str) or not self.tools.schemas:
+                self.conversation.begin(episode.prompt)
+            else:
+                self.conversation.begin(row["raw_prompt"])
+        else:
+            self.conversation.begin(await self.environment.reset(row))
+        try:
+            while not await self._turn():
+                pass
+        except LengthReached:
+            self.outcome = TRUNCATED
+
+    async def _turn(self) -> bool:
+        """Take one turn of the model and its answer; return whether the conversation has ended."""
+        limits = self.parts.multi_turn
+        call = len(self.policy.calls)
+        output = await self.policy.generate(self.conversation.prompt)
+        text, calls, malformed = self._read(output)
+        self.counts["malformed"] += malformed
+        self.conversation.answer(output, _assistant_message(text, calls))
+        if output.finish_reason == "length":
+            self.outcome = TRUNCATED
+            return True
+        if not calls and self.environment is None and not malformed:
+            return True
+        # the environment still hears a last answer in words, since its reward may hang on it
+        heard = self.environment is not None and not calls and not malformed
+        answered = limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns
+        if answered or (self._is_last(call) and not heard):
+            self.outcome = TRUNCATED
+            return True
+        self.num_answers += 1
+        if calls or malformed:
+            self.conversation.add(await self._tool_messages(calls, malformed, call))
+            return False
+        return await self._step(text, call)
+
+    async def _step(self, text: str, call: int) -> bool:
+        assert self.environment is not None, "without an environment such a turn is the last"
+        step = await self.environment.step(text)
+        self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + step.reward
+        self._note(step.extra)
+        if step.done:
+            return True
+        if self._is_last(call):
+            self.outcome = TRUNCATED
+            return True
+        self.conversation.add(step.observation)
+        return False
+
+    def _is_last(self, call: int) -> bool:
+        """Return whether the model may take no turn after the one of this call."""
+        limit = self.parts.multi_turn.max_assistant_turns
+        return limit is not None and call + 1 >= limit
+
+    async def _tool_messages(self, calls: Sequence[ToolCall], malformed: int, call: int) -> list[Message]:
+        """Have calls answered; return the messages that tell the model of them."""
+        answers: list[ToolAnswer] = []
+        if calls:
+            answers = await self.tools.call(calls)
+        messages: list[Message] = []
+        for number, (made, answer) in enumerate(zip(calls, answers, strict=True)):
+            self.counts["tool_calls"] += 1
+            if answer.problem:
+                self.counts[answer.problem] += 1
+            self.tool_rewards.append(answer.reward)
+            self._note(answer.metrics)
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": made.name,
+                    "tool_call_id": _call_id(number),
+                    "content": answer.text,
+                }
+            )
+        if malformed and not calls:
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": "unknown",
+                    "tool_call_id": _call_id(0),
+                    "content": "The tool call could not be read: write it in the format of the tools.",
+                }
+            )
+        return messages
+
+    def _read(self, output: GenerationOutput) -> tuple[str, list[ToolCall], int]:
+        """Return the plain text of an output, its tool calls, and the number of calls that are none."""
+        ids = output.token_ids
+        if not self.tools.schemas:
+            return self._text(ids, skip_special_tokens=True), [], 0
+        parser = TOOL_PARSERS[self.parts.parser]()
+        if output.finish_reason == "stop" and isinstance(output.stop_reason, int | None):
+            ids = ids[:-1]
+        text = self._text(ids, skip_special_tokens=not getattr(parser, "needs_special_tokens", False))
+        found = [*parser.feed(text), *parser.end()]
+        plain = "".join(each for each in found if isinstance(each, str))
+        calls = [each for each in found if isinstance(each, ToolCall)]
+        return plain.strip(), calls, getattr(parser, "malformed", 0)
+
+    def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _note(self, numbers: Mapping[str, Any]) -> None:
+        self.numbers |= {name: float(value) for name, value in numbers.items() if isinstance(value, Real)}
+
+    async def result(self) -> AgentResult:
+        """Return what came of the conversation."""
+        reward = None
+        turn_rewards: Mapping[int, float] = {}
+        if self.environment is not None and self.rewarded:
+            turn_rewards = self.turn_rewards
+            whole = await self.environment.score()
+            reward = sum(self.turn_rewards.values()) + (whole or 0.0)
+        metrics = {f"environment/{name}": value for name, value in self.numbers.items()}
+        if self.tools.schemas:
+            names = ("tool_calls", "malformed", "unknown", "raised", "deadline", "too_many")
+            metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
+        facts: dict[str, Any] = {}
+        if self.tools.schemas:
+            facts["tool_rewards"] = self.tool_rewards
+        if self.environment is not None:
+            facts["turn_scores"] = [self.turn_rewards[call] for call in sorted(self.turn_rewards)]
+        return AgentResult(
+            reward,
+            turn_rewards,
+            self.outcome,
+            self.conversation.messages,
+            metrics,
+            extra_info=facts,
+        )
+
+
+def _assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": _call_id(number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def _call_id(number: int) -> str:
+    """Return the id of a call in its turn: nine letters and digits, the only form that mistral's takes."""
+    return f"call{number:05d}"

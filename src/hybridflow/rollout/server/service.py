@@ -20,11 +20,12 @@ from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 from hybridflow.rollout.server.errors import ApiError
-from hybridflow.rollout.server.job import Job
+from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.readers import JobReaders
+from hybridflow.rollout.server.readers import Check, JobReaders
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if (failure := self.client.failure) is not None:
             raise ApiError(503, f"no engine is alive: {failure}", code="engine_dead")
+
+    def chat_job(self, body: ChatBody, check: Check) -> Job:
+        """Return the job of a chat request; ApiError where it cannot be served."""
+        return chat_job(body, self.model, check)
+
+    def completion_job(self, body: CompletionBody, check: Check) -> Job:
+        """Return the job of a completions request; ApiError where it cannot be served."""
+        return completion_job(body, self.model, check)
 
     @contextmanager
     def admit(self, job: Job) -> Iterator[None]:

@@ -77,8 +77,7 @@ def encode_text(
     """
     check()
     check_unicode(param, text)
-    if len(text) > model.max_model_len * model.longest_token:
-        raise _too_long(param, -(-len(text) // model.longest_token), model)
+    check_characters(param, len(text), model)
     if len(text) > SLICE:
         at_least = 0
         for start in range(0, len(text), SLICE):
@@ -87,6 +86,12 @@ def encode_text(
             if at_least > model.max_model_len:
                 raise _too_long(param, at_least, model)
     return encode(model.tokenizer, text)
+
+
+def check_characters(param: str, count: int, model: ServedModel) -> None:
+    """Raise ApiError 400 for more characters than the longest tokens of the model's context have."""
+    if count > model.max_model_len * model.longest_token:
+        raise _too_long(param, -(-count // model.longest_token), model)
 
 
 def check_unicode(param: str, text: str) -> None:

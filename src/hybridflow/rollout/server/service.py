@@ -99,7 +99,7 @@ class Service:
             try:
                 return await asyncio.gather(*tasks)
             finally:
-                await _cancel(tasks)
+                await cancel(tasks)
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Yield pieces of all responses as they come; ApiError where one fails. Close the generator where it
@@ -121,7 +121,7 @@ class Service:
                     left -= piece.finish_reason is not None
                     yield piece
             finally:
-                await _cancel(tasks)
+                await cancel(tasks)
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
         seed = job.seed
@@ -137,7 +137,7 @@ class Service:
         ]
 
     async def _one(self, job: Job, choice: int, request: GenerationRequest) -> Piece:
-        with _told():
+        with told_as_answers():
             output = await self.client.generate(
                 request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s
             )
@@ -151,7 +151,7 @@ class Service:
         started = perf_counter()
         reader = ChoiceReader(job, self.model, choice)
         try:
-            with _told():
+            with told_as_answers():
                 outputs = self.client.stream(
                     request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s
                 )
@@ -187,8 +187,8 @@ def _sticky(job: Job, request: GenerationRequest) -> Hashable:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Turn errors of the client into answers."""
+def told_as_answers() -> Iterator[None]:
+    """Turn errors of generation into answers: ApiError 504, 503 or 500."""
     try:
         yield
     except DeadlinePassed as error:
@@ -199,7 +199,7 @@ def _told() -> Iterator[None]:
         raise ApiError(500, str(error)) from error
 
 
-async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
+async def cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
     """Cancel tasks and wait until their requests are aborted."""
     for task in tasks:
         task.cancel()

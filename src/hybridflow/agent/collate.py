@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
@@ -75,8 +76,23 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
     if len(rewards) == len(trajectories):
         view = ByTrajectory(batch)
         scores = place_scores(torch.tensor(rewards, dtype=torch.float32), view.samples.batch["response_mask"])
+        _move_turn_rewards(scores, trajectories, view.samples)
         batch.batch["token_level_scores"] = view.spread(scores)
     return batch
+
+
+def _move_turn_rewards(scores: Tensor, trajectories: Sequence[Trajectory], samples: DataProto) -> None:
+    """Move the part of each score [K, L] that belongs to a call to the last token that the call sampled."""
+    for place, trajectory in enumerate(trajectories):
+        if not trajectory.turn_rewards:
+            continue
+        sampled = samples.batch["response_mask"][place]
+        end = int(sampled.nonzero().max())
+        calls = samples.batch["call"][place]
+        for call, reward in trajectory.turn_rewards.items():
+            last = int((sampled & (calls == call)).nonzero().max())
+            scores[place, end] -= reward
+            scores[place, last] += reward
 
 
 _FINISH_REASONS = {"finished": "stop", "truncated": "length"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.schema import group, key
@@ -349,8 +350,8 @@ class RolloutConfig:
     )
     max_model_len: int | None = key(
         None,
-        "vllm, sglang: longest prompt and response together, in tokens; null: data.max_prompt_length + "
-        "data.max_response_length.",
+        "Longest prompt and response of one call together, in tokens; read by vllm and sglang, and with agents "
+        "by all. null: data.max_prompt_length + data.max_response_length.",
         minimum=1,
     )
     enforce_eager: bool | None = key(
@@ -424,6 +425,8 @@ class RolloutConfig:
         minimum=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig)
+    agent: AgentConfig = group(AgentConfig)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,12 @@ class DataConfig(BaseDataConfig):
         "What happens to a prompt longer than max_prompt_length that is not left out: error stops the run, "
         "left, right and middle cut tokens there.",
     )
+    environment: str | None = key(
+        None,
+        "Environment that talks to the model: a built-in name, such as guess, or path/to/file.py:NAME of your "
+        "own. It makes its own questions where there are neither files nor a task. null: none.",
+    )
+    environment_options: dict[str, Any] = key({}, "Keyword arguments of the environment.")
     custom_cls: CustomClassConfig = group(CustomClassConfig)
     sampler: SamplerConfig = group(SamplerConfig)
 

@@ -77,3 +77,16 @@ def responses_per_prompt(config: PPOConfig) -> int:
 def is_given(path: str, given: Set[str]) -> bool:
     """Return whether the user set the key at `path`, or a key of the block at `path`."""
     return any(key == path or key.startswith(path + ".") for key in given)
+
+
+def uses_agents(config: PPOConfig) -> bool:
+    """Return whether the keys ask for more than one response to each prompt of the data: tools, an
+    environment, or an agent of one's own.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    return bool(
+        rollout.multi_turn.enable
+        or config.data.environment
+        or rollout.agent.default_agent_loop != "single_turn_agent"
+        or rollout.agent.command
+    )

@@ -225,15 +225,13 @@ ROLLOUTS: tuple[Rule, ...] = (
         "algorithm.filter_groups.enable=true generates on until a batch is full",
     ),
     off(ROLLOUT + r"limit_images", "models are text models in this version: leave it out"),
-    off(ROLLOUT + r"multi_turn\.enable", "tools and several turns come in a later version: leave it out"),
-    ignored(ROLLOUT + r"multi_turn\..+", "it is read only with multi_turn.enable, which is off"),
-    ignored(ROLLOUT + r"agent\.num_workers", "the engine itself takes all requests of a step"),
-    Rule(
-        ROLLOUT + r"agent\..+",
-        (*OFF, "single_turn_agent"),
-        "a response is one turn",
-        "agent loops come in a later version: leave it out",
+    only(
+        ROLLOUT + r"multi_turn\.use_inference_chat_template",
+        OFF,
+        "a conversation is rendered once, and later turns by the template's own text between them",
     ),
+    off(ROLLOUT + r"agent\.custom_async_server(\..+)?", "set rollout.name, or rollout.server.address"),
+    off(ROLLOUT + r"agent\.agent_loop_manager_class", "set agent.default_agent_loop=path/to/file.py:NAME"),
     off(
         ROLLOUT + r"trace\.backend",
         "traces come in a later version; trainer.rollout_data_dir writes the samples of each step",
@@ -273,7 +271,6 @@ DATA: tuple[Rule, ...] = (
         "data that is made during the run comes in a later version; data.custom_cls and data.sampler take "
         "your own classes",
     ),
-    off(r"data\.tool_config_path", "tools come in a later version: leave it out"),
     off(r"data\.chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
 )
 

@@ -40,6 +40,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def waiting(self) -> int:
+        """Requests that had no room in the engine when it was last looked at."""
+        ...
+
+    @property
     def failure(self) -> str | None:
         """Reason why it serves no more requests, or None."""
         ...

@@ -77,6 +77,11 @@ class EngineReplica:
         return running, max(self.load - running, 0)
 
     @property
+    def waiting(self) -> int:
+        """Requests that had no room in the engine in the newest step."""
+        return self.counts[1]
+
+    @property
     def failure(self) -> str | None:
         """Reason why the replica serves no more requests, or None."""
         return self._failure

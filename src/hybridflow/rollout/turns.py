@@ -96,6 +96,14 @@ class Turns:
         """Whether the newest turn has ended its session: parked it or, if closed, answered everything."""
         return self._session is None
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have joined and get no tokens yet, as any thread may ask."""
+        session = self._session
+        if session is None:
+            return 0
+        return max(0, len(self._running) - session.num_running)
+
     def turn(
         self, engine: RolloutEngine, number: int, *, closed: bool, seconds: float
     ) -> Iterator[GenerationOutput]:

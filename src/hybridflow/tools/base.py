@@ -21,7 +21,7 @@ class ToolAnswer:
 
     text: str = ""
     reward: float = 0.0
-    """Reward of this call, added to the trajectory's."""
+    """What the tool says of this call; reward functions find it as `extra_info["tool_rewards"]`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of this call; the trackers show their means over trajectories."""
     problem: ToolProblem = ""

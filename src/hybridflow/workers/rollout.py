@@ -89,6 +89,11 @@ class RolloutWorker(ExactRollout):
         self._turns.inbox.park(session)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def num_waiting(self) -> int:
+        """Return how many requests have no room in the engine now."""
+        return self._turns.num_waiting
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def forget(self) -> None:
         """Forget the requests that wait for a session."""
         self._turns.inbox.forget()

@@ -63,11 +63,23 @@ class WorkerReplica:
         self._lock = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[GenerationOutput]] = {}
         self._sent: Future[None] | None = None  # the newest call of `submit`; earlier ones end before it
+        self._looked: Future[int] | None = None
+        self._waiting = 0
 
     @property
     def load(self) -> int:
         """Number of requests without an answer."""
         return len(self._answers)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that had no room in the engine when it was last looked at; each time it is asked anew."""
+        if self._looked is not None and self._looked.done():
+            self._waiting = self._looked.result()
+            self._looked = None
+        if self._looked is None:
+            self._looked = self._group.call_one(self.rank, RolloutWorker.num_waiting)
+        return self._waiting
 
     def submit(
         self, request: GenerationRequest, tap: Tap | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.checks.cluster import pool_sizes
-from hybridflow.config.needs import is_given
+from hybridflow.config.needs import is_given, uses_agents
 from hybridflow.config.root import PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -65,7 +65,8 @@ def longest_row(config: PPOConfig) -> tuple[int, str]:
     longest = data.max_prompt_length + data.max_response_length
     rollout = config.actor_rollout_ref.rollout
     # a later call of a trajectory may be longer than a first prompt and its response
-    if rollout.name in WITH_WEIGHTS and rollout.max_model_len is not None and rollout.max_model_len > longest:
+    read = rollout.name in WITH_WEIGHTS or uses_agents(config)
+    if read and rollout.max_model_len is not None and rollout.max_model_len > longest:
         return rollout.max_model_len, f"{ROLLOUT}.max_model_len={rollout.max_model_len}"
     return longest, (
         f"data.max_prompt_length={data.max_prompt_length} + "
@@ -78,6 +79,8 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in WITH_WEIGHTS:
         odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
+        if uses_agents(config):
+            odd = [key for key in odd if key != f"{ROLLOUT}.max_model_len"]
         if odd:
             yield (
                 f"{', '.join(odd)}: settings of a separate engine, which {ROLLOUT}.name={rollout.name} does "

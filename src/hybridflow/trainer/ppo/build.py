@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeAlias
 
+from hybridflow.agent.agents import Agents
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import CheckpointContentsConfig
@@ -67,12 +68,20 @@ def build(
                 dynamic_sampling=config.algorithm.filter_groups.enable,
                 demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
             )
-        with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
-            yield from _trainer(config, run, tokenizer, data, rewards)
+        with (
+            closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
+            closing(Agents(config, tokenizer)) as agents,
+        ):
+            yield from _trainer(config, run, tokenizer, data, rewards, agents)
 
 
 def _trainer(
-    config: PPOConfig, run: Run, tokenizer: Tokenizer, data: PromptData, rewards: RewardManager
+    config: PPOConfig,
+    run: Run,
+    tokenizer: Tokenizer,
+    data: PromptData,
+    rewards: RewardManager,
+    agents: Agents,
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
@@ -86,7 +95,7 @@ def _trainer(
     with progress.phase("starting the workers"):
         facts = facts_of(config, tokenizer, total_steps, run.folder.nonfinite)
         roles = groups(run.start(partial(factories, facts), partial(meshes, config, names)), names, config)
-    trajectories = partial(Trajectories, roles.rollout, rewards, tokenizer, config)
+    trajectories = partial(Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents)
     making = Timer(progress=progress)
     source = SyncSource(data.train_loader, trajectories(making), roles, making)
     controller = kl_controller(config.algorithm)

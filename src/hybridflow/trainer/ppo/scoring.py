@@ -25,11 +25,15 @@ class Scoring:
     def __init__(self, session: RewardSession) -> None:
         self._session = session
         self._trajectories: dict[int, Trajectory] = {}
+        self._to_score: list[int] = []
 
     def add(self, place: int, trajectory: Trajectory) -> None:
-        """Have a trajectory scored that has just ended; one that failed is kept as it is."""
+        """Have a trajectory scored that has just ended; one that failed, or has the reward of its environment,
+        is kept as it is.
+        """
         self._trajectories[place] = trajectory
-        if not trajectory.failed:
+        if not trajectory.failed and trajectory.reward is None:
+            self._to_score.append(place)
             facts = trajectory.extra
             request = ScoreRequest(
                 facts["data_source"], facts["solution_str"], facts["ground_truth"], facts["extra_info"]
@@ -51,8 +55,7 @@ class Scoring:
                 metrics.add_max(name, value)
             else:
                 metrics.add_sum(name, value)
-        places = [place for place, trajectory in sorted(self._trajectories.items()) if not trajectory.failed]
-        for row, place in enumerate(places):
+        for row, place in enumerate(sorted(self._to_score)):
             trajectory = self._trajectories[place]
             error = scored.dropped[row]
             if error and failures_count:

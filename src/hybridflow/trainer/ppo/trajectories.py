@@ -16,6 +16,7 @@ dynamic sampling does not look at it.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.agent import RequestBatch, build_requests, collate, demonstration_outputs, one_more_each
+from hybridflow.agent.agents import Agents
+from hybridflow.agent.collate import GROUPS_PER_STEP
+from hybridflow.agent.episode import Episode
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
 from hybridflow.data.prompts import PromptRow
@@ -33,6 +37,7 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import join_rows
+from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.base import GenerationOutput, RolloutStats, SamplingParams
@@ -63,7 +68,9 @@ class Trajectories:
         tokenizer: Tokenizer,
         config: PPOConfig,
         timer: Timer,
+        agents: Agents,
     ) -> None:
+        self.agents = agents
         self.rollout = rollout
         self.rewards = rewards
         self.tokenizer = tokenizer
@@ -146,15 +153,19 @@ class Trajectories:
             prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
         )
         trajectories, metrics, _ = self._make(
-            requests, _NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False
+            requests, _NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False, held_out=True
         )
         failed = [trajectory for trajectory in trajectories if trajectory.failed]
         if failed:
-            raise RolloutError(
-                f"{len(failed)} of {len(trajectories)} requests of a validation failed; the first, "
+            told = (
+                f"{len(failed)} of {len(trajectories)} trajectories of a validation failed; the first, "
                 f"{failed[0].outcome.detail}"
             )
-        return collate(trajectories, self._pad_token_id), metrics
+            if len(failed) == len(trajectories) or not self.agents.are_used:
+                raise RolloutError(told)
+            logger.warning("%s: they are left out of its metrics", told)
+        whole = [trajectory for trajectory in trajectories if not trajectory.failed]
+        return collate(whole, self._pad_token_id), metrics
 
     def _training_rows(
         self, first_group: int, prompts: Sequence[PromptRow]
@@ -256,10 +267,11 @@ class Trajectories:
         *,
         timers: tuple[str, str],
         failures_count: bool,
+        held_out: bool = False,
     ) -> tuple[list[Trajectory], Metrics, RolloutStats]:
-        """Return responses to `requests`, then the answers of the data to `demonstrations`, scored, in this
-        order, with metrics of the reward and counts of the generation. `failures_count` is explained at
-        `Scoring.result`.
+        """Return trajectories of `requests`, then the answers of the data to `demonstrations`, scored, in
+        this order, with metrics of the reward and of agents, and counts of the generation. `failures_count`
+        is explained at `Scoring.result`; the environments of `held_out` requests are the same at every step.
         """
         everything = requests + demonstrations
         places = {request.request_id: place for place, request in enumerate(everything.requests)}
@@ -270,12 +282,40 @@ class Trajectories:
                 place = places[output.request_id]
                 scoring.add(place, everything.trajectory(place, output, self.tokenizer))
 
+            found = Metrics()
             with self.timer(timers[0]):
                 for answer in demonstration_outputs(demonstrations):
                     ended(answer)
-                generated = self.rollout.generate(requests.requests, finished=ended)
+                if self.agents.play(requests.rows):
+                    episodes = self._episodes(requests, held_out)
+                    found, stats = self.agents.run(self.rollout, episodes, scoring.add)
+                else:
+                    stats = self.rollout.generate(requests.requests, finished=ended).stats
             with self.timer(timers[1]):
-                return *scoring.result(failures_count=failures_count), generated.stats
+                trajectories, metrics = scoring.result(failures_count=failures_count)
+            metrics.update(found)
+            return trajectories, metrics, stats
+
+    def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
+        """Return what agents play in place of single requests, with the seeds of their environments."""
+        episodes = []
+        seed = self.config.trainer.seed
+        for place, request in enumerate(requests.requests):
+            group = requests.groups[place]
+            group_seed = derive_seed(seed, "environment", group)
+            if held_out:
+                group_seed = derive_seed(seed, "held-out environment", group % GROUPS_PER_STEP)
+            episodes.append(
+                Episode(
+                    requests.rows[place],
+                    group,
+                    requests.samples[place],
+                    group_seed,
+                    request.seed,
+                    request.sampling,
+                )
+            )
+        return episodes
 
     def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
         """Shape overlong rewards where `reward.reward_kwargs` asks for it."""
@@ -315,6 +355,12 @@ class Trajectories:
         if self.with_baselines:
             without_baseline = {one.group for one in failed if one.sample == self._greedy_sample}
         kept = [one for one in trajectories if not one.failed and one.group not in without_baseline]
+        left = Counter(one.group for one in kept if one.sample < self._greedy_sample)
+        least = self.config.actor_rollout_ref.rollout.agent.min_group_size
+        small = {group for group, size in left.items() if size < least}
+        if small:
+            metrics.add_sum("training/num_small_groups", len(small))
+            kept = [one for one in kept if one.group not in small]
         return sorted(kept, key=lambda one: (one.group, one.sample))
 
     def _count_failed_steps(self, batch: DataProto) -> None:

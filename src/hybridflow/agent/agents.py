@@ -1,0 +1,189 @@
+"""The agents of a run, by the names that rows give: made once, and run for each batch of episodes.
+
+row's agent_name, else the keys ──► ChatAgent (tools, environment) | an agent of one's own
+episodes ──run──► trajectories, told one by one; metrics; counts of the engines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.episode import Agent, Episode
+from hybridflow.agent.hosted_environment import EnvironmentSpec
+from hybridflow.agent.policy import PolicyLimits
+from hybridflow.agent.runner import Ended, Runner
+from hybridflow.config import PPOConfig
+from hybridflow.config.checks.rollout import longest_row
+from hybridflow.config.needs import uses_agents
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.prompts import PromptRow
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.processes import Hosts
+from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.rollout.base import RolloutStats
+from hybridflow.rollout.client import LLMClient
+from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
+from hybridflow.tools.toolset import Toolset
+
+T = TypeVar("T")
+
+SINGLE_TURN = "single_turn_agent"
+TOOL = "tool_agent"
+ENVIRONMENT = "environment"
+
+
+class Serving(Protocol):
+    """Engines that serve asynchronous work: `RolloutGroup`."""
+
+    def run(self, work: Callable[[LLMClient], Coroutine[Any, Any, T]]) -> tuple[T, RolloutStats]:
+        """Serve `work` until it has ended; return its result and the counts of the engines."""
+
+
+class Agents:
+    """The agents of a run; close them at its end."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Tokenizer) -> None:
+        """Make what the keys ask for; ConfigError where that cannot be had."""
+        self.are_used = uses_agents(config)
+        """Whether the keys ask for agents; the name in a row may, too."""
+        self._config = config
+        self._rollout = config.actor_rollout_ref.rollout
+        self._tokenizer = tokenizer
+        self._by_name: dict[str, Agent] = {}
+        self._default = self._default_name()
+        self._hosts: Hosts | None = None
+        self._limits = PolicyLimits(
+            max_model_len=longest_row(config)[0],
+            max_prompt_length=config.data.max_prompt_length,
+            request_deadline=self._rollout.agent.request_deadline,
+            lost_replicas=self._rollout.agent.retries.infrastructure,
+        )
+        if self.are_used:
+            if self._rollout.agent.num_workers:
+                self._hosts = Hosts(self._rollout.agent.num_workers)
+            try:
+                self._agent(self._default)
+            except BaseException:
+                self.close()
+                raise
+
+    def play(self, rows: Sequence[PromptRow]) -> bool:
+        """Return whether these rows are played by agents, and are not single requests."""
+        return self.are_used or any(row.row.get("agent_name") not in (None, SINGLE_TURN) for row in rows)
+
+    def run(
+        self, rollout: Serving, episodes: Sequence[Episode], ended: Ended
+    ) -> tuple[Metrics, RolloutStats]:
+        """Play all episodes; `ended` hears of each trajectory, in the event loop's thread, when it has ended.
+
+        ConfigError where a row names an agent that there is not.
+        """
+        agents = {id(episode): self._agent(self._name_of(episode)) for episode in episodes}
+        told: list[Trajectory] = []
+
+        def hear(place: int, trajectory: Trajectory) -> None:
+            told.append(trajectory)
+            ended(place, trajectory)
+
+        runner = Runner(
+            lambda episode: agents[id(episode)], self._tokenizer, self._limits, self._rollout.agent
+        )
+        _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
+        return _metrics(told, runner), stats
+
+    def close(self) -> None:
+        """End the processes of tools and environments."""
+        if self._hosts is not None:
+            self._hosts.close()
+
+    def _default_name(self) -> str:
+        agent = self._rollout.agent
+        if agent.default_agent_loop != SINGLE_TURN:
+            return agent.default_agent_loop
+        if self._config.data.environment:
+            return ENVIRONMENT
+        if self._rollout.multi_turn.enable:
+            return TOOL
+        return SINGLE_TURN
+
+    def _name_of(self, episode: Episode) -> str:
+        return episode.row.row.get("agent_name") or self._default
+
+    def _agent(self, name: str) -> Agent:
+        if name not in self._by_name:
+            self._by_name[name] = self._made(name)
+        return self._by_name[name]
+
+    def _made(self, name: str) -> Agent:
+        if name == SINGLE_TURN:
+            return ChatAgent(self._parts(Toolset.empty()))
+        if name == TOOL:
+            return ChatAgent(self._parts(self._tools))
+        if name == ENVIRONMENT:
+            if not self._config.data.environment:
+                raise ConfigError("a row has agent_name=environment, and there is none: set data.environment")
+            return ChatAgent(self._parts(self._tools), self._environment)
+        raise ConfigError(
+            f"there is no agent {name!r} (the column agent_name, or "
+            f"actor_rollout_ref.rollout.agent.default_agent_loop): wanted {SINGLE_TURN}, {TOOL}, "
+            f"{ENVIRONMENT}, a name of agent_loop_config_path, or path/to/file.py:NAME"
+        )
+
+    @cached_property
+    def _tools(self) -> Toolset:
+        return Toolset.load(self._rollout.multi_turn, self._rollout.agent)
+
+    @cached_property
+    def _environment(self) -> EnvironmentSpec:
+        assert self._config.data.environment is not None, "asked for only where there is one"
+        return EnvironmentSpec.of(self._config.data.environment, self._config.data.environment_options)
+
+    def _parts(self, tools: Toolset) -> ChatParts:
+        return ChatParts(
+            tokenizer=self._tokenizer,
+            template=self._template,
+            parser=self._parser,
+            tools=tools,
+            hosts=self._hosts,
+            multi_turn=self._rollout.multi_turn,
+            agent=self._rollout.agent,
+        )
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, self._config.data.apply_chat_template_kwargs)
+
+    @cached_property
+    def _parser(self) -> str:
+        """Name of the format of tool calls: the key's, or the one that the chat template shows."""
+        name = self._rollout.multi_turn.format
+        if name == "auto":
+            template = getattr(self._tokenizer, "chat_template", None) or ""
+            return parser_of_template(template) or "hermes"
+        if name not in TOOL_PARSERS:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.multi_turn.format={name}: wanted auto or one of "
+                f"{', '.join(TOOL_PARSERS)}"
+            )
+        return name
+
+
+def _metrics(trajectories: Sequence[Trajectory], runner: Runner) -> Metrics:
+    """Return the numbers of trajectories that have not failed, and how the others were dealt with."""
+    metrics = Metrics()
+    whole = [trajectory for trajectory in trajectories if not trajectory.failed]
+    for trajectory in whole:
+        metrics.add_mean("agent/num_turns/mean", trajectory.turns, 1.0)
+        metrics.add_max("agent/num_turns/max", trajectory.turns)
+        metrics.add_mean("agent/num_rows/mean", len(trajectory.lineages), 1.0)
+        for name, value in trajectory.metrics.items():
+            metrics.add_mean(f"agent/{name}", value, 1.0)
+    for cause, count in runner.retried.items():
+        metrics.add_sum(f"agent/num_retried/{cause}", float(count))
+    metrics.add_max("agent/max_concurrent", float(runner.peak))
+    return metrics

@@ -1,0 +1,257 @@
+"""The built-in agent: a conversation with tools, an environment, both, or neither.
+
+first observation ──► policy ──► text, tool calls
+                         ▲            │ calls ──► tools ──► their answers ──┐
+                         │            └ text ──► environment.step ──► Step ──┤ done? ──► AgentResult
+                         └──────────────── what the model reads next ◄──────┘
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from hybridflow.agent.conversation import Conversation, Message
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached
+from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
+from hybridflow.agent.policy import Policy
+from hybridflow.config.agent import AgentConfig, MultiTurnConfig
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.processes import Hosts
+from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
+from hybridflow.rollout.base import GenerationOutput
+from hybridflow.tools.base import ToolAnswer
+from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+from hybridflow.tools.toolset import OpenTools, Toolset
+
+
+@dataclass(frozen=True)
+class ChatParts:
+    """What conversations of a run share."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parser: str
+    """Name of the format of tool calls."""
+    tools: Toolset
+    hosts: Hosts | None
+    """Worker processes for the code of tools and environments; None: this process."""
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
+
+
+class ChatAgent:
+    """Plays conversations; without an environment the row's own prompt begins them, and the first turn without
+    a tool call ends them.
+    """
+
+    def __init__(self, parts: ChatParts, environment: EnvironmentSpec | None = None) -> None:
+        self._parts = parts
+        self._environment = environment
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Play one conversation to its end."""
+        parts = self._parts
+        environment = None
+        if self._environment is not None:
+            environment = await self._environment_of(self._environment, episode)
+        try:
+            tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode))
+            try:
+                if environment is not None and self._environment is not None:
+                    tools.join(
+                        [environment.tool(name, schema) for name, schema in self._environment.tools.items()]
+                    )
+                play = _Play(parts, policy, tools, environment)
+                await play.to_the_end(episode)
+                return await play.result()
+            finally:
+                await tools.close()
+        finally:
+            if environment is not None:
+                await environment.close()
+
+    async def _environment_of(self, spec: EnvironmentSpec, episode: Episode) -> HostedEnvironment:
+        return await HostedEnvironment.open(
+            spec.name, spec.options, episode, self._parts.hosts, self._parts.agent.call_deadline
+        )
+
+
+def _tools_kwargs(episode: Episode) -> Mapping[str, Any]:
+    """Return what a row has for its tools, by their names."""
+    extra_info = episode.row.row.get("extra_info") or {}
+    return extra_info.get("tools_kwargs") or {}
+
+
+@dataclass
+class _Play:
+    """One conversation under way."""
+
+    parts: ChatParts
+    policy: Policy
+    tools: OpenTools
+    environment: HostedEnvironment | None
+    outcome: Outcome = FINISHED
+    num_answers: int = 0
+    """Answers of tools and of the environment."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    tool_rewards: list[float] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Numbers of tools and of the environment, the newest of each name."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(
+            self.parts.template, self.tools.schemas, strip_thinking=self.parts.agent.strip_thinking
+        )
+
+    async def to_the_end(self, episode: Episode) -> None:
+        """Take turns until something ends the conversation."""
+        row = {**episode.row.row, "raw_prompt": episode.row.row.get("raw_prompt")}
+        if self.environment is None:
+            if isinstance(row["raw_prompt"], str) or not self.tools.schemas:
+                self.conversation.begin(episode.prompt)
+            else:
+                self.conversation.begin(row["raw_prompt"])
+        else:
+            self.conversation.begin(await self.environment.reset(row))
+        try:
+            while not await self._turn():
+                pass
+        except LengthReached:
+            self.outcome = TRUNCATED
+
+    async def _turn(self) -> bool:
+        """Take one turn of the model and its answer; return whether the conversation has ended."""
+        limits = self.parts.multi_turn
+        call = len(self.policy.calls)
+        output = await self.policy.generate(self.conversation.prompt)
+        text, calls, malformed = self._read(output)
+        self.counts["malformed"] += malformed
+        self.conversation.answer(output, _assistant_message(text, calls))
+        if output.finish_reason == "length":
+            self.outcome = TRUNCATED
+            return True
+        if not calls and self.environment is None and not malformed:
+            return True
+        turns = call + 1
+        if limits.max_assistant_turns is not None and turns >= limits.max_assistant_turns:
+            # the environment still hears the last answer, since its reward may hang on it
+            if self.environment is None or calls:
+                self.outcome = TRUNCATED
+                return True
+        if limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns:
+            self.outcome = TRUNCATED
+            return True
+        self.num_answers += 1
+        if calls or malformed:
+            self.conversation.add(await self._tool_messages(calls, malformed, call))
+            return False
+        return await self._step(text, call)
+
+    async def _step(self, text: str, call: int) -> bool:
+        assert self.environment is not None, "without an environment such a turn is the last"
+        step = await self.environment.step(text)
+        self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + step.reward
+        self._note(step.extra)
+        if step.done:
+            return True
+        limit = self.parts.multi_turn.max_assistant_turns
+        if limit is not None and call + 1 >= limit:
+            self.outcome = TRUNCATED
+            return True
+        self.conversation.add(step.observation)
+        return False
+
+    async def _tool_messages(self, calls: Sequence[ToolCall], malformed: int, call: int) -> list[Message]:
+        """Have calls answered; return the messages that tell the model of them."""
+        answers: list[ToolAnswer] = []
+        if calls:
+            answers = await self.tools.call(calls)
+        messages: list[Message] = []
+        for number, (made, answer) in enumerate(zip(calls, answers, strict=True)):
+            self.counts["tool_calls"] += 1
+            if answer.problem:
+                self.counts[answer.problem] += 1
+            self.tool_rewards.append(answer.reward)
+            self._note(answer.metrics)
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": made.name,
+                    "tool_call_id": _call_id(number),
+                    "content": answer.text,
+                }
+            )
+        if malformed and not calls:
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": "unknown",
+                    "tool_call_id": _call_id(0),
+                    "content": "The tool call could not be read: write it in the format of the tools.",
+                }
+            )
+        return messages
+
+    def _read(self, output: GenerationOutput) -> tuple[str, list[ToolCall], int]:
+        """Return the plain text of an output, its tool calls, and the number of calls that are none."""
+        ids = output.token_ids
+        if not self.tools.schemas:
+            return self._text(ids, skip_special_tokens=True), [], 0
+        parser = TOOL_PARSERS[self.parts.parser]()
+        if output.finish_reason == "stop" and isinstance(output.stop_reason, int | None):
+            ids = ids[:-1]
+        text = self._text(ids, skip_special_tokens=not parser.needs_special_tokens)
+        found = [*parser.feed(text), *parser.end()]
+        plain = "".join(each for each in found if isinstance(each, str))
+        calls = [each for each in found if isinstance(each, ToolCall)]
+        return plain.strip(), calls, parser.malformed
+
+    def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _note(self, numbers: Mapping[str, Any]) -> None:
+        self.numbers |= {name: float(value) for name, value in numbers.items() if isinstance(value, Real)}
+
+    async def result(self) -> AgentResult:
+        """Return what came of the conversation."""
+        reward = None
+        if self.environment is not None:
+            whole = await self.environment.score()
+            reward = sum(self.turn_rewards.values()) + (whole or 0.0)
+        metrics = {f"environment/{name}": value for name, value in self.numbers.items()}
+        if self.tools.schemas:
+            names = ("tool_calls", "malformed", "unknown", "raised", "deadline")
+            metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
+        return AgentResult(
+            reward,
+            self.turn_rewards,
+            self.outcome,
+            self.conversation.messages,
+            metrics,
+            tool_rewards=self.tool_rewards,
+        )
+
+
+def _assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": _call_id(number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def _call_id(number: int) -> str:
+    """Return the id of a call in its turn: nine letters and digits, the only form that mistral's takes."""
+    return f"call{number:05d}"

@@ -1,0 +1,95 @@
+"""A conversation as token ids: rendered once, then extended turn by turn, never tokenised again.
+
+observation ──begin──► ids ──answer(output)──► ids + sampled ids ──add(observation)──► ids + given ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.environments.base import Observation
+from hybridflow.errors import DataError
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.rollout.base import GenerationOutput
+
+Message = Mapping[str, Any]
+
+
+class Conversation:
+    """The ids and the messages of one trajectory so far."""
+
+    def __init__(
+        self, template: ChatTemplate, tools: Sequence[Mapping[str, Any]] = (), *, strip_thinking: bool = False
+    ) -> None:
+        """With `strip_thinking` each prompt is rendered anew, so that the template may leave out what the
+        model has thought in earlier turns.
+        """
+        self.messages: list[Message] = []
+        self.prompt = Prompt(())
+        """What the model reads next."""
+        self._template = template
+        self._tools = list(tools) or None
+        self._strip_thinking = strip_thinking
+        self._last_token: int | None = None
+        self._ids_only = False
+
+    def begin(self, observation: Observation) -> None:
+        """Set the first prompt: a text is a user's message; ids and prompts are taken as they are."""
+        ids = _ids_of(observation)
+        if ids is not None:
+            self._ids_only = True
+            self.prompt = ids
+            return
+        self.messages += messages_of(observation)
+        self.prompt = Prompt(tuple(self._template.begin(self.messages, self._tools)))
+
+    def answer(self, output: GenerationOutput, message: Message) -> None:
+        """Add what the model has sampled, and the message that it stands for."""
+        self.messages.append(message)
+        self._last_token = output.token_ids[-1] if output.finish_reason == "stop" else None
+        self.prompt = Prompt((*self.prompt.token_ids, *output.token_ids), self.prompt.media)
+
+    def add(self, observation: Observation) -> None:
+        """Add what the model reads next: a text is a user's message, ids are added as they are."""
+        ids = _ids_of(observation)
+        if ids is not None:
+            given: Sequence[int] = ids.token_ids
+        elif self._ids_only:
+            raise DataError(
+                "an environment began with token ids and answers with text: give token ids in every turn, or "
+                "in none"
+            )
+        else:
+            new = messages_of(observation)
+            self.messages += new
+            if self._strip_thinking:
+                self.prompt = Prompt(tuple(self._template.begin(self.messages, self._tools)))
+                return
+            given = self._template.after_answer(self._last_token, new, self._tools)
+        self.prompt = Prompt((*self.prompt.token_ids, *given), self.prompt.media)
+
+
+def messages_of(observation: Observation) -> list[Message]:
+    """Return the messages of an observation that is a text or messages; DataError for anything else."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if isinstance(observation, Sequence) and all(
+        isinstance(each, Mapping) and "role" in each for each in observation
+    ):
+        return [dict(each) for each in observation if isinstance(each, Mapping)]
+    raise DataError(
+        f"an environment gave {type(observation).__name__}, wanted a text, a list of messages with a role, "
+        "token ids or a Prompt"
+    )
+
+
+def _ids_of(observation: Observation) -> Prompt | None:
+    if isinstance(observation, Prompt):
+        return observation
+    if isinstance(observation, Sequence) and not isinstance(observation, str) and len(observation):
+        ids = [each for each in observation if isinstance(each, int)]
+        if len(ids) == len(observation):
+            return Prompt(tuple(ids))
+    return None

@@ -1,0 +1,175 @@
+"""An environment of one trajectory, in a worker process or in this one, and its methods as tools.
+
+chat agent ──reset, step, score, close──► HostedEnvironment ──► worker process ──► the user's Environment
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hybridflow.environments.base import Observation, Step
+from hybridflow.environments.load import environment_class, open_environment
+from hybridflow.agent.episode import Episode, TrajectoryFailed
+from hybridflow.processes import CallRaised, CallTooLong, Hosts, ProcessLost
+from hybridflow.tools.base import ToolAnswer
+from hybridflow.tools.function_tool import tool_methods
+
+FACTORY = "hybridflow.environments.load:open_environment"
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """An environment by name, with its options and the tools that it has."""
+
+    name: str
+    options: Mapping[str, Any]
+    tools: Mapping[str, Mapping[str, Any]]
+    """Schemas of its methods that are tools, by the names of the methods."""
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
+        """Load an environment's class; ConfigError where there is none, or its options do not fit."""
+        return cls(name, options, tool_methods(environment_class(name, options)))
+
+
+class Target(Protocol):
+    """An object whose methods are called by name, wherever it is."""
+
+    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        """Return the method's result. Raises CallRaised, CallTooLong or ProcessLost."""
+
+    async def close(self) -> None:
+        """Forget the object."""
+
+
+class InThisProcess:
+    """An object of this process: its `async` methods are awaited, others run in threads, which cannot be
+    ended.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        function = getattr(self._target, method)
+        try:
+            async with asyncio.timeout(deadline_s):
+                if inspect.iscoroutinefunction(function):
+                    return await function(*args, **kwargs)
+                return await asyncio.to_thread(function, *args, **kwargs)
+        except TimeoutError as error:
+            raise CallTooLong(f"{method} took more than {deadline_s:g} s") from error
+        except Exception as error:  # a user's code: anything may come out of it
+            raise CallRaised.of(error) from error
+
+    async def close(self) -> None:
+        """Do nothing: nobody else has the object."""
+
+
+class HostedEnvironment:
+    """The environment of one trajectory; every failure is a TrajectoryFailed with its cause."""
+
+    def __init__(self, target: Target, deadline_s: float) -> None:
+        self._target = target
+        self._deadline_s = deadline_s
+
+    @classmethod
+    async def open(
+        cls, spec: str, options: Mapping[str, Any], episode: Episode, hosts: Hosts | None, deadline_s: float
+    ) -> HostedEnvironment:
+        """Make the environment of an episode; without `hosts` in this process."""
+        words = (spec, dict(options), episode.group_seed, episode.seed)
+        target: Target
+        try:
+            if hosts is None:
+                target = InThisProcess(open_environment(*words))
+            else:
+                target = await hosts.create(FACTORY, *words, deadline_s=deadline_s)
+        except (CallRaised, CallTooLong, ProcessLost) as error:
+            raise failure_of(error, f"{spec} could not be made") from error
+        return cls(target, deadline_s)
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        """Return the first observation."""
+        observation: Observation = await self._call("reset", dict(row))
+        return observation
+
+    async def step(self, text: str) -> Step:
+        """Return the answer to a turn of the model; a bare text stands for a step without a reward."""
+        answer = await self._call("step", text)
+        if isinstance(answer, Step):
+            return answer
+        if isinstance(answer, str):
+            return Step(answer)
+        raise TrajectoryFailed(
+            "environment", f"step() gave {type(answer).__name__}, wanted a Step or a text: see docs/agents"
+        )
+
+    async def score(self) -> float | None:
+        """Return the reward for the whole trajectory, or None."""
+        score = await self._call("score")
+        if score is None:
+            return None
+        return float(score)
+
+    async def close(self) -> None:
+        """Close the environment, whatever comes of it."""
+        try:
+            await self._target.call("close", deadline_s=self._deadline_s)
+        except (CallRaised, CallTooLong, ProcessLost):  # its trajectory has ended, and has its outcome
+            pass
+        finally:
+            await self._target.close()
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await self._target.call(method, *args, deadline_s=self._deadline_s)
+        except (CallRaised, CallTooLong, ProcessLost) as error:
+            raise failure_of(error, f"{method}() of the environment") from error
+
+    def tool(self, name: str, schema: Mapping[str, Any]) -> MethodTool:
+        """Return the method of this name as a tool of the model."""
+        return MethodTool(name, schema, self._target)
+
+
+class MethodTool:
+    """A method of an environment that the model calls as a tool."""
+
+    def __init__(self, name: str, schema: Mapping[str, Any], target: Target) -> None:
+        self.name = name
+        self.schema = schema
+        self._target = target
+
+    async def open(self, create_kwargs: Mapping[str, Any]) -> None:
+        """Do nothing: the environment is open."""
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        """Call the method; what it raises is told to the model."""
+        try:
+            answer = await self._target.call(self.name, deadline_s=deadline_s, **arguments)
+        except CallTooLong:
+            return ToolAnswer(f"{self.name} took too long", problem="deadline")
+        except CallRaised as error:
+            return ToolAnswer(f"{self.name} failed: {error.message}", problem="raised")
+        except ProcessLost as error:
+            raise failure_of(error, f"{self.name}() of the environment") from error
+        if isinstance(answer, ToolAnswer):
+            return answer
+        return ToolAnswer(str(answer))
+
+    async def close(self, score: bool = False) -> float:
+        """Do nothing: the environment is closed by its trajectory."""
+        return 0.0
+
+
+def failure_of(error: Exception, what: str) -> TrajectoryFailed:
+    """Return the failure of a trajectory whose code in a worker process has failed."""
+    if isinstance(error, CallTooLong):
+        return TrajectoryFailed("deadline", f"{what} took too long: {error}")
+    if isinstance(error, ProcessLost):
+        return TrajectoryFailed("infrastructure", f"{what}: its process was lost: {error}")
+    return TrajectoryFailed("environment", f"{what} raised {error}")

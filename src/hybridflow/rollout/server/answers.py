@@ -137,12 +137,7 @@ class ChatAnswer(ChoicesAnswer):
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         choices = []
         for piece in pieces:
-            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
-            if piece.calls:
-                message |= {
-                    "content": piece.text.strip() or None,
-                    "tool_calls": [_written(call) for call in piece.calls],
-                }
+            message = {"refusal": None, **written_message(piece)}
             choices.append({"message": message, "logprobs": self._log_probs(piece)})
         answer = self._whole(choices, pieces)
         if self.job.return_token_ids:
@@ -197,6 +192,15 @@ class CompletionAnswer(ChoicesAnswer):
         if self._begins(piece) and self.job.return_token_ids:
             choice["prompt_token_ids"] = self.job.prompts[prompt]
         return choice
+
+
+def written_message(piece: Piece) -> dict[str, Any]:
+    """Return a whole response as a message of the assistant."""
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+    if piece.calls:
+        message["content"] = piece.text.strip() or None
+        message["tool_calls"] = [_written(call) for call in piece.calls]
+    return message
 
 
 def call_id() -> str:

@@ -145,7 +145,11 @@ class LoopServer(uvicorn.Server):
         yield
 
     async def stop(self) -> None:
-        """End it; requests that still run are cancelled after a second."""
+        """End it; requests that still run are cancelled after a second. Its port is free at once."""
+        while not (self.started or self._serving.done()):
+            await asyncio.sleep(0)
+        for listening in self.servers:
+            listening.close()
         self.should_exit = True
         await self._serving
 

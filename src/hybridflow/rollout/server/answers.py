@@ -54,6 +54,70 @@ class Answer(ABC):
         return error.body
 
 
+class BlocksAnswer(Answer):
+    """Answer with one response, whose texts and calls are blocks; each event has a type."""
+
+    names_events = True
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._begun = False
+        self._text = ""
+        """Text of the block that is open."""
+
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the events that open, fill and close the piece's blocks."""
+        events: list[dict[str, Any]] = []
+        if not self._begun:
+            self._begun = True
+            events += self.begin()
+        for part in piece.parts:
+            if isinstance(part, ToolCall):
+                events += self._end_text()
+                events += self.call(part)
+            elif self._text or part.strip():  # between calls there is white space
+                if not self._text:
+                    events += self.begin_text()
+                self._text += part
+                events.append(self.text(part))
+        self.num_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            events += self._end_text()
+            events += self.end(piece)
+        return events
+
+    def _end_text(self) -> list[dict[str, Any]]:
+        if not self._text:
+            return []
+        text = self._text
+        self._text = ""
+        return self.end_text(text)
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events that begin a stream."""
+
+    @abstractmethod
+    def begin_text(self) -> list[dict[str, Any]]:
+        """Return the events that open a block of text."""
+
+    @abstractmethod
+    def text(self, delta: str) -> dict[str, Any]:
+        """Return the event that adds to it."""
+
+    @abstractmethod
+    def end_text(self, text: str) -> list[dict[str, Any]]:
+        """Return the events that close it."""
+
+    @abstractmethod
+    def call(self, call: ToolCall) -> list[dict[str, Any]]:
+        """Return the events of a call."""
+
+    @abstractmethod
+    def end(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the events that end a stream; `piece` is the last one."""
+
+
 class ChoicesAnswer(Answer):
     """Answer with a list of choices."""
 

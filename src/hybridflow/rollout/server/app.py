@@ -11,23 +11,27 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from hybridflow import __version__
 from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
-from hybridflow.rollout.server.errors import ApiError, ErrorResponse
+from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorResponse
 from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job
+from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.readers import Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
-from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
+from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody
 from hybridflow.rollout.server.service import Limits, Service
 
 logger = logging.getLogger(__name__)
@@ -97,24 +101,50 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
     return app
 
 
-API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_PATH, "/v1/models")
 
 
 def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
-    """Return an application with the paths of OpenAI; `service_of` says which service answers a request."""
+    """Return an application with the paths of OpenAI and Anthropic; `service_of` says which service answers a
+    request.
+    """
     app = FastAPI(title="hybridflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     started = int(time.time())
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         service = service_of(request)
-        return await _answer(service, request, body, lambda check: service.chat_job(body, check), ChatAnswer)
+        return await _answer(
+            service, request, body.model, lambda check: service.chat_job(body, check), ChatAnswer
+        )
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         service = service_of(request)
         return await _answer(
-            service, request, body, lambda check: service.completion_job(body, check), CompletionAnswer
+            service, request, body.model, lambda check: service.completion_job(body, check), CompletionAnswer
+        )
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        service = service_of(request)
+        return await _answer(
+            service,
+            request,
+            body.model,
+            lambda check: service.chat_job(body.chat(), check),
+            partial(ResponsesAnswer, body=body),
+        )
+
+    @app.post(MESSAGES_PATH)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        service = service_of(request)
+        return await _answer(
+            service,
+            request,
+            body.model,
+            lambda check: service.chat_job(body.chat(), check),
+            MessagesAnswer,
         )
 
     @app.get("/v1/models")
@@ -134,12 +164,12 @@ def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
 async def _answer(
     service: JobService,
     request: Request,
-    body: SamplingBody,
+    model_name: str | None,
     make: Callable[[Check], Job],
     answer_of: Callable[[Job, ServedModel], Answer],
 ) -> Response:
     """Make the job of a request, generate, and answer whole or as a stream."""
-    _check_model(body.model, service.model)
+    _check_model(model_name, service.model)
     service.check_open()
     num_bytes = len(await request.body())
     # templates and tokenisation are away from the event loop
@@ -165,6 +195,11 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
         return ErrorResponse(_first_problem(error), request.url.path)
+
+    @app.exception_handler(ValidationError)
+    async def malformed_part(request: Request, error: ValidationError) -> Response:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        return ErrorResponse(_first_problem(RequestValidationError(problems)), request.url.path)
 
     @app.exception_handler(RecursionError)
     async def nested(request: Request, error: RecursionError) -> Response:

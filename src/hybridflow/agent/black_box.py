@@ -22,14 +22,15 @@ from typing import Any
 
 from hybridflow.agent.endpoint import Endpoint, Recording
 from hybridflow.agent.episode import AgentResult, Episode, TrajectoryFailed
-from hybridflow.agent.hosted_environment import InThisProcess, Target
+from hybridflow.agent.hosted_environment import failure_of
 from hybridflow.agent.policy import Policy
 from hybridflow.data.plugin import load_object
 from hybridflow.errors import ConfigError
-from hybridflow.processes import CallRaised, CallTooLong, Hosts, ProcessLost
+from hybridflow.processes import CallFailed, HostsLike
 
 FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
+LOAD = "hybridflow.data.plugin:load_object"
 SHOWN = 4000
 """Characters at the end of a command's output that are read."""
 
@@ -37,11 +38,11 @@ SHOWN = 4000
 class FunctionAgent:
     """A function `run(base_url, row)` of the user's, `async` or not."""
 
-    def __init__(self, spec: str, endpoint: Endpoint, hosts: Hosts | None, deadline_s: float) -> None:
+    def __init__(self, spec: str, endpoint: Endpoint, hosts: HostsLike, deadline_s: float) -> None:
         """`spec` is path/to/file.py:function or package.module:function; ConfigError where there is none.
 
-        An `async` function is awaited in this event loop. Another one runs in a process of `hosts`, which is
-        ended after `deadline_s` seconds; without `hosts` in a thread, which cannot be ended.
+        An `async` function is awaited in this event loop. Another one is called by `hosts`, and its process
+        is ended after `deadline_s` seconds.
         """
         self._spec = spec
         self._function = load_object(spec, key=FUNCTION_KEY)
@@ -64,21 +65,13 @@ class FunctionAgent:
             return await self._function(base_url, row)
         deadline = self._deadline_s
         try:
-            target: Target = InThisProcess(self._function)
-            if self._hosts is not None:
-                target = await self._hosts.create(
-                    "hybridflow.data.plugin:load_object", self._spec, key=FUNCTION_KEY, deadline_s=deadline
-                )
+            target = await self._hosts.create(LOAD, self._spec, key=FUNCTION_KEY, deadline_s=deadline)
             try:
                 return await target.call("__call__", base_url, row, deadline_s=deadline)
             finally:
                 await target.close()
-        except CallRaised as error:
-            raise TrajectoryFailed("environment", error.traceback_text) from error
-        except CallTooLong as error:
-            raise TrajectoryFailed("deadline", str(error)) from error
-        except ProcessLost as error:
-            raise TrajectoryFailed("infrastructure", str(error)) from error
+        except CallFailed as error:
+            raise failure_of(error, self._spec) from error
 
 
 class CommandAgent:

@@ -21,7 +21,7 @@ from hybridflow.agent.policy import Policy
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes import Hosts
+from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.rollout.server.model import ServedModel
 
 TOKENIZER = create_tiny_tokenizer()
@@ -49,7 +49,7 @@ def script(tmp_path: Path) -> Any:
     return write
 
 
-def played(make: Any, hosts: Hosts | None = None, *, cancelled: bool = False) -> Any:
+def played(make: Any, hosts: HostsLike | None = None, *, cancelled: bool = False) -> Any:
     """Play one episode with the agent that `make(endpoint, hosts)` gives: (result, policy); it can be
     `cancelled` after its first call.
     """
@@ -59,7 +59,7 @@ def played(make: Any, hosts: Hosts | None = None, *, cancelled: bool = False) ->
     numbers = itertools.count()
 
     async def work() -> tuple[AgentResult | None, Policy]:
-        agent: Agent = make(endpoint, hosts)
+        agent: Agent = make(endpoint, hosts or LocalHosts())
         with client_of(FakeSession(lambda request: say, end=TOKENIZER.eos_token_id)) as client:
             policy = Policy(client, episode(), LIMITS, lambda: next(numbers))
             playing = asyncio.create_task(agent.run(episode(), policy))
@@ -109,16 +109,15 @@ def test_a_function_that_blocks_runs_elsewhere(script: Any, num_workers: int) ->
             raise KeyError("a mistake of mine")
         """
     )
-    hosts = Hosts(num_workers) if num_workers else None
+    hosts: HostsLike = Hosts(num_workers) if num_workers else LocalHosts()
     try:
         result, _ = played(function(path), hosts=hosts)
-        assert (result.reward == os.getpid()) == (hosts is None)
+        assert (result.reward == os.getpid()) == (num_workers == 0)
         with pytest.raises(TrajectoryFailed, match="a mistake of mine") as caught:
             played(function(path, "fails"), hosts=hosts)
         assert caught.value.cause == "environment"
     finally:
-        if hosts is not None:
-            hosts.close()
+        hosts.close()
 
 
 def test_an_answer_that_is_none_is_refused(script: Any) -> None:

@@ -32,7 +32,7 @@ Kwargs = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """What is allowed to the calls of one turn."""
+    """Limits on the calls of one turn."""
 
     max_parallel_calls: int = 1
     """Calls of one turn that are made; those beyond are answered with a sentence."""
@@ -53,7 +53,7 @@ class HostedObject(Protocol):
 
 
 class ObjectHosts(Protocol):
-    """What makes objects in worker processes (`hybridflow.processes.Hosts`)."""
+    """Maker of objects in worker processes (`hybridflow.processes.Hosts`)."""
 
     async def create(self, factory: str, *args: Any, deadline_s: float) -> HostedObject: ...
 

@@ -10,8 +10,8 @@ from sources import imports, sources
 LINES = [
     ["errors"],
     ["config", "protocol", "algorithms"],
-    ["distributed", "observability", "sandbox"],
-    ["controller", "data", "kernels"],
+    ["data", "distributed", "observability", "sandbox"],
+    ["controller", "kernels", "processes"],
     ["models", "tools"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "environments", "rewards"],

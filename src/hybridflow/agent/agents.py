@@ -79,7 +79,8 @@ class Agents:
 
         ConfigError where a row names an agent that there is not.
         """
-        agents = {id(episode): self._agent(self._name_of(episode)) for episode in episodes}
+        for episode in episodes:
+            self._agent(self._name_of(episode))
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -87,7 +88,10 @@ class Agents:
             ended(place, trajectory)
 
         runner = Runner(
-            lambda episode: agents[id(episode)], self._tokenizer, self._limits, self._rollout.agent
+            lambda episode: self._agent(self._name_of(episode)),
+            self._tokenizer,
+            self._limits,
+            self._rollout.agent,
         )
         _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
         return _metrics(told, runner), stats

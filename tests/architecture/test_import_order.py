@@ -10,9 +10,9 @@ from sources import imports, sources
 LINES = [
     ["errors"],
     ["config", "protocol", "algorithms"],
-    ["distributed", "observability", "sandbox"],
-    ["controller", "data", "kernels", "tools"],
-    ["models"],
+    ["data", "distributed", "observability", "sandbox"],
+    ["controller", "kernels", "processes"],
+    ["models", "tools"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],
     ["environments"],
@@ -39,6 +39,7 @@ DOORS = {
     "math_verify": ("rewards.functions.math",),
     "fastapi": ("rollout.server",),
     "uvicorn": ("rollout.server",),
+    "mcp": ("tools.mcp_servers",),
     "hydra": ("config.load", "config.overrides"),
 }
 

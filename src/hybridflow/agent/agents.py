@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from hybridflow.agent.chat import ChatAgent, ChatParts
-from hybridflow.agent.episode import Agent, Episode
+from hybridflow.agent.episode import Agent, AgentResult, Episode
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.policy import PolicyLimits
+from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.agent.runner import Ended, Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import longest_row
@@ -23,18 +23,19 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.processes import Hosts
+from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
-from hybridflow.tools.toolset import Toolset
+from hybridflow.tools.toolset import ToolLimits, Toolset
 
 T = TypeVar("T")
 
 SINGLE_TURN = "single_turn_agent"
 TOOL = "tool_agent"
 ENVIRONMENT = "environment"
+INTERACTIONS = "hybridflow.interactions.environment:InteractionEnvironment"
 
 
 class Serving(Protocol):
@@ -56,7 +57,8 @@ class Agents:
         self._tokenizer = tokenizer
         self._by_name: dict[str, Agent] = {}
         self._default = self._default_name()
-        self._hosts: Hosts | None = None
+        workers = self._rollout.agent.num_workers
+        self._hosts: HostsLike = Hosts(workers) if workers else LocalHosts()
         self._limits = PolicyLimits(
             max_model_len=longest_row(config)[0],
             max_prompt_length=config.data.max_prompt_length,
@@ -64,13 +66,7 @@ class Agents:
             lost_replicas=self._rollout.agent.retries.infrastructure,
         )
         if self.are_used:
-            if self._rollout.agent.num_workers:
-                self._hosts = Hosts(self._rollout.agent.num_workers)
-            try:
-                self._agent(self._default)
-            except BaseException:
-                self.close()
-                raise
+            self._agent(self._default)
 
     def play(self, rows: Sequence[PromptRow]) -> bool:
         """Return whether these rows are played by agents, and are not single requests."""
@@ -83,7 +79,8 @@ class Agents:
 
         ConfigError where a row names an agent that there is not.
         """
-        agents = {id(episode): self._agent(self._name_of(episode)) for episode in episodes}
+        for episode in episodes:
+            self._agent(self._name_of(episode))
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -91,15 +88,17 @@ class Agents:
             ended(place, trajectory)
 
         runner = Runner(
-            lambda episode: agents[id(episode)], self._tokenizer, self._limits, self._rollout.agent
+            lambda episode: self._agent(self._name_of(episode)),
+            self._tokenizer,
+            self._limits,
+            self._rollout.agent,
         )
         _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
         return _metrics(told, runner), stats
 
     def close(self) -> None:
         """End the processes of tools and environments."""
-        if self._hosts is not None:
-            self._hosts.close()
+        self._hosts.close()
 
     def _default_name(self) -> str:
         agent = self._rollout.agent
@@ -121,9 +120,9 @@ class Agents:
 
     def _made(self, name: str) -> Agent:
         if name == SINGLE_TURN:
-            return ChatAgent(self._parts(Toolset.empty()))
+            return ChatAgent(self._parts(Toolset()))
         if name == TOOL:
-            return ChatAgent(self._parts(self._tools))
+            return self._tool_agent()
         if name == ENVIRONMENT:
             if not self._config.data.environment:
                 raise ConfigError("a row has agent_name=environment, and there is none: set data.environment")
@@ -134,9 +133,28 @@ class Agents:
             f"{ENVIRONMENT}, a name of agent_loop_config_path, or path/to/file.py:NAME"
         )
 
+    def _tool_agent(self) -> Agent:
+        """Return the agent with the run's tools; rows with interaction_kwargs have a user to talk to."""
+        parts = self._parts(self._tools)
+        plain = ChatAgent(parts)
+        file = self._rollout.multi_turn.interaction_config_path
+        if file is None:
+            return plain
+        spec = EnvironmentSpec.of(INTERACTIONS, {"config_path": file})
+        return _WithInteractions(plain, ChatAgent(parts, spec, rewarded=False))
+
     @cached_property
     def _tools(self) -> Toolset:
-        return Toolset.load(self._rollout.multi_turn, self._rollout.agent)
+        keys = self._rollout.multi_turn
+        limits = ToolLimits(
+            keys.max_parallel_calls,
+            keys.max_tool_response_length,
+            keys.tool_response_truncate_side,
+            self._rollout.agent.call_deadline,
+        )
+        return Toolset.load(
+            tool_config_path=keys.tool_config_path, function_tool_path=keys.function_tool_path, limits=limits
+        )
 
     @cached_property
     def _environment(self) -> EnvironmentSpec:
@@ -171,6 +189,20 @@ class Agents:
                 f"{', '.join(TOOL_PARSERS)}"
             )
         return name
+
+
+class _WithInteractions:
+    """Two agents, one for rows that name an interaction, and one for the others."""
+
+    def __init__(self, plain: Agent, talking: Agent) -> None:
+        self._plain = plain
+        self._talking = talking
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Play one conversation."""
+        extra_info = episode.row.row.get("extra_info") or {}
+        agent = self._talking if extra_info.get("interaction_kwargs") else self._plain
+        return await agent.run(episode, policy)
 
 
 def _metrics(trajectories: Sequence[Trajectory], runner: Runner) -> Metrics:

@@ -67,7 +67,9 @@ async def two_turns(episode: Episode, policy: Policy) -> AgentResult:
     first = await policy.generate(episode.prompt)
     longer = (*episode.prompt.token_ids, *first.token_ids, 50)
     await policy.generate(Prompt(longer))
-    return AgentResult(reward=1.0, turn_rewards={0: 0.25}, metrics={"fun": 2.0}, tool_rewards=[0.5])
+    return AgentResult(
+        reward=1.0, turn_rewards={0: 0.25}, metrics={"fun": 2.0}, extra_info={"tool_rewards": [0.5]}
+    )
 
 
 def test_a_trajectory_has_its_calls_as_one_row() -> None:

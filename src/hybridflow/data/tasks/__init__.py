@@ -38,8 +38,8 @@ def build_task(config: TaskConfig) -> Task:
             )
         if ":" not in name:
             raise ConfigError(
-                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME, environment:NAME or "
-                "path/to/file.py:factory"
+                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME, "
+                "environment:NAME or path/to/file.py:factory"
             )
         factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)

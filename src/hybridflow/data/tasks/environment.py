@@ -11,7 +11,8 @@ from hybridflow.protocol.randomness import derive_seed
 class EnvironmentTask:
     """Rows of the environment that `spec` names; `Environment.seed` of a row is `extra_info["seed"]`.
 
-    The prompt is empty: the environment's `reset` gives the first message. The seeds depend on (`seed`, split, index) alone.
+    The prompt is empty: the environment's `reset` gives the first message. The seeds depend on (`seed`,
+    split, index) alone.
     """
 
     def __init__(self, spec: str, *, seed: int = 0) -> None:
@@ -24,6 +25,7 @@ class EnvironmentTask:
             {
                 "data_source": self.spec.rpartition(":")[2],
                 "prompt": [{"role": "user", "content": ""}],
+                "reward_model": {"style": "environment", "ground_truth": None},
                 "extra_info": {
                     "index": index,
                     "split": split,

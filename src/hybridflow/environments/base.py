@@ -15,13 +15,14 @@ class Guess(Environment):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hybridflow.protocol.prompt import Prompt
+if TYPE_CHECKING:  # a process that runs environments, or a person who plays one, needs no torch
+    from hybridflow.protocol.prompt import Prompt
 
-Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt
+Observation: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt"
 """What the model reads next: a text (a user's message), messages, token ids, or a prompt of token ids."""
 
 
@@ -36,7 +37,7 @@ class Step:
     done: bool = False
     """Whether the trajectory ends here."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers become metrics of the trajectory (mean over trajectories); a later turn's replace earlier ones."""
+    """Numbers become metrics of the trajectory (means over all); a later turn's replace earlier ones."""
 
 
 class Environment:
@@ -52,7 +53,7 @@ class Environment:
     step_seed: int = 0
     """Seed of this sample alone; set before `reset`."""
 
-    def reset(self, row: Mapping[str, Any]) -> Observation:
+    def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Return what the model reads first; `row` is the data row, with its `extra_info` and `prompt`.
 
         Without a `reset` of its own, an environment gives the row's own prompt.
@@ -60,19 +61,19 @@ class Environment:
         prompt: Observation = row["raw_prompt"]
         return prompt
 
-    def step(self, text: str) -> Step:
+    def step(self, text: str) -> Step | Awaitable[Step]:
         """Answer a turn of the model that calls no tool; `text` is without special tokens.
 
         Without a `step` of its own, an environment ends with the first such turn.
         """
         return Step(done=True)
 
-    def score(self) -> float | None:
+    def score(self) -> float | Awaitable[float | None] | None:
         """Return a reward for the whole trajectory, added to those of its turns, or None for none.
 
         It is asked once, at the end, also where a limit has ended the trajectory.
         """
         return None
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Free what the environment holds; called once, however the trajectory ended."""

@@ -5,13 +5,15 @@ Toolset ──open──► a Tool for each of a trajectory's tools ──call(a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline"]
-"""Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or do
-not fit the schema; the tool raised; it took too long. The model reads a sentence about it, and may try again.
+"""Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or
+do not fit the schema; the tool raised; it took too long. The model reads a sentence about it, and may try
+again.
 """
 
 
@@ -25,6 +27,26 @@ class ToolAnswer:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of this call; the trackers show their means over trajectories."""
     problem: ToolProblem = ""
+
+
+def answer_of(value: Any) -> ToolAnswer:
+    """Return what a user's tool has returned as an answer.
+
+    A text, a `ToolAnswer`, an object with a `text` (verl's ToolResponse), anything that JSON can write, or a
+    tuple (answer, reward) or (answer, reward, metrics), where metrics that are no numbers are left out.
+    """
+    if isinstance(value, ToolAnswer):
+        return value
+    if isinstance(value, tuple) and 1 <= len(value) <= 3:
+        answer, reward, metrics = (*value, None, None)[:3]
+        numbers = {
+            name: float(each) for name, each in (metrics or {}).items() if isinstance(each, int | float)
+        }
+        return ToolAnswer(answer_of(answer).text, float(reward or 0.0), numbers)
+    text = getattr(value, "text", value)
+    if text is None:
+        return ToolAnswer()
+    return ToolAnswer(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str))
 
 
 class Tool(Protocol):

@@ -1,0 +1,34 @@
+"""Rows for an environment that makes its own beginnings: each is an index and a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.data.tasks.base import Split
+from hybridflow.protocol.randomness import derive_seed
+
+
+class EnvironmentTask:
+    """Rows of the environment that `spec` names; `Environment.seed` of a row is `extra_info["seed"]`.
+
+    A row has no prompt: the environment's `reset` gives it. The seeds depend on (`seed`, split, index) alone.
+    """
+
+    def __init__(self, spec: str, *, seed: int = 0) -> None:
+        self.spec = spec
+        self.seed = seed
+
+    def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
+        """Make `size` rows of a split; the first rows are the same for every size."""
+        return [
+            {
+                "data_source": self.spec.rpartition(":")[2],
+                "prompt": None,
+                "extra_info": {
+                    "index": index,
+                    "split": split,
+                    "seed": derive_seed(self.seed, f"environment/{split}", index),
+                },
+            }
+            for index in range(size)
+        ]

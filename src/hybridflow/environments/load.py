@@ -1,0 +1,67 @@
+"""From the name of an environment to objects of it.
+
+"guess", or "path/to/file.py:Guess", with options ──► a factory without arguments ──► one object a trajectory
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from hybridflow.data.plugin import blaming, load_object
+from hybridflow.environments.base import Environment
+from hybridflow.errors import ConfigError
+
+ENVIRONMENTS = {
+    "adventure": "hybridflow.environments.adventure:Adventure",
+    "calculator": "hybridflow.environments.calculator:Calculator",
+    "guess": "hybridflow.environments.guess:Guess",
+    "reasoning_gym": "hybridflow.environments.reasoning_gym:ReasoningGym",
+    "search": "hybridflow.environments.search:Search",
+}
+"""Built-in environments, each imported when it is asked for."""
+
+
+def load_environment(
+    spec: str, options: Mapping[str, Any] | None = None, *, key: str = "data.environment"
+) -> Callable[[], Environment]:
+    """Load a built-in environment, or a class as "path/to/file.py:Name" or "package.module:Name".
+
+    A class that is no Environment but has `reset` and `step` is accepted too. `options` are arguments of the
+    constructor, which the factory calls. Raises ConfigError for an unknown name, for what is no environment,
+    and for options that the constructor does not take; `key` is the configuration key to name.
+    """
+    options = dict(options or {})
+    if ":" not in spec and spec not in ENVIRONMENTS:
+        raise ConfigError(
+            f"{key}: got {spec!r}, wanted one of {', '.join(ENVIRONMENTS)}, or path/to/file.py:Name or "
+            "package.module:Name"
+        )
+    found = load_object(ENVIRONMENTS.get(spec, spec), key=key)
+    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if not isinstance(found, type) or missing:
+        raise ConfigError(
+            f"{key}: {spec} is no environment, wanted a class with the methods reset(row) and step(text), "
+            "such as a subclass of hybridflow.environments.Environment"
+        )
+    if not issubclass(found, Environment):
+        found = type(found.__name__, (found, Environment), {"__module__": found.__module__})
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}_options={options} do not fit {spec}{inspect.signature(found)}: {error}"
+        ) from error
+    return partial(_construct, found, options, f"{key}: {spec}")
+
+
+def open_environment(spec: str, options: Mapping[str, Any] | None = None) -> Environment:
+    """Return a new environment; the factory that a worker process imports by its name."""
+    return load_environment(spec, options)()
+
+
+def _construct(found: type[Environment], options: Mapping[str, Any], whose: str) -> Environment:
+    with blaming(whose):
+        return found(**options)

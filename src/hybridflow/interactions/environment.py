@@ -1,0 +1,61 @@
+"""An interaction as an environment, chosen by the row.
+
+row: extra_info.interaction_kwargs {name, …} ──► the interaction of that name ──► its turns as `Step`s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from hybridflow.environments.base import Environment, Step
+from hybridflow.errors import DataError
+from hybridflow.interactions.load import load_interactions
+
+DEFAULT_NAME = "gsm8k"
+"""Interaction of a row that names none, as in verl."""
+
+_interactions = cache(load_interactions)
+"""Interactions of a file, shared by all trajectories of a process."""
+
+
+class InteractionEnvironment(Environment):
+    """The interactions of the YAML file `config_path`; raises ConfigError as `load_interactions` does."""
+
+    def __init__(self, config_path: str) -> None:
+        self.interactions = _interactions(config_path)
+        self.instance: str | None = None
+
+    async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Begin with the row's own prompt. Raises DataError for the name of no interaction."""
+        self.kwargs = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+        name = self.kwargs.setdefault("name", DEFAULT_NAME)
+        if name not in self.interactions:
+            raise DataError(
+                f"extra_info.interaction_kwargs.name: got {name!r}, wanted one of "
+                f"{', '.join(self.interactions)}"
+            )
+        prompt = row["raw_prompt"]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        self.messages = [dict(message) for message in prompt]
+        self.interaction = self.interactions[name]
+        self.instance = await self.interaction.start_interaction(None, **self.kwargs)
+        return list(self.messages)
+
+    async def step(self, text: str) -> Step:
+        """Give the interaction the conversation so far."""
+        assert self.instance is not None, "reset comes first"
+        self.messages.append({"role": "assistant", "content": text})
+        done, response, score, metadata = await self.interaction.generate_response(
+            self.instance, self.messages, **self.kwargs
+        )
+        self.messages.append({"role": "user", "content": response})
+        return Step(response, float(score), done, metadata or {})
+
+    async def close(self) -> None:
+        """Finalize what was started."""
+        if self.instance is not None:
+            await self.interaction.finalize_interaction(self.instance)
+            self.instance = None

@@ -1,0 +1,62 @@
+"""The interactions of a YAML file (`multi_turn.interaction_config_path`), in verl's form:
+
+interaction:
+  - name: gsm8k          # without it: the class's name without "Interaction", in small letters
+    class_name: hybridflow.interactions.gsm8k_interaction.Gsm8kInteraction
+    config: {}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.data.plugin import blaming, load_object
+from hybridflow.errors import ConfigError
+from hybridflow.interactions.base import BaseInteraction
+
+KEY = "multi_turn.interaction_config_path"
+METHODS = ("start_interaction", "generate_response", "finalize_interaction")
+
+
+def load_interactions(path: str) -> dict[str, BaseInteraction]:
+    """Construct all interactions of a YAML file, by name; a `class_name` may also be path/to/file.py:Name.
+
+    Raises ConfigError for a file of another form, two entries of one name, and a class that does not load.
+    """
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{KEY}: {path} can not be read: {error}") from error
+    entries = content.get("interaction") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries) or not entries:
+        raise ConfigError(f"{KEY}: {path} has no list `interaction` of entries with name, class_name, config")
+    found: dict[str, BaseInteraction] = {}
+    for entry in entries:
+        interaction = _construct(entry, path)
+        if interaction.config["name"] in found:
+            raise ConfigError(
+                f"{KEY}: {path} has two interactions with the name {interaction.config['name']}"
+            )
+        found[interaction.config["name"]] = interaction
+    return found
+
+
+def _construct(entry: dict[str, Any], path: str) -> BaseInteraction:
+    spec = str(entry.get("class_name"))
+    if ":" not in spec:
+        spec = ":".join(spec.rpartition(".")[::2])
+    if spec.startswith("verl."):
+        raise ConfigError(f"{KEY}: {path} names {entry['class_name']}; write hybridflow in place of verl")
+    cls = load_object(spec, key=f"{KEY}: {path}: class_name")
+    missing = [name for name in METHODS if not hasattr(cls, name)]
+    if not isinstance(cls, type) or missing:
+        raise ConfigError(f"{KEY}: {path}: {spec} is no class with {', '.join(missing or METHODS)}")
+    name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
+    config = {**(entry.get("config") or {}), "name": name}
+    with blaming(f"{KEY}: {path}: {spec}"):
+        interaction: BaseInteraction = cls(config)
+    interaction.config = config
+    return interaction

@@ -10,9 +10,9 @@ from sources import imports, sources
 LINES = [
     ["errors"],
     ["config", "protocol", "algorithms"],
-    ["distributed", "observability", "sandbox"],
-    ["controller", "data", "kernels", "tools"],
-    ["models"],
+    ["data", "distributed", "observability", "sandbox"],
+    ["controller", "kernels", "processes"],
+    ["models", "tools"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],
     ["environments"],

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from hybridflow.agent.chat import ChatAgent, ChatParts
-from hybridflow.agent.episode import Agent, Episode
+from hybridflow.agent.episode import Agent, AgentResult, Episode
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.policy import PolicyLimits
+from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.agent.runner import Ended, Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import longest_row
@@ -28,13 +28,14 @@ from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
-from hybridflow.tools.toolset import Toolset
+from hybridflow.tools.toolset import ToolLimits, Toolset
 
 T = TypeVar("T")
 
 SINGLE_TURN = "single_turn_agent"
 TOOL = "tool_agent"
 ENVIRONMENT = "environment"
+INTERACTIONS = "hybridflow.interactions.environment:InteractionEnvironment"
 
 
 class Serving(Protocol):
@@ -121,9 +122,9 @@ class Agents:
 
     def _made(self, name: str) -> Agent:
         if name == SINGLE_TURN:
-            return ChatAgent(self._parts(Toolset.empty()))
+            return ChatAgent(self._parts(Toolset()))
         if name == TOOL:
-            return ChatAgent(self._parts(self._tools))
+            return self._tool_agent()
         if name == ENVIRONMENT:
             if not self._config.data.environment:
                 raise ConfigError("a row has agent_name=environment, and there is none: set data.environment")
@@ -134,9 +135,28 @@ class Agents:
             f"{ENVIRONMENT}, a name of agent_loop_config_path, or path/to/file.py:NAME"
         )
 
+    def _tool_agent(self) -> Agent:
+        """Return the agent with the run's tools; rows with interaction_kwargs have a user to talk to."""
+        parts = self._parts(self._tools)
+        plain = ChatAgent(parts)
+        file = self._rollout.multi_turn.interaction_config_path
+        if file is None:
+            return plain
+        spec = EnvironmentSpec.of(INTERACTIONS, {"config_path": file})
+        return _WithInteractions(plain, ChatAgent(parts, spec, rewarded=False))
+
     @cached_property
     def _tools(self) -> Toolset:
-        return Toolset.load(self._rollout.multi_turn, self._rollout.agent)
+        keys = self._rollout.multi_turn
+        limits = ToolLimits(
+            keys.max_parallel_calls,
+            keys.max_tool_response_length,
+            keys.tool_response_truncate_side,
+            self._rollout.agent.call_deadline,
+        )
+        return Toolset.load(
+            tool_config_path=keys.tool_config_path, function_tool_path=keys.function_tool_path, limits=limits
+        )
 
     @cached_property
     def _environment(self) -> EnvironmentSpec:
@@ -171,6 +191,20 @@ class Agents:
                 f"{', '.join(TOOL_PARSERS)}"
             )
         return name
+
+
+class _WithInteractions:
+    """Two agents, one for rows that name an interaction, and one for the others."""
+
+    def __init__(self, plain: Agent, talking: Agent) -> None:
+        self._plain = plain
+        self._talking = talking
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Play one conversation."""
+        extra_info = episode.row.row.get("extra_info") or {}
+        agent = self._talking if extra_info.get("interaction_kwargs") else self._plain
+        return await agent.run(episode, policy)
 
 
 def _metrics(trajectories: Sequence[Trajectory], runner: Runner) -> Metrics:

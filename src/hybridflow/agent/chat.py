@@ -15,8 +15,8 @@ from numbers import Real
 from typing import Any
 
 from hybridflow.agent.conversation import Conversation, Message
-from hybridflow.agent.episode import AgentResult, Episode, LengthReached
-from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
+from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, MethodTool
 from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate
@@ -24,7 +24,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.processes import Hosts
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
-from hybridflow.tools.base import ToolAnswer
+from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 from hybridflow.tools.toolset import OpenTools, Toolset
 
@@ -45,32 +45,38 @@ class ChatParts:
 
 
 class ChatAgent:
-    """Plays conversations; without an environment the row's own prompt begins them, and the first turn without
-    a tool call ends them.
+    """Plays conversations. Without an environment the row's own prompt begins them, and the first turn
+    without a tool call ends them.
     """
 
-    def __init__(self, parts: ChatParts, environment: EnvironmentSpec | None = None) -> None:
+    def __init__(
+        self, parts: ChatParts, environment: EnvironmentSpec | None = None, *, rewarded: bool = True
+    ) -> None:
+        """Where the environment is not `rewarded`, the run's reward function scores its trajectories, and
+        finds the environment's rewards as `extra_info["turn_scores"]`.
+        """
         self._parts = parts
         self._environment = environment
+        self._rewarded = rewarded
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
         """Play one conversation to its end."""
         parts = self._parts
         environment = None
+        methods: list[MethodTool] = []
         if self._environment is not None:
             environment = await self._environment_of(self._environment, episode)
+            methods = [environment.tool(name, schema) for name, schema in self._environment.tools.items()]
         try:
-            tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode))
+            tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode), methods)
+            play = _Play(parts, policy, tools, environment, self._rewarded)
             try:
-                if environment is not None and self._environment is not None:
-                    tools.join(
-                        [environment.tool(name, schema) for name, schema in self._environment.tools.items()]
-                    )
-                play = _Play(parts, policy, tools, environment)
                 await play.to_the_end(episode)
-                return await play.result()
             finally:
-                await tools.close()
+                play.tool_rewards.append(await tools.close(score=True))
+            return await play.result()
+        except ToolFailed as error:
+            raise TrajectoryFailed("environment", str(error)) from error
         finally:
             if environment is not None:
                 await environment.close()
@@ -95,6 +101,8 @@ class _Play:
     policy: Policy
     tools: OpenTools
     environment: HostedEnvironment | None
+    rewarded: bool
+    """Whether the environment's rewards are the trajectory's."""
     outcome: Outcome = FINISHED
     num_answers: int = 0
     """Answers of tools and of the environment."""
@@ -138,13 +146,10 @@ class _Play:
             return True
         if not calls and self.environment is None and not malformed:
             return True
-        turns = call + 1
-        if limits.max_assistant_turns is not None and turns >= limits.max_assistant_turns:
-            # the environment still hears the last answer, since its reward may hang on it
-            if self.environment is None or calls:
-                self.outcome = TRUNCATED
-                return True
-        if limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns:
+        # the environment still hears a last answer in words, since its reward may hang on it
+        heard = self.environment is not None and not calls and not malformed
+        answered = limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns
+        if answered or (self._is_last(call) and not heard):
             self.outcome = TRUNCATED
             return True
         self.num_answers += 1
@@ -160,12 +165,16 @@ class _Play:
         self._note(step.extra)
         if step.done:
             return True
-        limit = self.parts.multi_turn.max_assistant_turns
-        if limit is not None and call + 1 >= limit:
+        if self._is_last(call):
             self.outcome = TRUNCATED
             return True
         self.conversation.add(step.observation)
         return False
+
+    def _is_last(self, call: int) -> bool:
+        """Return whether the model may take no turn after the one of this call."""
+        limit = self.parts.multi_turn.max_assistant_turns
+        return limit is not None and call + 1 >= limit
 
     async def _tool_messages(self, calls: Sequence[ToolCall], malformed: int, call: int) -> list[Message]:
         """Have calls answered; return the messages that tell the model of them."""
@@ -221,20 +230,25 @@ class _Play:
     async def result(self) -> AgentResult:
         """Return what came of the conversation."""
         reward = None
-        if self.environment is not None:
+        turn_rewards: Mapping[int, float] = {}
+        if self.environment is not None and self.rewarded:
+            turn_rewards = self.turn_rewards
             whole = await self.environment.score()
             reward = sum(self.turn_rewards.values()) + (whole or 0.0)
         metrics = {f"environment/{name}": value for name, value in self.numbers.items()}
         if self.tools.schemas:
-            names = ("tool_calls", "malformed", "unknown", "raised", "deadline")
+            names = ("tool_calls", "malformed", "unknown", "raised", "deadline", "too_many")
             metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
         return AgentResult(
             reward,
-            self.turn_rewards,
+            turn_rewards,
             self.outcome,
             self.conversation.messages,
             metrics,
-            tool_rewards=self.tool_rewards,
+            extra_info={
+                "tool_rewards": self.tool_rewards,
+                "turn_scores": [self.turn_rewards[call] for call in sorted(self.turn_rewards)],
+            },
         )
 
 

@@ -1,4 +1,4 @@
-"""How many trajectories run at once: more, step by step, while the engines keep up; far fewer when they do not.
+"""How many trajectories run at once: more, step by step, while the engines keep up; else far fewer.
 
 Additive increase, multiplicative decrease, as in TCP's congestion control (Chiu and Jain 1989).
 """

@@ -64,8 +64,8 @@ class AgentResult:
     """The conversation, for people and for reward functions."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the trajectory, shown as means over trajectories."""
-    tool_rewards: Sequence[float] = ()
-    """What the tools say of their calls; a reward function finds it as `extra_info["tool_rewards"]`."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Further facts for reward functions, which find them in their `extra_info`."""
 
 
 class Agent(Protocol):

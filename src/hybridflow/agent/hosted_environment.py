@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step
 from hybridflow.environments.load import environment_class, open_environment
-from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.processes import CallRaised, CallTooLong, Hosts, ProcessLost
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.function_tool import tool_methods

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hybridflow.agent.episode import Episode, LengthReached, TrajectoryFailed
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
-from hybridflow.protocol.trajectory import Call
+from hybridflow.protocol.trajectory import Call, FailureCause
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 
@@ -105,6 +105,6 @@ def _checked(output: GenerationOutput) -> GenerationOutput:
     if output.finish_reason == "abort":
         raise TrajectoryFailed("cancelled", f"request {output.request_id} was aborted")
     if output.finish_reason == "error":
-        cause = "data" if output.refused else "infrastructure"
+        cause: FailureCause = "data" if output.refused else "infrastructure"
         raise TrajectoryFailed(cause, f"request {output.request_id}: {output.error}")
     return output

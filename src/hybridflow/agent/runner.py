@@ -116,9 +116,9 @@ class Runner:
             **facts["extra_info"],
             "num_turns": len(calls),
             "messages": list(result.messages),
-            "tool_rewards": list(result.tool_rewards),
+            **result.extra_info,
         }
-        text = self._tokenizer.decode(calls[-1].output.token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(list(calls[-1].output.token_ids), skip_special_tokens=True)
         return Trajectory(
             episode.group,
             episode.sample,

@@ -157,6 +157,14 @@ def reward_test(options: argparse.Namespace) -> int:
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)
 
 
+def try_environment(options: argparse.Namespace) -> int:
+    """Let a person play one trajectory of an environment."""
+    from hybridflow.cli.try_view import show_try
+
+    show_try(options.environment, options.options, options.seed, options.row)
+    return 0
+
+
 def view(options: argparse.Namespace) -> int:
     """Write a run's curves and samples as one self-contained HTML file."""
     from hybridflow.observability.report import write_report

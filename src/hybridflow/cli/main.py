@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_merge(words)
     add_serve(words)
+    _add_try(words)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument(
@@ -131,6 +132,19 @@ def _add_merge(words: Any) -> None:
         "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along"
     )
     merge.set_defaults(body=commands.merge)
+
+
+def _add_try(words: Any) -> None:
+    trial = words.add_parser("try", help="talk to an environment yourself, in the terminal")
+    trial.add_argument("environment", help="a built-in one (guess, calculator, …), or path/to/file.py:Name")
+    trial.add_argument(
+        "--options", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of its constructor"
+    )
+    trial.add_argument("--seed", type=int, default=0, help="seed of the environment (default: %(default)s)")
+    trial.add_argument(
+        "--row", default="{}", help="the data row that the environment reads: a JSON object, or a file of it"
+    )
+    trial.set_defaults(body=commands.try_environment)
 
 
 def _demo_names() -> list[str]:

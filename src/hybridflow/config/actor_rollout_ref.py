@@ -350,8 +350,8 @@ class RolloutConfig:
     )
     max_model_len: int | None = key(
         None,
-        "Longest prompt and response of one call together, in tokens; read by vllm and sglang, and with agents "
-        "by all. null: data.max_prompt_length + data.max_response_length.",
+        "Longest prompt and response of one call together, in tokens; read by vllm and sglang, and by all "
+        "engines with agents. null: data.max_prompt_length + data.max_response_length.",
         minimum=1,
     )
     enforce_eager: bool | None = key(

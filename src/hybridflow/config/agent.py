@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout.multi_turn.*` and `.agent.*`: several turns, tools, environments, and their limits."""
+"""`actor_rollout_ref.rollout.multi_turn.*` and `.agent.*`: several turns, tools, and their limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class MultiTurnConfig:
 
     enable: bool = key(
         False,
-        "Rows without an agent_name are played by tool_agent, with the tools and interactions below; false: by "
-        "agent.default_agent_loop.",
+        "Rows without an agent_name are played by tool_agent, with the tools and interactions below; false: "
+        "by agent.default_agent_loop.",
     )
     max_assistant_turns: int | None = key(
         None, "Turns of the model in one trajectory; null: as many as fit.", minimum=1
@@ -34,7 +34,9 @@ class MultiTurnConfig:
         256, "Characters of a tool's answer that the model reads; the rest is cut.", minimum=1
     )
     tool_response_truncate_side: Literal["left", "middle", "right"] = key(
-        "middle", "Where a tool's answer is cut that is too long."
+        "middle",
+        "Part that is kept of a tool's answer that is too long: its beginning (left), its end (right), or "
+        "half of each (middle).",
     )
     tool_config_path: str | None = key(None, "YAML file with classes of tools; null: none.")
     function_tool_path: str | None = key(
@@ -77,7 +79,7 @@ class AgentConfig:
     options: dict[str, Any] = key({}, "Keyword arguments of an agent of your own.")
     command: list[str] = key(
         [],
-        "Words of a command that is an agent: it finds a model of its own under OPENAI_BASE_URL. Empty: none.",
+        "Words of a command that is an agent, and finds its model under OPENAI_BASE_URL; empty: none.",
     )
     num_workers: int = key(
         4,

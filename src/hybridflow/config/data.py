@@ -118,8 +118,8 @@ class DataConfig(BaseDataConfig):
     )
     environment: str | None = key(
         None,
-        "Environment that talks to the model: a built-in name, such as guess, or path/to/file.py:NAME of your "
-        "own. It makes its own questions where there are neither files nor a task. null: none.",
+        "Environment that talks to the model: a built-in name, such as guess, or path/to/file.py:NAME of "
+        "your own. It makes its own questions where there are neither files nor a task. null: none.",
     )
     environment_options: dict[str, Any] = key({}, "Keyword arguments of the environment.")
     custom_cls: CustomClassConfig = group(CustomClassConfig)

@@ -58,6 +58,7 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
         return _followed(config, SFT_FOLLOWS), []
     notes: list[str] = []
     config = with_values(config, _bypass_loss(config, notes))
+    config = with_values(config, _environment_rows(config))
     config = with_values(config, _mini_batch(config, given, notes))
     config = _followed(config, PPO_FOLLOWS)
     values = _ppo(config) | _paper_bounds(config, given, notes)
@@ -86,6 +87,14 @@ def _bypass_loss(config: PPOConfig, notes: list[str]) -> dict[str, Any]:
         f"{loss})"
     )
     return {path: "reinforce"}
+
+
+def _environment_rows(config: PPOConfig) -> dict[str, Any]:
+    """An environment without data makes its own questions."""
+    data = config.data
+    if not data.environment or data.train_files or data.task.name or data.custom_cls.path:
+        return {}
+    return {"data.task.name": f"environment:{data.environment}"}
 
 
 def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -27,13 +28,22 @@ ENVIRONMENTS = {
 def load_environment(
     spec: str, options: Mapping[str, Any] | None = None, *, key: str = "data.environment"
 ) -> Callable[[], Environment]:
-    """Load a built-in environment, or a class as "path/to/file.py:Name" or "package.module:Name".
+    """Return a factory of the environment that `spec` names, with `options` as arguments of its constructor.
 
-    A class that is no Environment but has `reset` and `step` is accepted too. `options` are arguments of the
-    constructor, which the factory calls. Raises ConfigError for an unknown name, for what is no environment,
-    and for options that the constructor does not take; `key` is the configuration key to name.
+    Raises ConfigError as `environment_class` does; `key` is the configuration key to name.
     """
     options = dict(options or {})
+    return partial(_construct, environment_class(spec, options, key=key), options, f"{key}: {spec}")
+
+
+def environment_class(
+    spec: str, options: Mapping[str, Any], *, key: str = "data.environment"
+) -> type[Environment]:
+    """Load a built-in environment, or a class as "path/to/file.py:Name" or "package.module:Name".
+
+    A class that is no Environment but has `reset` and `step` is accepted too. Raises ConfigError for an
+    unknown name, for what is no environment, and for `options` that the constructor does not take.
+    """
     if ":" not in spec and spec not in ENVIRONMENTS:
         raise ConfigError(
             f"{key}: got {spec!r}, wanted one of {', '.join(ENVIRONMENTS)}, or path/to/file.py:Name or "
@@ -47,19 +57,36 @@ def load_environment(
             "such as a subclass of hybridflow.environments.Environment"
         )
     if not issubclass(found, Environment):
-        found = type(found.__name__, (found, Environment), {"__module__": found.__module__})
+        found = _as_environment(found)
     try:
         inspect.signature(found).bind(**options)
     except TypeError as error:
         raise ConfigError(
-            f"{key}_options={options} do not fit {spec}{inspect.signature(found)}: {error}"
+            f"{key}_options={dict(options)} do not fit {spec}{inspect.signature(found)}: {error}"
         ) from error
-    return partial(_construct, found, options, f"{key}: {spec}")
+    return found
 
 
-def open_environment(spec: str, options: Mapping[str, Any] | None = None) -> Environment:
-    """Return a new environment; the factory that a worker process imports by its name."""
-    return load_environment(spec, options)()
+def open_environment(
+    spec: str, options: Mapping[str, Any] | None = None, seed: int = 0, step_seed: int = 0
+) -> Environment:
+    """Return a new environment with its seeds; the factory that a worker process imports by its name."""
+    environment = load_environment(spec, options)()
+    environment.seed = seed
+    environment.step_seed = step_seed
+    return environment
+
+
+def _as_environment(found: type[Any]) -> type[Environment]:
+    """Return a subclass with what an Environment has by default, under a name of its module: pickle finds it
+    there.
+    """
+    module = sys.modules[found.__module__]
+    name = f"{found.__qualname__.replace('.', '_')}_as_environment"
+    if not hasattr(module, name):
+        setattr(module, name, type(name, (found, Environment), {"__module__": found.__module__}))
+    made: type[Environment] = getattr(module, name)
+    return made
 
 
 def _construct(found: type[Environment], options: Mapping[str, Any], whose: str) -> Environment:

@@ -123,7 +123,9 @@ class Trajectory:
     reward: float | None = None
     """Score of the whole trajectory; None before it is scored, and where it failed."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """The part of `reward` that belongs to a call, by its number as in `Segment.call`; the rest is the end's."""
+    """The part of `reward` that belongs to a call, by its number as in `Segment.call`; the rest belongs to
+    the end.
+    """
     turns: int = 1
     """Calls to the policy that were accepted."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -5,25 +5,18 @@
 
 A thread does this from `open` to the last outcome, so that requests may come while others are being scored.
 
-The workers are fresh interpreters that import only this room and the reward function: they neither fork the
-trainer (threads, CUDA) nor run its main module again. Each has a keeper (`keeper.py`) as its parent, so that
-ending it also ends every process that the function started. A sync function gets one sample at a time. An
-async function gets several; when such a worker dies or blocks, the samples that it had begun are tried once
-more one by one, so that the right one is blamed.
+The workers are fresh interpreters that import only this room and the reward function. Each has a keeper
+(`processes/keeper.py`) as its parent, so that ending it also ends every process that the function started.
+A sync function gets one sample at a time. An async function gets several; when such a worker dies or blocks,
+the samples that it had begun are tried once more one by one, so that the right one is blamed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 import pickle
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -34,34 +27,26 @@ from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.processes.channel import Channel, ChannelBroken
+from hybridflow.processes.worker_process import START_TIMEOUT, WorkerProcess, kill_all
 from hybridflow.rewards.answers import decode, outcome_of
 from hybridflow.rewards.call import failure, timed_out
-from hybridflow.rewards.channel import Channel, ChannelBroken
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.resolve import describe
 from hybridflow.rewards.worker import TICKET_BYTES
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT = 120.0
-"""Seconds a worker may take to import the reward function."""
 ASYNC_SLOTS = 32
 """Async samples under way in one worker."""
 ASYNC_GRACE = 0.5
 """Seconds beyond the deadline that an async worker has to cancel a sample itself."""
-KEEPER_SECONDS = 15.0
-"""Seconds a keeper may take to kill what is below it before it is killed itself."""
 MAX_IDLE_DEATHS = 10
 """Workers in a row that may end without having begun a sample."""
 LONGEST_WAIT = 1.0
 """Seconds between two looks at processes that died without closing their socket."""
 OPEN_WAIT = 0.05
 """Seconds between two looks at the requests, while more of them may come."""
-
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.keeper import "
-    "main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 
 
 @dataclass
@@ -73,25 +58,22 @@ class _Flight:
     taken: bool = False  # the worker has begun to score it
 
 
-@dataclass
-class _Worker:
-    keeper: subprocess.Popen[bytes]
-    channel: Channel
-    start_deadline: float
-    slots: int = 0  # samples it takes at once; 0: not ready yet
-    process_id: int = 0  # of the worker itself; 0: not ready yet
-    in_flight: dict[int, _Flight] = field(default_factory=dict)  # by ticket
-    alone: bool = False  # its one sample is a second try: give it no other
+class _Worker(WorkerProcess):
+    """A process that scores, and the samples that it has."""
+
+    def __init__(self, start_timeout: float) -> None:
+        super().__init__("hybridflow.rewards.worker")
+        self.channel = Channel(self.socket)
+        self.start_deadline = time.monotonic() + start_timeout
+        self.slots = 0  # samples it takes at once; 0: not ready yet
+        self.process_id = 0  # of the worker itself; 0: not ready yet
+        self.in_flight: dict[int, _Flight] = {}  # by ticket
+        self.alone = False  # its one sample is a second try: give it no other
 
     def kill(self) -> None:
-        """End the worker and every process below its keeper."""
-        self.keeper.terminate()
-        try:
-            self.keeper.wait(KEEPER_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.keeper.kill()
-            self.keeper.wait()
-        self.channel.close()
+        """End the worker and every process below its keeper, and close its socket."""
+        super().kill()
+        self.socket.close()
 
 
 @dataclass
@@ -126,7 +108,7 @@ class RewardPool:
         self._closed = False
         # once it has, a worker that dies while it loads is a chance event, and replaced like others
         self._has_started = False
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # also when the interpreter ends
+        self._finalizer = weakref.finalize(self, kill_all, self._workers)  # also when the interpreter ends
         try:
             for _ in range(config.num_workers):
                 self._workers.append(self._launch())
@@ -182,18 +164,7 @@ class RewardPool:
         return [worker.process_id for worker in self._workers if worker.slots]
 
     def _launch(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        words = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            keeper = subprocess.Popen(
-                [sys.executable, "-c", _START, *words],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **threads},
-                start_new_session=True,
-            )
-        worker = _Worker(keeper, Channel(ours), time.monotonic() + self._start_timeout)
+        worker = _Worker(self._start_timeout)
         with contextlib.suppress(OSError):  # it died already: found by the next look at it
             worker.channel.send(self._setup)
         return worker
@@ -210,7 +181,7 @@ class RewardPool:
             given = False
             # one each in turn, so that async samples spread over the workers
             for worker in list(self._workers):
-                if not worker.in_flight and worker.slots and worker.keeper.poll() is not None:
+                if not worker.in_flight and worker.slots and worker.has_ended():
                     self._died_idle(worker)
                 elif batch.second_try and worker.slots and not worker.in_flight:
                     worker.alone = True
@@ -255,7 +226,7 @@ class RewardPool:
                     worker.channel.flush()
             if events & selectors.EVENT_READ:
                 self._receive(worker, batch)
-            elif worker.keeper.poll() is not None and (worker.in_flight or not worker.slots):
+            elif worker.has_ended() and (worker.in_flight or not worker.slots):
                 self._died(worker, batch)  # something it started still holds the socket open
             elif time.monotonic() >= self._deadline(worker):
                 self._expired(worker, batch)
@@ -313,16 +284,14 @@ class RewardPool:
 
     def _died(self, worker: _Worker, batch: _Batch) -> None:
         if not worker.slots and not self._has_started:
-            raise RewardError(
-                f"a reward worker {_ending(worker.keeper)} while it loaded {describe(self._config)}"
-            )
+            raise RewardError(f"a reward worker {worker.ending()} while it loaded {describe(self._config)}")
         # samples that the worker had not begun are not to blame
         untaken = [ticket for ticket, flight in worker.in_flight.items() if not flight.taken]
         batch.waiting.extendleft(worker.in_flight.pop(ticket).position for ticket in reversed(untaken))
         if not worker.in_flight:
             self._died_idle(worker)
             return
-        detail = f"the process of the reward function {_ending(worker.keeper)} while it scored this sample"
+        detail = f"the process of the reward function {worker.ending()} while it scored this sample"
         self._blame(worker, batch, lambda seconds: Outcome(error="died", detail=detail, seconds=seconds))
 
     def _spoilt(self, worker: _Worker, batch: _Batch, error: Exception) -> None:
@@ -345,7 +314,7 @@ class RewardPool:
         if self._idle_deaths > MAX_IDLE_DEATHS:
             raise RewardError(
                 f"{self._idle_deaths} reward workers in a row ended before they began a sample (the last one "
-                f"{_ending(worker.keeper)}): look for code that ends the process in {describe(self._config)}"
+                f"{worker.ending()}): look for code that ends the process in {describe(self._config)}"
             )
         self._replace(worker)
 
@@ -404,23 +373,3 @@ class _PoolScoring:
             self._run(self._batch)
         except BaseException as error:  # raised where the outcomes are waited for
             self._error = error
-
-
-def _ending(keeper: subprocess.Popen[bytes]) -> str:
-    """How the worker ended, as the end of a sentence; its keeper ends as it did."""
-    try:
-        code = keeper.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return "closed its socket"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _kill_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.keeper.terminate()  # all at once, before any is waited for
-    for worker in workers:
-        worker.kill()
-    workers.clear()

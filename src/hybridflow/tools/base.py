@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline"]
+from hybridflow.errors import HybridFlowError
+
+ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline", "too_many"]
 """Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or
-do not fit the schema; the tool raised; it took too long. The model reads a sentence about it, and may try
-again.
+do not fit the schema; the tool raised; it took too long; a turn had more calls than are made. The model reads
+a sentence about it, and may try again.
 """
+
+
+class ToolFailed(HybridFlowError):
+    """A tool could not begin or end a trajectory, which then has failed (cause: environment)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ def answer_of(value: Any) -> ToolAnswer:
             name: float(each) for name, each in (metrics or {}).items() if isinstance(each, int | float)
         }
         return ToolAnswer(answer_of(answer).text, float(reward or 0.0), numbers)
+    if getattr(value, "image", None) or getattr(value, "video", None):
+        raise TypeError("the tool answers with pictures or videos, wanted a text")
     text = getattr(value, "text", value)
     if text is None:
         return ToolAnswer()
@@ -61,10 +69,16 @@ class Tool(Protocol):
         """OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Begin a trajectory, with what its row has under `tools_kwargs.NAME.create_kwargs`."""
+        """Begin a trajectory, with what its row has under `tools_kwargs.NAME.create_kwargs`.
+
+        Raises ToolFailed.
+        """
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Answer one call; every failure is an answer with a `problem`, none is raised."""
 
     async def close(self, score: bool = False) -> float:
-        """End the trajectory; return the tool's reward for the whole of it where `score` asks for it."""
+        """End the trajectory; return the tool's reward for the whole of it where `score` asks for it.
+
+        Raises ToolFailed, after everything is freed.
+        """

@@ -41,6 +41,7 @@ class ToolMark:
     name: str | None = None
     description: str | None = None
     schema: Mapping[str, Any] | None = None
+    in_process: bool = False
 
 
 @overload
@@ -49,12 +50,14 @@ def tool(function: Function, /) -> Function: ...
 
 @overload
 def tool(
-    name: str | None = None, /, *, description: str | None = None, schema: Mapping[str, Any] | None = None
+    function: str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Mapping[str, Any] | None = None,
+    in_process: bool = False,
 ) -> Callable[[Function], Function]: ...
-
-
-@overload
-def tool(*, name: str, description: str | None = None) -> Callable[[Function], Function]: ...
 
 
 def tool(
@@ -64,16 +67,19 @@ def tool(
     name: str | None = None,
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
+    in_process: bool = False,
 ) -> Any:
     """Mark a function, or a method of an environment, as a tool: `@tool`, `@tool("name")`, `@tool(name=…)`.
 
     The function itself is unchanged. It returns what the model reads: a text, anything that JSON can write, a
     `ToolAnswer`, or a tuple (answer, reward) or (answer, reward, metrics). `schema` replaces the one that is
-    made of the signature, for a function whose arguments have no JSON types.
+    made of the signature, for a function whose arguments have no JSON types. A function runs in a worker
+    process, which is killed at the deadline of a call; with `in_process` in the driver, in a thread that
+    nobody can kill, or on the event loop if it is `async`.
     """
     if isinstance(function, str):
         name = function
-    mark = ToolMark(name, description, schema)
+    mark = ToolMark(name, description, schema, in_process)
 
     def marked(function: Function) -> Function:
         function.__tool__ = mark  # type: ignore[attr-defined]
@@ -86,9 +92,10 @@ function_tool = tool
 """verl's name of the same decorator."""
 
 
-def is_tool(value: Any) -> bool:
-    """Return whether `@tool` has marked this function."""
-    return isinstance(getattr(value, "__tool__", None), ToolMark)
+def mark_of(function: Any) -> ToolMark | None:
+    """Return the mark of a function that is a tool, or None."""
+    mark = getattr(function, "__tool__", None)
+    return mark if isinstance(mark, ToolMark) else None
 
 
 def tool_methods(cls: type) -> Mapping[str, dict[str, Any]]:
@@ -96,8 +103,7 @@ def tool_methods(cls: type) -> Mapping[str, dict[str, Any]]:
 
     The name by which the model calls it is in the schema. Raises ConfigError as `schema_of` does.
     """
-    methods = inspect.getmembers(cls, is_tool)
-    return {name: schema_of(method) for name, method in methods}
+    return {name: schema_of(method) for name, method in inspect.getmembers(cls) if mark_of(method)}
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     Known types are str, int, float, bool, None, Any, Literal, list, tuple, set, dict, and unions of these.
     Raises ConfigError for an argument without a type, of another type, or of the form *args or **kwargs.
     """
-    mark = getattr(function, "__tool__", ToolMark())
+    mark = mark_of(function) or ToolMark()
     if mark.schema is not None:
         return dict(mark.schema)
     place = f"tool {function.__qualname__} ({inspect.getmodule(function)})"

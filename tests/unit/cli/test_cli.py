@@ -19,7 +19,19 @@ from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
 from hybridflow.models.tiny import create_tiny_model
 
-WORDS = ("demo", "train", "sft", "config", "explain", "doctor", "merge", "serve", "reward-test", "view")
+WORDS = (
+    "demo",
+    "train",
+    "sft",
+    "config",
+    "explain",
+    "doctor",
+    "merge",
+    "serve",
+    "reward-test",
+    "try",
+    "view",
+)
 NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32) + 32
 
 

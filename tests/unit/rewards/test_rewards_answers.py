@@ -15,10 +15,10 @@ import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.processes.channel import MARK, ChannelBroken, frame, take_messages
 from hybridflow.rewards import ScoreRequest
 from hybridflow.rewards.answers import MAX_ANSWER, decode, encode_outcome, outcome_of
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.channel import MARK, ChannelBroken, frame, take_messages
 from hybridflow.rewards.exit_guard import ExitGuard
 from hybridflow.rewards.request import Outcome
 from hybridflow.rewards.result import normalize_result

@@ -172,7 +172,9 @@ def has_chat_template(folder: Path) -> bool:
 def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
     """Whether the prompts are messages, as those of built-in tasks are; of a file the first row decides."""
     if config.data.task.name:
-        return ":" not in config.data.task.name or config.data.task.name.startswith("reasoning_gym:")
+        return ":" not in config.data.task.name or config.data.task.name.startswith(
+            ("reasoning_gym:", "environment:")
+        )
     if isinstance(config, PPOConfig) and config.data.custom_cls.path:
         return False
     columns = [config.data.prompt_key]

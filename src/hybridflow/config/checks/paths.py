@@ -53,7 +53,7 @@ def data_problems(data: BaseDataConfig, *, own_class: bool = False) -> Iterator[
             f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own "
             "path/to/file.py:factory"
         )
-    if task.name and not task.name.startswith("reasoning_gym:"):
+    if task.name and not task.name.startswith(("reasoning_gym:", "environment:")):
         yield from plugin_problem("data.task.name", task.name)
     for key, files in given.items():
         for file in [files] if isinstance(files, str) else files:

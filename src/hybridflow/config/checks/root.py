@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from hybridflow.config.checks.agent import agent_problems
 from hybridflow.config.checks.algorithm import PROCESS, algorithm_problems
 from hybridflow.config.checks.cluster import (
     cluster_notes,
@@ -71,6 +72,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from algorithm_problems(config)
     yield from _rollout(config)
     yield from rollout_problems(config)
+    yield from agent_problems(config)
     yield from engine_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)

@@ -10,6 +10,7 @@ from hybridflow.config.data import TaskConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
 from hybridflow.data.tasks.base import Split, Task
+from hybridflow.data.tasks.environment import EnvironmentTask
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask
 from hybridflow.errors import ConfigError
 
@@ -26,6 +27,8 @@ def build_task(config: TaskConfig) -> Task:
     try:
         if name == "arithmetic_chain":
             return ArithmeticChain(seed=config.seed, **config.options)
+        if name.startswith("environment:"):
+            return EnvironmentTask(name.removeprefix("environment:"), seed=config.seed, **config.options)
         if name.startswith("reasoning_gym:"):
             return ReasoningGymTask(
                 name.removeprefix("reasoning_gym:"),
@@ -35,8 +38,8 @@ def build_task(config: TaskConfig) -> Task:
             )
         if ":" not in name:
             raise ConfigError(
-                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME or "
-                "path/to/file.py:factory"
+                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME, "
+                "environment:NAME or path/to/file.py:factory"
             )
         factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)

@@ -11,7 +11,8 @@ from hybridflow.protocol.randomness import derive_seed
 class EnvironmentTask:
     """Rows of the environment that `spec` names; `Environment.seed` of a row is `extra_info["seed"]`.
 
-    A row has no prompt: the environment's `reset` gives it. The seeds depend on (`seed`, split, index) alone.
+    The prompt is empty: the environment's `reset` gives the first message. The seeds depend on (`seed`,
+    split, index) alone.
     """
 
     def __init__(self, spec: str, *, seed: int = 0) -> None:
@@ -23,7 +24,7 @@ class EnvironmentTask:
         return [
             {
                 "data_source": self.spec.rpartition(":")[2],
-                "prompt": None,
+                "prompt": [{"role": "user", "content": ""}],
                 "extra_info": {
                     "index": index,
                     "split": split,

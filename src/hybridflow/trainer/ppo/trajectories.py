@@ -297,13 +297,18 @@ class Trajectories:
             return trajectories, metrics, stats
 
     def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
-        """Return what agents play in place of single requests, with the seeds of their environments."""
+        """Return what agents play in place of single requests, with the seeds of their environments: that of
+        the row, where it has one.
+        """
         episodes = []
         seed = self.config.trainer.seed
         for place, request in enumerate(requests.requests):
             group = requests.groups[place]
+            own = (requests.rows[place].row.get("extra_info") or {}).get("seed")
             group_seed = derive_seed(seed, "environment", group)
-            if held_out:
+            if isinstance(own, int):
+                group_seed = own
+            elif held_out:
                 group_seed = derive_seed(seed, "held-out environment", group % GROUPS_PER_STEP)
             episodes.append(
                 Episode(

@@ -1,17 +1,18 @@
-"""The parent of one reward worker: it runs no user code, and ends whatever the worker leaves behind.
+"""The parent of one worker: it runs no user code, and ends whatever the worker leaves behind.
 
-    trainer ──starts──► keeper ──forks──► worker ──the reward function──► processes of its own
+    driver ──starts──► keeper ──forks──► worker ──the user's code──► processes of its own
 
 On Linux the keeper is the subreaper of its descendants: a process that detaches itself (a session of its own,
 a double fork) becomes the keeper's child when its parent ends, so it can be found and killed. The keeper
-kills all descendants and ends when the worker ends, when the trainer asks for it (SIGTERM) and when the
-trainer is gone; it then ends as the worker did. On other systems only the worker's process group is killed.
+kills all descendants and ends when the worker ends, when the driver asks for it (SIGTERM) and when the
+driver is gone; it then ends as the worker did. On other systems only the worker's process group is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -20,10 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from hybridflow.rewards import worker
-
 LOOK_SECONDS = 1.0
-"""How often the keeper looks whether the trainer lives, besides the signal that it gets."""
+"""How often the keeper looks whether the driver lives, besides the signal that it gets."""
 
 KILL_SECONDS = 10.0
 """How long the keeper goes on killing descendants that do not end or start new ones."""
@@ -34,10 +33,14 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(file_descriptor: int, trainer: int) -> None:
-    """Fork the worker that serves on the inherited socket `file_descriptor`, and watch over it."""
+def main(file_descriptor: int, driver: int, module: str) -> None:
+    """Fork the worker, `main` of `module` on the inherited socket `file_descriptor`, and watch over it.
+
+    `driver` is the process id of the parent.
+    """
+    worker = importlib.import_module(module)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # the signal comes when the trainer's thread ends that started us; whether the process did, getppid tells
+    # the signal comes when the driver's thread ends that started us; whether the process did, getppid tells
     _prctl(_PR_SET_PDEATHSIG, _PARENT_GONE)
     wake, woken = socket.socketpair()
     woken.setblocking(False)
@@ -58,20 +61,20 @@ def main(file_descriptor: int, trainer: int) -> None:
             worker.main(file_descriptor)
         sys.exit()
     os.close(file_descriptor)
-    status = _watch(child, trainer, wake)
+    status = _watch(child, driver, wake)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     _end_descendants()
     _end_as(status)
 
 
-def _watch(child: int, trainer: int, wake: socket.socket) -> int | None:
+def _watch(child: int, driver: int, wake: socket.socket) -> int | None:
     """Wait until the worker ends (its wait status), or is to be ended (None)."""
     while True:
         status = _reap(child)
         if status is not None:
             return status
-        if os.getppid() != trainer:
+        if os.getppid() != driver:
             return None
         if select.select([wake], [], [], LOOK_SECONDS)[0] and signal.SIGTERM in wake.recv(4096):
             return None

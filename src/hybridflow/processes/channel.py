@@ -1,24 +1,28 @@
-"""Messages between the trainer and a reward worker, each with a mark, its length and a checksum.
+"""Messages between the driver and a worker process, each with a mark, its length and a checksum.
 
     payload ──frame──► mark [4] · length [8] · crc32 [4] · payload ──socket──► take_messages ──► payload
 
-A reward function runs in the worker's process and can write to any of its file descriptors. Bytes that it
+The user's code runs in the worker's process and can write to any of its file descriptors. Bytes that it
 writes into this socket do not begin with the mark, so they are noticed and never read as a message.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
+import threading
 import zlib
+from queue import SimpleQueue
 
 MARK = b"HFR1"
 MAX_MESSAGE = 1 << 31
 """Longest payload in bytes; a header that asks for more is no header of ours."""
 
 _HEADER = struct.Struct(">4sQI")
-_CHUNK = 1 << 20
+CHUNK = 1 << 20
+"""Bytes that are read or sent at once."""
 
 
 class ChannelBroken(Exception):
@@ -57,7 +61,7 @@ def take_messages(buffer: bytearray) -> list[bytes]:
 
 
 class Channel:
-    """The trainer's end of the socket to a worker. No call blocks: what does not fit waits in `unsent`."""
+    """The driver's end of the socket to a worker. No call blocks: what does not fit waits in `unsent`."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -78,7 +82,7 @@ class Channel:
         """Send as much of `unsent` as the socket takes now. Raises OSError if the other end is gone."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
-                sent = self._socket.send(memoryview(self.unsent)[:_CHUNK])
+                sent = self._socket.send(memoryview(self.unsent)[:CHUNK])
                 del self.unsent[:sent]
 
     def receive(self) -> tuple[list[bytes], bool]:
@@ -88,11 +92,44 @@ class Channel:
         """
         closed = False
         with contextlib.suppress(BlockingIOError):
-            while chunk := self._socket.recv(_CHUNK):
+            while chunk := self._socket.recv(CHUNK):
                 self._received += chunk
             closed = True
         return take_messages(self._received), closed
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
+
+class DriverEnd:
+    """The worker's end of the socket: blocking writes, and a thread that reads into `inbox`.
+
+    Where the driver closes the socket, the worker ends, and its keeper ends all that the user's code started.
+    """
+
+    def __init__(self, file_descriptor: int) -> None:
+        # otherwise a process that the user's code starts would hold the socket open
+        os.set_inheritable(file_descriptor, False)
+        self._socket = socket.socket(fileno=file_descriptor)
+        self._socket.setblocking(True)
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self.inbox: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def write(self, payload: bytes) -> None:
+        """Send one message; end the process where the driver is gone."""
+        if os.getpid() != self._process:
+            os._exit(1)  # a fork that the user's code made and let return: only the worker answers
+        try:
+            with self._lock:
+                self._socket.sendall(frame(payload))
+        except OSError:
+            os._exit(1)
+
+    def _read(self) -> None:
+        buffer = bytearray()
+        try:
+            while chunk := self._socket.recv(CHUNK):
+                buffer += chunk
+                for message in take_messages(buffer):
+                    self.inbox.put(message)
+        finally:  # the driver closed the socket or is dead, or the user's code closed it
+            os._exit(1)

@@ -1,0 +1,179 @@
+"""`hybridflow try`: a conversation with an environment in the terminal, where a person is the policy.
+
+a line ──► a call of a tool, as name(argument=value) or in the hermes format ──► the tool's answer
+       └─► anything else ──► step ──► observation, reward, done
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.data.plugin import blaming
+from hybridflow.environments.base import Environment, Observation, Step
+from hybridflow.environments.load import load_environment
+from hybridflow.errors import ConfigError
+from hybridflow.tools import answer_of, tool_methods
+from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
+from hybridflow.tools.parsers.hermes import HermesParser
+
+WRITTEN_CALL = re.compile(r"\s*([A-Za-z_]\w*)\(")
+
+
+def show_try(spec: str, options: list[str], seed: int, row: str) -> None:
+    """Play one trajectory; `options` are key=value words, and `row` a JSON object or a file that holds one.
+
+    Raises ConfigError for words that can not be read, and for what the environment raises.
+    """
+    environment = load_environment(spec, _options(options), key="environment")()
+    environment.seed = seed
+    environment.step_seed = seed
+    with asyncio.Runner() as runner:
+        Conversation(environment, runner).play(_row(row, seed))
+
+
+class Conversation:
+    """One trajectory of an environment with a person; what the environment raises ends it with its place."""
+
+    def __init__(self, environment: Environment, runner: asyncio.Runner) -> None:
+        self.environment = environment
+        self.runner = runner
+        self.total = 0.0
+        self.tools = {}
+        self.usage = []
+        for method, schema in tool_methods(type(environment)).items():
+            name = schema["function"]["name"]
+            self.tools[name] = getattr(environment, method)
+            arguments = ", ".join(f"{each}=…" for each in schema["function"]["parameters"]["properties"])
+            self.usage.append(f"{name}({arguments})")
+
+    def play(self, row: Mapping[str, Any]) -> None:
+        """Talk until the environment is done, or the input ends."""
+        try:
+            self._show(self._ask("reset", row))
+            if self.tools:
+                print(f"tools: {', '.join(self.usage)}")
+            done = False
+            while not done:
+                try:
+                    line = input("> ")
+                except EOFError:
+                    print()
+                    break
+                done = self._take_turn(line)
+            score = self._ask("score")
+            if score is not None:
+                self.total += score
+                print(f"score {score:g}")
+            print(f"{'done' if done else 'stopped'}, reward {self.total:g}")
+        finally:
+            self._ask("close")
+
+    def _take_turn(self, line: str) -> bool:
+        """Answer one line; return whether the trajectory ends."""
+        calls = read_calls(line)
+        for call in calls:
+            print(self._call_tool(call))
+        if calls:
+            return False
+        written = WRITTEN_CALL.match(line)
+        if HermesParser.start in line or (written and written[1] in self.tools):
+            print("malformed call, wanted name(argument=value), or JSON with name and arguments")
+            return False
+        step: Step = self._ask("step", line)
+        if not step.done:
+            self._show(step.observation)
+        elif isinstance(step.observation, str) and step.observation:
+            print(step.observation)
+        self.total += step.reward
+        extra = "".join(f", {name} {value}" for name, value in step.extra.items())
+        print(f"[reward {step.reward:g}{extra}]")
+        return step.done
+
+    def _call_tool(self, call: ToolCall) -> str:
+        """Return what the tool answers, or why it does not."""
+        if call.name not in self.tools:
+            return f"there is no tool {call.name!r}; the tools are: {', '.join(self.tools) or 'none'}"
+        try:
+            answer = answer_of(self._wait_for(self.tools[call.name](**json.loads(call.arguments))))
+        except Exception as error:  # a user's tool: anything may come out of it
+            return f"{call.name} failed: {error}"
+        self.total += answer.reward
+        return answer.text
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        with blaming(f"{type(self.environment).__name__}.{method}"):
+            return self._wait_for(getattr(self.environment, method)(*arguments))
+
+    def _wait_for(self, value: Any) -> Any:
+        async def answer(pending: Awaitable[Any]) -> Any:
+            return await pending
+
+        if inspect.isawaitable(value):
+            return self.runner.run(answer(value))
+        return value
+
+    def _show(self, observation: Observation) -> None:
+        if isinstance(observation, str):
+            print(observation)
+        elif isinstance(observation, (list, tuple)) and all(
+            isinstance(each, Mapping) for each in observation
+        ):
+            for message in observation:
+                print(f"{message['role']}: {message.get('content') or ''}")
+        else:
+            print(f"({type(observation).__name__} of token ids, which need a model's tokenizer to be read)")
+
+
+def read_calls(line: str) -> list[ToolCall]:
+    """Return the calls in a line: between hermes tags, their bare JSON, or `name(argument=value)`."""
+    parser = HermesParser()
+    calls = [part for part in parser.feed(line) + parser.end() if isinstance(part, ToolCall)]
+    if calls:
+        return calls
+    try:
+        bare = call_of(json.loads(line), "arguments")
+    except NO_JSON:
+        bare = _written_call(line)
+    return [] if bare is None else [bare]
+
+
+def _written_call(line: str) -> ToolCall | None:
+    """Return the call that a line writes as Python, whose arguments are named and plain values."""
+    try:
+        call = ast.parse(line.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            return None
+        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return ToolCall(call.func.id, json.dumps(arguments))
+    except (SyntaxError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    """Return `key=value` words as keyword arguments; values are read as YAML."""
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise ConfigError(f"--options: got {wrong[0]!r}, wanted key=value, as in largest=5")
+    return {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _row(text: str, seed: int) -> dict[str, Any]:
+    """Return the data row that `reset` reads, with the fields that every row has."""
+    wanted = f"--row: got {text!r}, wanted a JSON object or a file that holds one"
+    try:
+        given = json.loads(text if text[:1] in "{[" else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{wanted}: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(wanted)
+    extra_info = {"index": 0, "split": "train", "seed": seed, **(given.get("extra_info") or {})}
+    return {"raw_prompt": given.get("prompt", []), **given, "extra_info": extra_info}

@@ -1,0 +1,278 @@
+"""Many episodes at once: each failure under its cause, tried again by its cause, and nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from spoken_engine import LIMITS, FakeSession, client_of, episode
+
+from hybridflow.agent.concurrency import Concurrency
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
+from hybridflow.agent.policy import Policy
+from hybridflow.agent.runner import Runner
+from hybridflow.config.agent import AgentConfig, RetriesConfig
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.rollout.base import GenerationRequest
+
+END = 3
+TOKENIZER = create_tiny_tokenizer()
+Play = Callable[[Episode, Policy], object]
+
+
+class Scripted:
+    """An agent that does what a coroutine function does."""
+
+    def __init__(self, play: Play) -> None:
+        self.play = play
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        return await self.play(episode, policy)  # type: ignore[misc,no-any-return]
+
+
+def three_more(request: GenerationRequest) -> list[int]:
+    """The three numbers after the last one of the prompt."""
+    last = request.prompt_token_ids[-1]
+    return [last + 1, last + 2, last + 3]
+
+
+def played(
+    play: Play,
+    *episodes: Episode,
+    session: FakeSession | None = None,
+    config: AgentConfig | None = None,
+    others: tuple[FakeSession, ...] = (),
+) -> tuple[list[Trajectory], Runner]:
+    """Play episodes; give what came of them in their order."""
+    runner = Runner(lambda _: Scripted(play), TOKENIZER, LIMITS, config or AgentConfig())
+    told: dict[int, Trajectory] = {}
+
+    async def work() -> None:
+        with client_of(session or FakeSession(three_more, end=END), *others) as client:
+            await runner.run(client, episodes, told.__setitem__)
+            assert client.load == 0, "no request is left behind"
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, f"tasks are left behind: {left}"
+
+    asyncio.run(work())
+    return [told[place] for place in range(len(episodes))], runner
+
+
+async def two_turns(episode: Episode, policy: Policy) -> AgentResult:
+    first = await policy.generate(episode.prompt)
+    longer = (*episode.prompt.token_ids, *first.token_ids, 50)
+    await policy.generate(Prompt(longer))
+    return AgentResult(
+        reward=1.0, turn_rewards={0: 0.25}, metrics={"fun": 2.0}, extra_info={"tool_rewards": [0.5]}
+    )
+
+
+def test_a_trajectory_has_its_calls_as_one_row() -> None:
+    (found,), _ = played(two_turns, episode())
+    assert found.outcome.kind == "finished" and found.turns == 2 and found.reward == 1.0
+    (row,) = found.lineages
+    assert row.prompt.token_ids == (5, 6)
+    assert [(segment.token_ids, segment.sampled) for segment in row.segments] == [
+        ((7, 8, 9, END), True),
+        ((50,), False),
+        ((51, 52, 53, END), True),
+    ]
+    info = found.extra["extra_info"]
+    assert info["num_turns"] == 2 and info["tool_rewards"] == [0.5]
+    assert found.extra["ground_truth"] == "4" and found.metrics == {"fun": 2.0}
+
+
+def test_draws_differ_by_call_and_by_sample_and_by_nothing_else() -> None:
+    seeds: list[int] = []
+
+    def note(request: GenerationRequest) -> list[int]:
+        if request.seed not in seeds:
+            seeds.append(request.seed)
+        return three_more(request)
+
+    played(two_turns, episode(0), episode(1), session=FakeSession(note, end=END))
+    assert len(seeds) == 4 and {100, 101} <= set(seeds), "the first call has the seed of a single turn"
+    before = sorted(seeds)
+    seeds.clear()
+    played(two_turns, episode(1), episode(0), session=FakeSession(note, end=END))
+    assert sorted(seeds) == before
+
+
+def raises(error: Exception) -> Play:
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        await policy.generate(episode.prompt)
+        raise error
+
+    return play
+
+
+@pytest.mark.parametrize(
+    "error, kind, cause",
+    [
+        (TrajectoryFailed("infrastructure", "lost"), "failed", "infrastructure"),
+        (TrajectoryFailed("data", "no such prompt"), "failed", "data"),
+        (ZeroDivisionError("a mistake"), "failed", "environment"),
+        (LengthReached("no room"), "truncated", None),
+    ],
+)
+def test_each_failure_has_its_cause(error: Exception, kind: str, cause: str | None) -> None:
+    (found,), _ = played(raises(error), episode())
+    assert (found.outcome.kind, found.outcome.cause) == (kind, cause)
+    assert bool(found.lineages) == (kind == "truncated"), "a trajectory that failed is never a row"
+    if kind == "failed":
+        assert str(error) in found.outcome.detail
+
+
+@pytest.mark.parametrize(
+    "cause, tries", [("infrastructure", 4), ("environment", 3), ("deadline", 2), ("data", 1)]
+)
+def test_failures_are_tried_again_by_their_cause_with_other_draws(cause: str, tries: int) -> None:
+    seeds: list[int] = []
+
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        seeds.append(episode.seed)
+        raise TrajectoryFailed(cause, "again")  # type: ignore[arg-type]
+
+    config = AgentConfig(retries=RetriesConfig(infrastructure=3, environment=2, deadline=1))
+    (found,), runner = played(play, episode(), config=config)
+    assert found.outcome.cause == cause and len(seeds) == len(set(seeds)) == tries
+    assert runner.retried == Counter({cause: tries - 1}) - Counter()
+
+
+def test_a_retry_that_goes_well_is_the_trajectory() -> None:
+    tries = 0
+
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            await policy.generate(episode.prompt)
+            raise ValueError("at first")
+        return await two_turns(episode, policy)
+
+    (found,), runner = played(play, episode())
+    assert not found.failed and found.turns == 2, "calls of the first try are forgotten"
+    assert runner.retried == {"environment": 1}
+
+
+def test_a_trajectory_that_hangs_ends_at_its_deadline() -> None:
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    found, _ = played(play, episode(0), episode(1), config=AgentConfig(deadline=0.05))
+    assert [one.outcome.cause for one in found] == ["deadline"] * 2
+    assert "agent.deadline=0.05" in found[0].outcome.detail
+
+
+def test_an_agent_without_a_call_has_failed() -> None:
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        return AgentResult(reward=1.0)
+
+    (found,), _ = played(play, episode())
+    assert found.outcome.cause == "environment" and "without a call" in found.outcome.detail
+
+
+def test_a_first_prompt_that_is_too_long_is_the_datas_fault_and_a_later_one_truncates() -> None:
+    async def single(episode: Episode, policy: Policy) -> AgentResult:
+        await policy.generate(episode.prompt)
+        return AgentResult()
+
+    (found,), _ = played(single, episode(prompt=[5] * 201))
+    assert found.outcome.cause == "data" and "data.max_prompt_length=200" in found.outcome.detail
+
+    async def grows(episode: Episode, policy: Policy) -> AgentResult:
+        prompt = episode.prompt
+        while True:
+            output = await policy.generate(prompt)
+            assert len(prompt) + len(output.token_ids) <= 400
+            prompt = Prompt((*prompt.token_ids, *output.token_ids, 9))
+
+    (found,), _ = played(grows, episode())
+    assert found.outcome.kind == "truncated" and len(found.lineages) == 1
+    assert 395 < len(found.lineages[0].response_ids) + 2 <= 400
+
+
+def test_a_lost_replica_costs_a_call_and_no_trajectory() -> None:
+    dies = FakeSession(three_more, end=END, dies_at=2)
+    found, _ = played(
+        two_turns,
+        *(episode(number) for number in range(6)),
+        session=dies,
+        others=(FakeSession(three_more, end=END),),
+    )
+    assert not any(one.failed for one in found)
+    assert all(len(one.lineages) == 1 for one in found), "a call that was lost is not recorded"
+
+
+def test_where_all_replicas_are_lost_everything_fails_and_nothing_hangs() -> None:
+    found, _ = played(
+        two_turns,
+        *(episode(number) for number in range(4)),
+        session=FakeSession(three_more, end=END, dies_at=2),
+    )
+    assert {one.outcome.cause for one in found} == {"infrastructure"}
+
+
+def test_two_thousand_trajectories_with_failures_of_every_kind() -> None:
+    """Each trajectory's fate is known beforehand, and is what is counted."""
+    rng = random.Random(0)
+    fates = [rng.choices(["ok", "raises", "hangs", "data"], [92, 5, 2, 1])[0] for _ in range(2000)]
+
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        fate = fates[episode.sample]
+        await asyncio.sleep(rng.random() * 0.01)
+        if fate == "data":
+            raise TrajectoryFailed("data", "bad")
+        await policy.generate(episode.prompt)
+        if fate == "raises":
+            raise RuntimeError("a tool that raises")
+        if fate == "hangs":
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        return await two_turns(episode, policy)
+
+    config = AgentConfig(retries=RetriesConfig(environment=0), max_concurrent=2000)
+    found, runner = played(play, *(episode(number) for number in range(2000)), config=config)
+    causes = Counter(str(one.outcome.cause) for one in found)
+    assert causes == {
+        "None": fates.count("ok"),
+        "environment": fates.count("raises"),
+        "deadline": fates.count("hangs"),
+        "data": fates.count("data"),
+    }
+    assert all(one.failed == (not one.lineages) for one in found)
+    assert runner.peak <= 2000
+
+
+def test_places_grow_slowly_and_shrink_fast() -> None:
+    crowd = (0, 100)
+
+    async def scene() -> list[int]:
+        nonlocal crowd
+        places = Concurrency(1000, lambda: crowd)
+        limits = [places.limit]
+        leave = asyncio.Event()
+
+        async def stay() -> None:
+            async with places.place():
+                await leave.wait()
+
+        staying = [asyncio.create_task(stay()) for _ in range(200)]
+        await asyncio.sleep(0)
+        for waiting in (0, 0, 10, 60, 60, 60, 60, 60, 0):
+            crowd = (waiting, 100)
+            await asyncio.sleep(0)
+            await places.look()
+            await asyncio.sleep(0)
+            limits.append(places.limit)
+        leave.set()
+        await asyncio.gather(*staying)
+        return limits
+
+    assert asyncio.run(scene()) == [64, 72, 80, 88, 44, 22, 11, 8, 8, 16]

@@ -84,7 +84,7 @@ class Agents:
 
         ConfigError where a row names an agent that there is not.
         """
-        agents = {id(episode): self._agent(self._name_of(episode)) for episode in episodes}
+        agents = {name: self._agent(name) for name in {self._name_of(episode) for episode in episodes}}
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -92,7 +92,7 @@ class Agents:
             ended(place, trajectory)
 
         runner = Runner(
-            lambda episode: agents[id(episode)], self._tokenizer, self._limits, self._rollout.agent
+            lambda episode: agents[self._name_of(episode)], self._tokenizer, self._limits, self._rollout.agent
         )
         _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
         return _metrics(told, runner), stats

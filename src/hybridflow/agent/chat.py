@@ -215,11 +215,11 @@ class _Play:
         parser = TOOL_PARSERS[self.parts.parser]()
         if output.finish_reason == "stop" and isinstance(output.stop_reason, int | None):
             ids = ids[:-1]
-        text = self._text(ids, skip_special_tokens=not parser.needs_special_tokens)
+        text = self._text(ids, skip_special_tokens=not getattr(parser, "needs_special_tokens", False))
         found = [*parser.feed(text), *parser.end()]
         plain = "".join(each for each in found if isinstance(each, str))
         calls = [each for each in found if isinstance(each, ToolCall)]
-        return plain.strip(), calls, parser.malformed
+        return plain.strip(), calls, getattr(parser, "malformed", 0)
 
     def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -239,16 +239,18 @@ class _Play:
         if self.tools.schemas:
             names = ("tool_calls", "malformed", "unknown", "raised", "deadline", "too_many")
             metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
+        facts: dict[str, Any] = {}
+        if self.tools.schemas:
+            facts["tool_rewards"] = self.tool_rewards
+        if self.environment is not None:
+            facts["turn_scores"] = [self.turn_rewards[call] for call in sorted(self.turn_rewards)]
         return AgentResult(
             reward,
             turn_rewards,
             self.outcome,
             self.conversation.messages,
             metrics,
-            extra_info={
-                "tool_rewards": self.tool_rewards,
-                "turn_scores": [self.turn_rewards[call] for call in sorted(self.turn_rewards)],
-            },
+            extra_info=facts,
         )
 
 

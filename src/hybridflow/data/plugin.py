@@ -23,6 +23,8 @@ from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
 
+PLUGIN = "hybridflow_plugin_"
+"""How the name of a module begins that was loaded from a file."""
 WANTED = "wanted path/to/file.py:name or package.module:name"
 
 
@@ -108,7 +110,7 @@ def check_location(location: str, *, key: str) -> None:
 def _load_file(path: Path, key: str) -> ModuleType:
     path = path.resolve()
     content = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
-    name = f"hybridflow_plugin_{path.stem}_{content}"
+    name = f"{PLUGIN}{path.stem}_{content}"
     if name in sys.modules:
         return sys.modules[name]
     file_spec = importlib.util.spec_from_file_location(name, path)

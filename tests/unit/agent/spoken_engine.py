@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.agent.episode import Episode
 from hybridflow.agent.policy import PolicyLimits
 from hybridflow.data.prompts import PromptRow
-from hybridflow.rollout.base import SamplingParams
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.engine_replica import EngineReplica
 
@@ -49,3 +49,17 @@ def episode(
         seed=100 + sample,
         sampling=SamplingParams(max_tokens),
     )
+
+
+def says(tokenizer: Any, answer: Callable[[str], str], end: int) -> FakeSession:
+    """A session that answers the text of a prompt with a text, once for each request, and its end token."""
+    said: dict[int, list[int]] = {}
+
+    def script(request: GenerationRequest) -> list[int]:
+        if request.request_id not in said:
+            prompt = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+            text = answer(prompt)
+            said[request.request_id] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return said[request.request_id]
+
+    return FakeSession(script, end=end)

@@ -25,6 +25,7 @@ class EnvironmentTask:
             {
                 "data_source": self.spec.rpartition(":")[2],
                 "prompt": [{"role": "user", "content": ""}],
+                "reward_model": {"style": "environment", "ground_truth": None},
                 "extra_info": {
                     "index": index,
                     "split": split,

@@ -1,0 +1,42 @@
+"""How a call of an object in a worker process fails."""
+
+from __future__ import annotations
+
+import traceback
+
+MAX_TRACEBACK = 4000
+"""Characters that are kept of a traceback, from its end, where the error stands."""
+
+
+class CallFailed(Exception):
+    """A call of an object in a worker process has no result."""
+
+
+class CallRaised(CallFailed):
+    """The user's code raised, or what it returned does not pickle.
+
+    `type_name` and `message` are the error's, `traceback_text` is the traceback of its process.
+    """
+
+    def __init__(self, type_name: str, message: str, traceback_text: str) -> None:
+        super().__init__(f"{type_name}: {message}")
+        self.type_name = type_name
+        self.message = message
+        self.traceback_text = traceback_text
+
+    @classmethod
+    def by(cls, error: BaseException) -> CallRaised:
+        """Describe an error, which itself may not be able to travel."""
+        text = "".join(traceback.format_exception(error)).strip()[-MAX_TRACEBACK:]
+        return cls(type(error).__name__, str(error), text)
+
+    def __reduce__(self) -> tuple[type[CallRaised], tuple[str, str, str]]:
+        return CallRaised, (self.type_name, self.message, self.traceback_text)
+
+
+class CallTooLong(CallFailed):
+    """The call ran past its deadline, or found no free process in time."""
+
+
+class ProcessLost(CallFailed):
+    """The process ended during the call, or with the object that it held."""

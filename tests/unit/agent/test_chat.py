@@ -1,0 +1,305 @@
+"""Conversations with environments and tools: what the model reads, what is trained, and how each one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spoken_engine import LIMITS, client_of, episode, says
+
+from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.hosted_environment import EnvironmentSpec
+from hybridflow.agent.runner import Runner
+from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.processes import Hosts
+from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.tools.toolset import ToolLimits, Toolset
+
+TOKENIZER = create_tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+WORLD = '''
+import asyncio, os, time
+from hybridflow.environments import Environment, Step
+from hybridflow.tools import tool
+
+class Guess(Environment):
+    def reset(self, row):
+        self.number = 1 + self.seed % 9
+        self.turns = 0
+        return "1 to 9?"
+
+    def step(self, text):
+        self.turns += 1
+        if text == "hang":
+            time.sleep(10000)
+        if text == "raise":
+            raise ValueError("a mistake of the environment")
+        if text == "die":
+            os._exit(3)
+        guess = int(text)
+        if guess == self.number:
+            return Step(reward=1.0, done=True, extra={"acc": 1})
+        return Step("higher" if guess < self.number else "lower", reward=0.125)
+
+    def score(self):
+        return -0.25 * self.turns
+
+class Shop(Environment):
+    def reset(self, row):
+        self.bought = []
+        wish = row["extra_info"]["wish"]
+        return [{"role": "system", "content": "a shop"}, {"role": "user", "content": wish}]
+
+    @tool
+    def buy(self, product: str, count: int = 1) -> str:
+        """Buy something."""
+        if product == "fire":
+            raise ValueError("too hot")
+        self.bought += [product] * count
+        return f"you have {len(self.bought)}"
+
+    def step(self, text):
+        return Step(done=True, reward=len(self.bought))
+
+class Ids(Environment):
+    def reset(self, row):
+        return [5, 6, 7]
+
+    def step(self, text):
+        return Step([8, 9])
+
+class Slow(Environment):
+    async def reset(self, row):
+        await asyncio.sleep(0.01)
+        self.lock = asyncio.Lock()  # cannot travel
+        return "go"
+
+    async def step(self, text):
+        async with self.lock:
+            return Step(done=True, reward=2.0)
+'''
+Answer = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    made = Hosts(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("world") / "world.py"
+    file.write_text(WORLD)
+    return file
+
+
+def played(
+    answer: Answer,
+    *,
+    environment: str | None = None,
+    hosts: Hosts | None = None,
+    tools: Toolset | None = None,
+    samples: int = 1,
+    multi_turn: MultiTurnConfig | None = None,
+    agent: AgentConfig | None = None,
+    max_tokens: int = 64,
+    max_model_len: int = 400,
+    **row: Any,
+) -> list[Trajectory]:
+    """Have a model that says `answer(prompt)` play; give the trajectories in the order of their samples."""
+    multi_turn = multi_turn or MultiTurnConfig()
+    config = agent or AgentConfig(retries=RetriesConfig(0, 0, 0))
+    parts = ChatParts(
+        TOKENIZER, ChatTemplate(TOKENIZER, {}), "hermes", tools or Toolset(), hosts, multi_turn, config
+    )
+    spec = EnvironmentSpec.of(environment, {}) if environment else None
+    limits = replace(LIMITS, max_model_len=max_model_len)
+    runner = Runner(lambda _: ChatAgent(parts, spec), TOKENIZER, limits, config)
+    told: dict[int, Trajectory] = {}
+    episodes = [episode(number, max_tokens=max_tokens, **row) for number in range(samples)]
+
+    async def work() -> None:
+        with client_of(says(TOKENIZER, answer, END)) as client:
+            await runner.run(client, episodes, told.__setitem__)
+
+    asyncio.run(work())
+    return [told[place] for place in range(samples)]
+
+
+def text_of(trajectory: Trajectory, sampled: bool) -> list[str]:
+    """The texts of the segments of a trajectory's only row."""
+    (row,) = trajectory.lineages
+    return [TOKENIZER.decode(each.token_ids) for each in row.segments if each.sampled == sampled]
+
+
+def bisect(prompt: str) -> str:
+    """Guess by what was said so far."""
+    low, high = 1, 9
+    for guess, answer in re.findall(
+        r"assistant\n(\d)<\|im_end\|>\n<\|im_start\|>user\n(higher|lower)", prompt
+    ):
+        low, high = (int(guess) + 1, high) if answer == "higher" else (low, int(guess) - 1)
+    return str((low + high) // 2)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_an_environment_is_played_to_its_end(world: Path, hosts: Hosts, in_process: bool) -> None:
+    used = None if in_process else hosts
+    first, second = played(bisect, environment=f"{world}:Guess", hosts=used, samples=2)
+    assert first.outcome.kind == "finished" and first.turns == second.turns
+    # the seed of the group is 11, so the number is 3: 5, 2, 3
+    assert text_of(first, sampled=True) == ["5<|im_end|>", "2<|im_end|>", "3<|im_end|>"]
+    assert text_of(first, sampled=False) == [
+        "\n<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    assert TOKENIZER.decode(first.lineages[0].prompt.token_ids).endswith(
+        "1 to 9?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert first.turn_rewards == {0: 0.125, 1: 0.125, 2: 1.0}
+    assert first.reward == pytest.approx(1.25 - 0.75) and first.metrics["environment/acc"] == 1
+    assert [message["role"] for message in first.extra["extra_info"]["messages"]] == ["user", "assistant"] * 3
+
+
+def test_the_whole_conversation_is_what_the_template_renders(world: Path, hosts: Hosts) -> None:
+    (found,) = played(bisect, environment=f"{world}:Guess", hosts=hosts)
+    (row,) = found.lineages
+    messages = [dict(message) for message in found.extra["extra_info"]["messages"]]
+    whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
+    ids = TOKENIZER(whole, add_special_tokens=False)["input_ids"]
+    assert [*row.prompt.token_ids, *row.response_ids] == ids[:-1], "all but the line break at the end"
+
+
+@pytest.mark.parametrize(
+    "text, cause",
+    [("raise", "environment"), ("hang", "deadline"), ("die", "infrastructure"), ("no number", "environment")],
+)
+def test_an_environment_that_fails_fails_its_trajectory_only(
+    world: Path, hosts: Hosts, text: str, cause: str
+) -> None:
+    config = AgentConfig(call_deadline=1.0, retries=RetriesConfig(0, 0, 0))
+    turns = {0: 0}
+
+    def answer(prompt: str) -> str:
+        turns[0] += 1
+        return text if turns[0] == 1 else bisect(prompt)
+
+    found = played(answer, environment=f"{world}:Guess", hosts=hosts, samples=3, agent=config)
+    assert sorted(str(one.outcome.cause) for one in found) == sorted([cause, "None", "None"])
+    (failed,) = [one for one in found if one.failed]
+    assert failed.lineages == () and failed.reward is None
+
+
+def call(name: str, **arguments: Any) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def shopping(*turns: str) -> Answer:
+    """Say these in their order."""
+    return lambda prompt: turns[prompt.count("<|im_start|>assistant\n") - 1]
+
+
+def test_methods_of_an_environment_are_tools(world: Path, hosts: Hosts) -> None:
+    (found,) = played(
+        shopping(call("buy", product="tea", count=2), call("buy", product="milk"), "done"),
+        environment=f"{world}:Shop",
+        hosts=hosts,
+        extra_info={"wish": "tea and milk"},
+        max_tokens=200,
+        max_model_len=1000,
+    )
+    assert found.reward == 3.0 and found.turns == 3
+    given = text_of(found, sampled=False)
+    assert ["you have 2" in given[0], "you have 3" in given[1]] == [True, True]
+    assert found.metrics["tools/tool_calls"] == 2 and found.metrics["tools/raised"] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong, problem, told",
+    [
+        (call("sell", product="tea"), "unknown", "no tool"),
+        (call("buy", count="many", product="tea"), "malformed", "do not fit"),
+        (call("buy", product="fire"), "raised", "too hot"),
+        ("<tool_call>\n{buy tea}\n</tool_call>", "malformed", "could not be read"),
+        ("\n".join([call("buy", product="tea")] * 2), "too_many", "not made"),
+    ],
+)
+def test_a_call_that_goes_wrong_is_told_to_the_model_and_counted(
+    world: Path, hosts: Hosts, wrong: str, problem: str, told: str
+) -> None:
+    (found,) = played(
+        shopping(wrong, "sorry"),
+        environment=f"{world}:Shop",
+        hosts=hosts,
+        extra_info={"wish": "tea"},
+        max_tokens=200,
+        max_model_len=1000,
+    )
+    assert found.outcome.kind == "finished" and found.metrics[f"tools/{problem}"] == 1
+    assert told in text_of(found, sampled=False)[0]
+
+
+def test_token_ids_are_taken_as_they_are(world: Path, hosts: Hosts) -> None:
+    limits = MultiTurnConfig(max_assistant_turns=3)
+    (found,) = played(lambda _: "7", environment=f"{world}:Ids", hosts=hosts, multi_turn=limits)
+    (row,) = found.lineages
+    seven = TOKENIZER("7")["input_ids"][0]
+    assert row.prompt.token_ids == (5, 6, 7)
+    assert row.response_ids == [seven, END, 8, 9, seven, END, 8, 9, seven, END]
+    assert found.outcome.kind == "truncated", "the limit of turns has ended it"
+
+
+def test_an_environment_that_cannot_travel_works_too(world: Path, hosts: Hosts) -> None:
+    found = played(lambda _: "go", environment=f"{world}:Slow", hosts=hosts, samples=3)
+    assert [one.reward for one in found] == [2.0] * 3
+
+
+def test_a_turn_that_is_cut_ends_the_trajectory(world: Path, hosts: Hosts) -> None:
+    (found,) = played(lambda _: "5" * 30, environment=f"{world}:Guess", hosts=hosts, max_tokens=8)
+    assert found.outcome.kind == "truncated" and found.turns == 1
+
+
+def test_a_conversation_without_room_ends_as_truncated(world: Path, hosts: Hosts) -> None:
+    (found,) = played(lambda _: "9", environment=f"{world}:Guess", hosts=hosts, max_model_len=80)
+    (row,) = found.lineages
+    assert found.outcome.kind == "truncated" and found.turns > 1
+    assert len(row.prompt) + len(row.response_ids) <= 80 and row.segments[-1].sampled
+
+
+TOOLS = '''
+from hybridflow.tools import tool
+
+@tool
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+'''
+
+
+def test_tools_of_the_run_without_an_environment(tmp_path: Path, hosts: Hosts) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    tools = Toolset.load(function_tool_path=str(tmp_path / "tools.py"), limits=ToolLimits(deadline_s=60.0))
+    question = [{"role": "user", "content": "twice 21?"}]
+    (found,) = played(
+        shopping(call("double", number=21), "#### 42"),
+        tools=tools,
+        hosts=hosts,
+        raw_prompt=question,
+        max_tokens=200,
+        max_model_len=1000,
+    )
+    assert found.reward is None, "the reward function of the run is to score it"
+    assert found.extra["solution_str"] == "#### 42"
+    assert "42" in text_of(found, sampled=False)[0] and found.metrics["tools/tool_calls"] == 1
+    roles = [message["role"] for message in found.extra["extra_info"]["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]

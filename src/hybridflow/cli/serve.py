@@ -71,7 +71,7 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--no-prefix-caching", action="store_true", help="keep nothing of earlier responses")
     serve.add_argument(
         "--tool-call-parser",
-        help="how the model writes calls: hermes, llama3_json, qwen3_coder (default: by its chat template)",
+        help="how the model writes calls, for example hermes (default: by its chat template)",
     )
     serve.add_argument("--chat-template", type=Path, help="a jinja file in place of the tokenizer's template")
 

@@ -74,7 +74,7 @@ LLAMA31 = (
     "{% for m in messages %}{{ '<|start_header_id|>' + {'tool': 'ipython'}.get(m.role, m.role) + "
     "'<|end_header_id|>\n\n' }}"
     "{% if loop.first %}"
-    + system_of_tools("Given the following functions:\n", "")
+    + system_of_tools('Answer as {"name": function name, "parameters": dictionary}:\n', "")
     + "{% endif %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}"
     "{% endif %}{% set c = m.tool_calls[0].function %}"
     "{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' + (c.arguments | tojson) + '}' }}"
@@ -87,7 +87,8 @@ LLAMA2 = ALTERNATE.replace("TURNS", "messages") + (
     "{% else %}{{ ' ' + m.content | trim + ' </s>' }}{% endif %}{% endfor %}"
 )
 MISTRAL = ALTERNATE.replace("TURNS", WITHOUT_TOOLS) + (
-    "<s>{% for m in messages %}{% if m.role == 'user' %}{% if loop.last %}"
+    "<s>{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if m is sameas asked[-1] %}"
     + system_of_tools("[AVAILABLE_TOOLS] ", "[/AVAILABLE_TOOLS]")
     + "{% endif %}{{ '[INST] ' + m.content + '[/INST]' }}{% elif m.tool_calls %}[TOOL_CALLS] ["
     "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}"

@@ -42,8 +42,11 @@ def test_an_outside_oracle_agrees(name: str, renderer: str, stop: str, stopped: 
     oracle = getattr(renderers, renderer)(template.tokenizer, config)
     if name == "glm4.5" and new == "user":
         stop = "<|user|>"
-    last = int(template.tokenizer.convert_tokens_to_ids(stop)) if stopped else None
     prompt = template.begin([{"role": "user", "content": "hi"}])
-    answer = encode_rendered(template.tokenizer, "<think>a</think>bc" + (stop if stopped else ""))
+    answer = encode_rendered(template.tokenizer, "<think>a</think>bc")
+    last = None
+    if stopped:
+        (last,) = encode_rendered(template.tokenizer, stop)
+        answer.append(last)
     bridged = oracle.bridge_to_next_turn(prompt, answer, NEW[new])
     assert [*prompt, *answer, *template.after_answer(last, NEW[new])] == list(bridged.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hybridflow.data.chat_template import ChatTemplate, check_conversation
 from hybridflow.data.tokenizer import encode_rendered, text_of
 from hybridflow.errors import DataError
+from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall, parser_of_template
 
 WORDS = st.text('abc 01+=.#\n"{}', min_size=1, max_size=12).map(lambda text: f"x{text}y")
 """Texts without white space at their ends, which some templates take off."""
@@ -84,6 +86,23 @@ def test_turns_give_the_ids_of_the_whole_conversation(name: str, turns: list[Any
     if name != "qwen3":  # it takes thoughts away from earlier turns
         assert text_of(tokenizer, row) == whole
         assert merged or row == encode_rendered(tokenizer, whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2.5", "qwen3", "llama3.1", "mistral", "deepseek", "glm4.5", "kimi-k2", "gpt-oss"]
+)
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+    family = FAMILIES[name]
+    template = template_of(name)
+    answer = call(family, name, "1", [{"tool_call_id": "000000000"}])
+    if name == "kimi-k2":
+        answer["tool_calls"][0]["id"] = "functions.add:0"
+    parser = TOOL_PARSERS[parser_of_template(family.source) or ""]()
+    text = written(family, template, USER, answer, [TOOL])
+    (found,) = [part for part in [*parser.feed(text), *parser.end()] if isinstance(part, ToolCall)]
+    assert found.name == "add" and json.loads(found.arguments) in ({"a": "1"}, {"a": 1})
+    assert found.id == {"kimi-k2": "functions.add:0", "mistral": "000000000"}.get(name, "")
+    assert parser.malformed == 0
 
 
 USER = [{"role": "user", "content": "2"}]

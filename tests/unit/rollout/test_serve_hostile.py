@@ -314,6 +314,15 @@ def test_a_call_that_the_model_wrote_never_breaks_the_answer(name: str, value: s
         "hermes": f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>',
         "llama3_json": f'{{"name": "f", "parameters": {{"a": {value}}}}}',
         "qwen3_coder": f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>",
+        "gpt-oss": f'to=functions.f<|message|>{{"a": {value}}}<|call|>',
+        "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+        f'{{"a": {value}}}<｜tool▁calls▁end｜>',
+        "glm": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>"
+        f'{{"a": {value}}}<|tool_calls_section_end|>',
+        "mistral": f'[TOOL_CALLS]f[ARGS]{{"a": {value}}}',
+        "python": f"```python\n{value}\n```",
+        "code_interpreter": f"```python\n{value}\n```",
     }[name]
     parts = [*parser.feed(written), *parser.end()]
     assert parts

@@ -149,6 +149,59 @@ CALLS = {
         '{"name": "add", "parameters": {"a": 1, "b": "x"}}; {"name": "now", "parameters": {}}',
         [ToolCall("add", '{"a": 1, "b": "x"}'), ToolCall("now", "{}")],
     ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|> to=functions.now<|channel|>commentary json'
+        "<|message|>{}",
+        [
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary ",
+            ToolCall("add", '{"a": 1, "b": "x"}'),
+            " ",
+            ToolCall("now", "{}"),
+        ],
+    ),
+    "deepseek": (
+        "Look: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "b": "x"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ["Look: ", ToolCall("add", '{"a": 1, "b": "x"}'), ToolCall("now", "{}")],
+    ),
+    "glm": (
+        "Look: <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>x\ny</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        ["Look: ", ToolCall("add", '{"a": 1, "b": "x\\ny"}'), "\n", ToolCall("now", "{}")],
+    ),
+    "kimi": (
+        "Look: <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1, "b": "x"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        [
+            "Look: ",
+            ToolCall("add", '{"a": 1, "b": "x"}', "functions.add:0"),
+            ToolCall("now", "{}", "functions.now:1"),
+        ],
+    ),
+    "mistral": (
+        'Look: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x"}, "id": "abcdefghi"}]</s>'
+        '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}',
+        [
+            "Look: ",
+            ToolCall("add", '{"a": 1, "b": "x"}', "abcdefghi"),
+            ToolCall("add", '{"a": 1}', "abcdefghi"),
+            ToolCall("now", "{}"),
+            ToolCall("now", "{}"),
+        ],
+    ),
+    "python": (
+        "Look: ```python\nprint(1)\n``` and ```python\nx = 2",
+        [
+            "Look: ",
+            ToolCall("python", '{"code": "print(1)\\n"}'),
+            " and ",
+            ToolCall("python", '{"code": "x = 2"}'),
+        ],
+    ),
+    "code_interpreter": ("```python\nx\n```", [ToolCall("code_interpreter", '{"code": "x\\n"}')]),
 }
 NO_CALLS = {
     "hermes": (
@@ -171,6 +224,31 @@ NO_CALLS = {
         '{"name": "f", "parameters": {}} and text',
         "<|python",
     ),
+    "gpt-oss": (
+        "<|channel|>final<|message|>to=func",
+        "to=functions.f<|message|>x<|call|>!",
+        "to=functions.f is it",
+    ),
+    "deepseek": (
+        "<｜tool▁calls",
+        "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>[]<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "glm": ("<tool_call></tool_call>", "<tool_call>f\n<arg_key>a</arg_key></tool_call>", "<tool_call>f g"),
+    "kimi": (
+        "<|tool_calls_section_begin|>functions.f:0",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>3<|tool_calls_section_end|>",
+    ),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "f"}, 3]',
+        "[TOOL_CALLS] []",
+        "[TOOL_CALLS] [",
+        "[TOOL_CALLS]f",
+        "[TOOL",
+    ),
+    "python": ("```python\n\n```", "```python", "```js\nx\n```"),
+    "code_interpreter": ("``",),
 }
 
 
@@ -203,12 +281,50 @@ def test_the_opening_makes_a_call(name: str) -> None:
         "hermes": '{"a": 1}}',
         "qwen3_coder": "<parameter=a>\n1\n</parameter>\n</function>",
         "llama3_json": '{"a": 1}}',
+        "gpt-oss": '{"a": 1}',
+        "deepseek": '{"a": 1}<｜tool▁call▁end｜>',
+        "glm": "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
+        "kimi": '{"a": 1}<|tool_call_end|>',
+        "mistral": '{"a": 1}}]',
+        "python": "a = 1",
+        "code_interpreter": "a = 1",
     }[name]
-    assert parsed(name, TOOL_PARSERS[name]().opening("f") + rest, 3) == [ToolCall("f", '{"a": 1}')]
+    wanted = ToolCall("f", '{"a": 1}')
+    if rest == "a = 1":
+        wanted = ToolCall(name, '{"code": "a = 1"}')
+    (call,) = [part for part in parsed(name, TOOL_PARSERS[name]().opening("f") + rest, 3) if part != " "]
+    assert isinstance(call, ToolCall) and (call.name, call.arguments) == (wanted.name, wanted.arguments)
     assert TOOL_PARSERS[name]().opening("f").startswith(TOOL_PARSERS[name]().opening(None)[:-1])
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "malformed"),
+    [
+        ("hermes", "<tool_call>{no</tool_call> and <tool_call>{", 2),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> <tool_c', 0),
+        ("qwen3_coder", "<tool_call>f</tool_call>", 1),
+        ("llama3_json", '{"name": "f", "parameters": ', 1),
+        ("llama3_json", '{"answer": 1}', 0),
+        ("llama3_json", 'It is {"name": "f"', 0),
+        ("mistral", "[TOOL_CALLS]f", 1),
+        ("python", "```python\n```", 1),
+    ],
+)
+def test_calls_that_cannot_be_read_are_counted(name: str, text: str, malformed: int) -> None:
+    for size in (1, len(text)):
+        parser = TOOL_PARSERS[name]()
+        for place in range(0, len(text), size):
+            parser.feed(text[place : place + size])
+        parser.end()
+        assert parser.malformed == malformed
+
+
 def test_templates_say_their_format() -> None:
+    for name in ("deepseek", "glm", "gpt-oss", "kimi", "mistral"):
+        parser = TOOL_PARSERS[name]()
+        assert parser.needs_special_tokens
+    assert parser_of_template("<tool_call>{name}\n<arg_key>") == "glm"
+    assert parser_of_template("[TOOL_CALLS] [") == "mistral"
     assert parser_of_template("... <tool_call>{...}</tool_call>") == "hermes"
     assert parser_of_template("<tool_call><function=x><parameter=y>") == "qwen3_coder"
     assert (

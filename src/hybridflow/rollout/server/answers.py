@@ -165,7 +165,7 @@ class CompletionAnswer(Answer):
 
 def _written(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"call_{uuid4().hex[:24]}",
+        "id": call.id or f"call_{uuid4().hex[:24]}",
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -55,12 +55,15 @@ class ChoiceReader:
 
     def __post_init__(self) -> None:
         prompt = self.choice // self.job.n
-        self._detokenizer = Detokenizer(
-            self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=self.job.skip_special_tokens
-        )
-        self._cutter = StopCutter(self.job.sampling[prompt].stop)
         tools = self.job.tools
         self._parser = TOOL_PARSERS[tools.parser]() if tools.parser else None
+        skipped = self.job.skip_special_tokens
+        if self._parser is not None and self._parser.needs_special_tokens:
+            skipped = False
+        self._detokenizer = Detokenizer(
+            self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=skipped
+        )
+        self._cutter = StopCutter(self.job.sampling[prompt].stop)
         self._first: list[str | ToolCall] = [*self.job.echo[prompt : prompt + 1]]
         if self._parser is not None and tools.opening:
             self._first = self._parser.feed(tools.opening)

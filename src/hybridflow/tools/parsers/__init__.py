@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hybridflow.tools.parsers.base import ToolCall, ToolParser
+from hybridflow.tools.parsers.deepseek import DeepSeekParser
+from hybridflow.tools.parsers.fenced_python import FencedPythonParser
+from hybridflow.tools.parsers.glm import GlmParser
+from hybridflow.tools.parsers.gpt_oss import GptOssParser
 from hybridflow.tools.parsers.hermes import HermesParser
+from hybridflow.tools.parsers.kimi import KimiParser
 from hybridflow.tools.parsers.llama3_json import Llama3JsonParser
+from hybridflow.tools.parsers.mistral import MistralParser
 from hybridflow.tools.parsers.qwen3_coder import Qwen3CoderParser
 
 __all__ = ["TOOL_PARSERS", "ToolCall", "ToolParser", "parser_of_template"]
 
 TOOL_PARSERS: dict[str, Callable[[], ToolParser]] = {
+    "code_interpreter": partial(FencedPythonParser, "code_interpreter"),
+    "deepseek": DeepSeekParser,
+    "glm": GlmParser,
+    "gpt-oss": GptOssParser,
     "hermes": HermesParser,
+    "kimi": KimiParser,
     "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "python": FencedPythonParser,
     "qwen3_coder": Qwen3CoderParser,
 }
+
+SIGNS = (
+    ("<parameter=", "qwen3_coder"),
+    ("<arg_key>", "glm"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary', "llama3_json"),
+    ("<|channel|>", "gpt-oss"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|tool_calls_section_begin|>", "kimi"),
+    ("[TOOL_CALLS]", "mistral"),
+)
+"""Texts in chat templates, and the formats that they tell; the first that is found counts."""
 
 
 def parser_of_template(template: str) -> str | None:
     """Return the name of the format whose tags are in a chat template, or None."""
-    if "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
-    if "<tool_call>" in template:
-        return "hermes"
-    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
-        return "llama3_json"
-    return None
+    return next((name for sign, name in SIGNS if sign in template), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,10 +19,17 @@ class ToolCall:
     name: str
     arguments: str
     """A JSON object, as text."""
+    id: str = ""
+    """Name that the model gave the call, where its format has one."""
 
 
 class ToolParser(Protocol):
     """Parser of one response as it grows: text in, plain text and whole calls out, in their order."""
+
+    needs_special_tokens: bool
+    """Whether the format is written with special tokens, so that the text must be decoded with them."""
+    malformed: int
+    """Number of calls that were begun and could not be read; they are in the plain text."""
 
     def opening(self, name: str | None) -> str:
         """Return the beginning of a call (of this tool), which behind a prompt makes the model write one."""
@@ -37,8 +45,10 @@ class TaggedParser(ABC):
 
     start: str
     stop: str
+    needs_special_tokens = False
 
     def __init__(self) -> None:
+        self.malformed = 0
         self._held = ""
 
     @abstractmethod
@@ -62,7 +72,11 @@ class TaggedParser(ABC):
                 self._held = tag + rest
                 break
             calls = self.read(body)
-            found += [plain, *calls] if calls is not None else [plain + tag + body + closing]
+            if calls is None:
+                self.malformed += 1
+                found.append(plain + tag + body + closing)
+            else:
+                found += [plain, *calls]
             self._held = after
         return [each for each in found if each]
 
@@ -70,9 +84,11 @@ class TaggedParser(ABC):
         """Return a call whose closing tag is missing, if it is whole, else the text as it stands."""
         held = self._held
         self._held = ""
-        calls = self.read(held.removeprefix(self.start)) if held.startswith(self.start) else None
-        if calls is not None:
-            return list(calls)
+        if held.startswith(self.start):
+            calls = self.read(held.removeprefix(self.start))
+            if calls is not None:
+                return list(calls)
+            self.malformed += 1
         return [held] if held else []
 
 
@@ -93,7 +109,49 @@ def call_of(value: Any, key: str) -> ToolCall | None:
     arguments = value.get(key, {})
     if not isinstance(arguments, dict) or not _can_be_sent(value["name"]):
         return None
-    return ToolCall(value["name"], as_json(arguments))
+    named = value.get("id")
+    if not isinstance(named, str) or not _can_be_sent(named):
+        named = ""
+    return ToolCall(value["name"], as_json(arguments), named)
+
+
+def json_calls(pattern: re.Pattern[str], text: str) -> list[ToolCall] | None:
+    """Return the calls in a text that is nothing but matches of `pattern`, or None where one is not whole.
+
+    The groups are `name`, `arguments` (a JSON object) and, where the format has one, `id`.
+    """
+    calls = []
+    for match in matches(pattern, text) or ():
+        try:
+            call = call_of(match.groupdict() | {"arguments": json.loads(match["arguments"])}, "arguments")
+        except NO_JSON:
+            return None
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def matches(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
+    """Return the matches of `pattern` that follow each other through all of `text`, or None."""
+    text = text.rstrip()
+    found = []
+    place = 0
+    while place < len(text):
+        match = pattern.match(text, place)
+        if match is None:
+            return None
+        found.append(match)
+        place = match.end()
+    return found
+
+
+def value_of(text: str) -> Any:
+    """Return a value that is written without quotes: JSON where it is such, else a string."""
+    try:
+        return json.loads(text)
+    except NO_JSON:
+        return text
 
 
 def as_json(arguments: dict[str, Any]) -> str:

@@ -16,7 +16,10 @@ class Llama3JsonParser:
     text from its first character.
     """
 
+    needs_special_tokens = False
+
     def __init__(self) -> None:
+        self.malformed = 0
         self._held = ""
         self._plain = False
 
@@ -43,17 +46,27 @@ class Llama3JsonParser:
         self._held = ""
         if not held:
             return []
-        rest = held.strip().removeprefix(TAG).strip()
-        calls = []
-        decoder = json.JSONDecoder()
-        while rest:
-            try:
-                value, size = decoder.raw_decode(rest)
-            except NO_JSON:
-                return [held]
-            call = call_of(value, "parameters")
-            if call is None:
-                return [held]
-            calls.append(call)
-            rest = rest[size:].lstrip("; \n")
-        return [*calls] or [held]
+        calls = _read(held)
+        if calls:
+            return [*calls]
+        # JSON that names nothing is an answer, and no call
+        self.malformed = int(not self._plain and (held.lstrip().startswith(TAG) or '"name"' in held))
+        return [held]
+
+
+def _read(text: str) -> list[ToolCall] | None:
+    """Return all calls, or None where one of them is not whole."""
+    rest = text.strip().removeprefix(TAG).strip()
+    calls = []
+    decoder = json.JSONDecoder()
+    while rest:
+        try:
+            value, size = decoder.raw_decode(rest)
+        except NO_JSON:
+            return None
+        call = call_of(value, "parameters")
+        if call is None:
+            return None
+        calls.append(call)
+        rest = rest[size:].lstrip("; \n")
+    return calls

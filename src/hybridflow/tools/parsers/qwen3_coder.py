@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
-from hybridflow.tools.parsers.base import NO_JSON, TaggedParser, ToolCall, as_json
+from hybridflow.tools.parsers.base import TaggedParser, ToolCall, as_json, matches, value_of
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -25,26 +23,10 @@ class Qwen3CoderParser(TaggedParser):
     def read(self, body: str) -> list[ToolCall] | None:
         """Return the calls of one pair of tags, or None where anything else stands between them."""
         calls = []
-        place = 0
-        while place < len(body.rstrip()):
-            function = FUNCTION.match(body, place)
-            if function is None:
+        for function in matches(FUNCTION, body) or ():
+            parameters = matches(PARAMETER, function[2])
+            if parameters is None:
                 return None
-            arguments = {}
-            inside = function[2]
-            while inside.strip():
-                parameter = PARAMETER.match(inside)
-                if parameter is None:
-                    return None
-                arguments[parameter[1]] = _value(parameter[2])
-                inside = inside[parameter.end() :]
+            arguments = {parameter[1]: value_of(parameter[2]) for parameter in parameters}
             calls.append(ToolCall(function[1], as_json(arguments)))
-            place = function.end()
         return calls or None
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except NO_JSON:
-        return text

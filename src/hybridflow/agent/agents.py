@@ -23,7 +23,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.processes import Hosts
+from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
@@ -57,7 +57,8 @@ class Agents:
         self._tokenizer = tokenizer
         self._by_name: dict[str, Agent] = {}
         self._default = self._default_name()
-        self._hosts: Hosts | None = None
+        workers = self._rollout.agent.num_workers
+        self._hosts: HostsLike = Hosts(workers) if workers else LocalHosts()
         self._limits = PolicyLimits(
             max_model_len=longest_row(config)[0],
             max_prompt_length=config.data.max_prompt_length,
@@ -65,13 +66,7 @@ class Agents:
             lost_replicas=self._rollout.agent.retries.infrastructure,
         )
         if self.are_used:
-            if self._rollout.agent.num_workers:
-                self._hosts = Hosts(self._rollout.agent.num_workers)
-            try:
-                self._agent(self._default)
-            except BaseException:
-                self.close()
-                raise
+            self._agent(self._default)
 
     def play(self, rows: Sequence[PromptRow]) -> bool:
         """Return whether these rows are played by agents, and are not single requests."""
@@ -84,7 +79,8 @@ class Agents:
 
         ConfigError where a row names an agent that there is not.
         """
-        agents = {name: self._agent(name) for name in {self._name_of(episode) for episode in episodes}}
+        for episode in episodes:
+            self._agent(self._name_of(episode))
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -92,15 +88,17 @@ class Agents:
             ended(place, trajectory)
 
         runner = Runner(
-            lambda episode: agents[self._name_of(episode)], self._tokenizer, self._limits, self._rollout.agent
+            lambda episode: self._agent(self._name_of(episode)),
+            self._tokenizer,
+            self._limits,
+            self._rollout.agent,
         )
         _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
         return _metrics(told, runner), stats
 
     def close(self) -> None:
         """End the processes of tools and environments."""
-        if self._hosts is not None:
-            self._hosts.close()
+        self._hosts.close()
 
     def _default_name(self) -> str:
         agent = self._rollout.agent

@@ -21,7 +21,7 @@ from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.processes import Hosts
+from hybridflow.processes import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed
@@ -38,8 +38,8 @@ class ChatParts:
     parser: str
     """Name of the format of tool calls."""
     tools: Toolset
-    hosts: Hosts | None
-    """Worker processes for the code of tools and environments; None: this process."""
+    hosts: HostsLike
+    """Where the code of tools and environments runs."""
     multi_turn: MultiTurnConfig
     agent: AgentConfig
 

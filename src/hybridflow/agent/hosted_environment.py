@@ -1,20 +1,19 @@
-"""An environment of one trajectory, in a worker process or in this one, and its methods as tools.
+"""The environment of one trajectory, in a worker process or in this one, and its methods as tools.
 
 chat agent ──reset, step, score, close──► HostedEnvironment ──► worker process ──► the user's Environment
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step
-from hybridflow.environments.load import environment_class, open_environment
-from hybridflow.processes import CallRaised, CallTooLong, Hosts, ProcessLost
+from hybridflow.environments.load import environment_class
+from hybridflow.processes import CallFailed, CallRaised, CallTooLong, HostsLike, ObjectLike, ProcessLost
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.function_tool import tool_methods
 
@@ -36,60 +35,22 @@ class EnvironmentSpec:
         return cls(name, options, tool_methods(environment_class(name, options)))
 
 
-class Target(Protocol):
-    """An object whose methods are called by name, wherever it is."""
-
-    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-        """Return the method's result. Raises CallRaised, CallTooLong or ProcessLost."""
-
-    async def close(self) -> None:
-        """Forget the object."""
-
-
-class InThisProcess:
-    """An object of this process: its `async` methods are awaited, others run in threads, which cannot be
-    ended.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-        function = getattr(self._target, method)
-        try:
-            async with asyncio.timeout(deadline_s):
-                if inspect.iscoroutinefunction(function):
-                    return await function(*args, **kwargs)
-                return await asyncio.to_thread(function, *args, **kwargs)
-        except TimeoutError as error:
-            raise CallTooLong(f"{method} took more than {deadline_s:g} s") from error
-        except Exception as error:  # a user's code: anything may come out of it
-            raise CallRaised.of(error) from error
-
-    async def close(self) -> None:
-        """Do nothing: nobody else has the object."""
-
-
 class HostedEnvironment:
     """The environment of one trajectory; every failure is a TrajectoryFailed with its cause."""
 
-    def __init__(self, target: Target, deadline_s: float) -> None:
+    def __init__(self, target: ObjectLike, deadline_s: float) -> None:
         self._target = target
         self._deadline_s = deadline_s
 
     @classmethod
     async def open(
-        cls, spec: str, options: Mapping[str, Any], episode: Episode, hosts: Hosts | None, deadline_s: float
+        cls, spec: str, options: Mapping[str, Any], episode: Episode, hosts: HostsLike, deadline_s: float
     ) -> HostedEnvironment:
-        """Make the environment of an episode; without `hosts` in this process."""
+        """Make the environment of an episode."""
         words = (spec, dict(options), episode.group_seed, episode.seed)
-        target: Target
         try:
-            if hosts is None:
-                target = InThisProcess(open_environment(*words))
-            else:
-                target = await hosts.create(FACTORY, *words, deadline_s=deadline_s)
-        except (CallRaised, CallTooLong, ProcessLost) as error:
+            target = await hosts.create(FACTORY, *words, deadline_s=deadline_s)
+        except CallFailed as error:
             raise failure_of(error, f"{spec} could not be made") from error
         return cls(target, deadline_s)
 
@@ -118,17 +79,14 @@ class HostedEnvironment:
 
     async def close(self) -> None:
         """Close the environment, whatever comes of it."""
-        try:
+        with suppress(CallFailed):  # its trajectory has ended, and has its outcome
             await self._target.call("close", deadline_s=self._deadline_s)
-        except (CallRaised, CallTooLong, ProcessLost):  # its trajectory has ended, and has its outcome
-            pass
-        finally:
-            await self._target.close()
+        await self._target.close()
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:
             return await self._target.call(method, *args, deadline_s=self._deadline_s)
-        except (CallRaised, CallTooLong, ProcessLost) as error:
+        except CallFailed as error:
             raise failure_of(error, f"{method}() of the environment") from error
 
     def tool(self, name: str, schema: Mapping[str, Any]) -> MethodTool:
@@ -139,7 +97,7 @@ class HostedEnvironment:
 class MethodTool:
     """A method of an environment that the model calls as a tool."""
 
-    def __init__(self, name: str, schema: Mapping[str, Any], target: Target) -> None:
+    def __init__(self, name: str, schema: Mapping[str, Any], target: ObjectLike) -> None:
         self.name = name
         self.schema = schema
         self._target = target
@@ -166,7 +124,7 @@ class MethodTool:
         return 0.0
 
 
-def failure_of(error: Exception, what: str) -> TrajectoryFailed:
+def failure_of(error: CallFailed, what: str) -> TrajectoryFailed:
     """Return the failure of a trajectory whose code in a worker process has failed."""
     if isinstance(error, CallTooLong):
         return TrajectoryFailed("deadline", f"{what} took too long: {error}")

@@ -106,5 +106,5 @@ def _checked(output: GenerationOutput) -> GenerationOutput:
         raise TrajectoryFailed("cancelled", f"request {output.request_id} was aborted")
     if output.finish_reason == "error":
         cause: FailureCause = "data" if output.refused else "infrastructure"
-        raise TrajectoryFailed(cause, f"request {output.request_id}: {output.error}")
+        raise TrajectoryFailed(cause, str(output.error))
     return output

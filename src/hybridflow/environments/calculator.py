@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Literal
 
 from hybridflow.environments.base import Environment, Step
-from hybridflow.environments.demonstrations import demonstrate_call, tool_call_text
+from hybridflow.environments.demonstrations import demonstrate_call
 from hybridflow.errors import ConfigError
 from hybridflow.tools import tool
 
@@ -45,7 +45,6 @@ class Calculator(Environment):
     def reset(self, row: Mapping[str, Any]) -> str:
         """Draw the question that the group's seed decides."""
         rng = random.Random(self.seed)
-        self.chance = random.Random(self.step_seed)
         numbers = [rng.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in range(2 * self.products)]
         products = [f"{first} * {second}" for first, second in zip(numbers[::2], numbers[1::2], strict=True)]
         self.expression = " + ".join(products)
@@ -60,7 +59,8 @@ class Calculator(Environment):
         """
         value = calculate(expression)
         if self.answers == "random":
-            value = self.chance.randrange(self.products * 10 ** (2 * self.digits))
+            chance = random.Random(f"{self.step_seed} {expression}")
+            value = chance.randrange(self.products * 10 ** (2 * self.digits))
         return str(value)
 
     def step(self, text: str) -> Step:
@@ -73,7 +73,7 @@ class Calculator(Environment):
         """Return a conversation about a question of its own, whose call is well formed only in part."""
         self.seed = rng.getrandbits(32)
         question = self.reset({})
-        call = tool_call_text("calculator", {"expression": self.expression})
+        call = ("calculator", "expression", self.expression)
         value = self.calculator(self.expression)
         return demonstrate_call(question, call, value, f"#### {value}", rng, well_formed)
 

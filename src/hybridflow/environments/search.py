@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from hybridflow.environments.base import Environment, Step
-from hybridflow.environments.demonstrations import demonstrate_call, tool_call_text
+from hybridflow.environments.demonstrations import demonstrate_call
 from hybridflow.errors import ConfigError
 from hybridflow.tools import tool
 
@@ -67,5 +67,7 @@ class Search(Environment):
         self.seed = rng.getrandbits(32)
         question = self.reset({})
         query = question.removesuffix("?")
-        call = tool_call_text("search", {"query": query})
-        return demonstrate_call(question, call, self.search(query), f"#### {self.answer}", rng, well_formed)
+        final = f"#### {self.answer}"
+        return demonstrate_call(
+            question, ("search", "query", query), self.search(query), final, rng, well_formed
+        )

@@ -6,5 +6,17 @@ driver ──RewardPool───────► WorkerProcess: keeper ──► 
 
 from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.hosts import Hosted, Hosts
+from hybridflow.processes.local import HostsLike, LocalHosts, LocalObject, ObjectLike
 
-__all__ = ["CallFailed", "CallRaised", "CallTooLong", "Hosted", "Hosts", "ProcessLost"]
+__all__ = [
+    "CallFailed",
+    "CallRaised",
+    "CallTooLong",
+    "Hosted",
+    "Hosts",
+    "HostsLike",
+    "LocalHosts",
+    "LocalObject",
+    "ObjectLike",
+    "ProcessLost",
+]

@@ -6,6 +6,7 @@ Toolset ──open──► a Tool for each of a trajectory's tools ──call(a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -40,21 +41,31 @@ def answer_of(value: Any) -> ToolAnswer:
 
     A text, a `ToolAnswer`, an object with a `text` (verl's ToolResponse), anything that JSON can write, or a
     tuple (answer, reward) or (answer, reward, metrics), where metrics that are no numbers are left out.
+    Raises TypeError or ValueError for pictures, and for a reward that is no finite number.
     """
     if isinstance(value, ToolAnswer):
+        finite_reward(value.reward)
         return value
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         answer, reward, metrics = (*value, None, None)[:3]
         numbers = {
             name: float(each) for name, each in (metrics or {}).items() if isinstance(each, int | float)
         }
-        return ToolAnswer(answer_of(answer).text, float(reward or 0.0), numbers)
+        return ToolAnswer(answer_of(answer).text, finite_reward(reward or 0.0), numbers)
     if getattr(value, "image", None) or getattr(value, "video", None):
         raise TypeError("the tool answers with pictures or videos, wanted a text")
     text = getattr(value, "text", value)
     if text is None:
         return ToolAnswer()
     return ToolAnswer(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str))
+
+
+def finite_reward(value: Any) -> float:
+    """Return a user's reward as a number. Raises ValueError or TypeError if it is none, or not finite."""
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"got the reward {reward}, wanted a finite number")
+    return reward
 
 
 class Tool(Protocol):

@@ -7,7 +7,6 @@ class Shop(BaseTool):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -25,20 +24,26 @@ class BaseTool:
     """
 
     in_process: ClassVar[bool] = False
-    default_schema: ClassVar[Mapping[str, Any] | None] = None
+    default_schema: ClassVar[OpenAIFunctionToolSchema | None] = None
     """Schema where the file gives no `tool_schema`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
-        if tool_schema is None and self.default_schema is not None:
-            tool_schema = OpenAIFunctionToolSchema.model_validate(self.default_schema)
-        if tool_schema is not None:
-            self.tool_schema = tool_schema
+        schema = tool_schema or self.default_schema
+        if schema is not None:
+            self.tool_schema = schema
         elif type(self).get_openai_tool_schema is not BaseTool.get_openai_tool_schema:
             self.tool_schema = self.get_openai_tool_schema()
         else:
             raise ConfigError(f"the tool {type(self).__name__} has no tool_schema: give it in the file")
         self.name = self.tool_schema.function.name
+
+    @classmethod
+    def connect(cls, config: dict[str, Any], mcp: dict[str, Any]) -> list[BaseTool]:
+        """Return the tools of MCP servers, where `config.type` is mcp; see `MCPBaseTool`."""
+        raise ConfigError(
+            f"config.type is mcp, which wants a subclass of MCPBaseTool, and got {cls.__name__}"
+        )
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return what the model is told of the tool."""

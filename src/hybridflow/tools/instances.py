@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridflow.data.plugin import load_object
-from hybridflow.tools.base import ToolAnswer, answer_of
+from hybridflow.tools.base import ToolAnswer, answer_of, finite_reward
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
@@ -70,7 +70,7 @@ class ToolInstance:
         try:
             if not score:
                 return 0.0
-            return float(await self.tool.calc_reward(self.instance_id, **calc_reward_kwargs))
+            return finite_reward(await self.tool.calc_reward(self.instance_id, **calc_reward_kwargs))
         finally:
             await self.tool.release(self.instance_id, **release_kwargs)
 

@@ -43,6 +43,13 @@ class OpenAIFunctionToolSchema(BaseModel):
     function: OpenAIFunctionSchema
 
 
+def schema_with(name: str, description: str, **arguments: dict[str, Any]) -> OpenAIFunctionToolSchema:
+    """Return the schema of a tool whose arguments, each given by its JSON schema, are all required."""
+    parameters = {"type": "object", "properties": arguments, "required": list(arguments)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
 class ToolResponse(BaseModel):
     """What a tool answers. Our loops read `text`; a tool that answers with pictures is an error."""
 

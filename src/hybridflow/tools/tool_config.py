@@ -24,7 +24,7 @@ from hybridflow.tools.function_tool import mark_of, schema_of
 from hybridflow.tools.instances import FunctionInstance, ToolInstance, make_tool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
-ENTRY_KEYS = {"class_name", "config", "tool_schema"}
+ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,17 @@ def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
         raise ConfigError(f"{where}: got {cls!r}, wanted a subclass of hybridflow.tools.base_tool.BaseTool")
     config = dict(entry.get("config") or {})
     schema = _read_schema(entry.get("tool_schema"), where)
-    if config.get("type", "native") != "native":
-        raise ConfigError(f"{where}: got config.type {config['type']!r}, wanted native")
+    kind = config.get("type", "mcp" if "mcp" in entry else "native")
+    if kind not in ("native", "mcp"):
+        raise ConfigError(f"{where}: got config.type {kind!r}, wanted native or mcp")
     with blaming(where):
-        tools = [cls(config, schema)]
+        tools = cls.connect(config, entry.get("mcp") or {}) if kind == "mcp" else [cls(config, schema)]
     return [_spec_of(tool, spec, where) for tool in tools]
 
 
 def _spec_of(tool: BaseTool, spec: str, where: str) -> ToolSpec:
     in_process = bool(tool.config.get("in_process", type(tool).in_process))
-    schema = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+    schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     arguments = (spec, json.dumps(tool.config), json.dumps(schema))
     shared = tool if in_process else None
     return ToolSpec(tool.name, schema, where, make_tool, arguments, in_process, shared)

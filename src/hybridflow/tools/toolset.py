@@ -81,22 +81,23 @@ class HostedTool:
         self._kwargs = kwargs
         self._deadline_s = deadline_s
         self._object: HostedObject | None = None
-        self._lock = asyncio.Lock()
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Begin the trajectory; a function begins with its first call only."""
-        if self._spec.factory is not FunctionInstance:
-            try:
-                hosted = await self._hosted()
-                await hosted.call("create", create_kwargs, deadline_s=self._deadline_s)
-            except Exception as error:  # a user's code: anything may come out of it
-                raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
+        """Begin the trajectory; a function has nothing to begin, and is made for each of its calls."""
+        if self._spec.factory is FunctionInstance:
+            return
+        try:
+            self._object = await self._make()
+            await self._object.call("create", create_kwargs, deadline_s=self._deadline_s)
+        except Exception as error:  # a user's code: anything may come out of it
+            raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Answer a call; what the tool raises is an answer."""
+        execute_kwargs = self._kwargs.get("execute_kwargs", {})
+        hosted = None
         try:
-            hosted = await self._hosted()
-            execute_kwargs = self._kwargs.get("execute_kwargs", {})
+            hosted = self._object or await self._make()
             answer: ToolAnswer = await hosted.call(
                 "execute", arguments, execute_kwargs, deadline_s=deadline_s
             )
@@ -105,29 +106,24 @@ class HostedTool:
             if _is_late(error):
                 return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
             return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
+        finally:
+            if hosted is not None and hosted is not self._object:
+                await hosted.close()
         return answer
 
     async def close(self, score: bool = False) -> float:
         """End the trajectory, and return its reward by the tool."""
-        if self._object is None:
-            return 0.0
         hosted = self._object
+        if hosted is None:
+            return 0.0
         self._object = None
+        ends = [self._kwargs.get(name, {}) for name in ("calc_reward_kwargs", "release_kwargs")]
         try:
-            if self._spec.factory is FunctionInstance:
-                return 0.0
-            ends = [self._kwargs.get(name, {}) for name in ("calc_reward_kwargs", "release_kwargs")]
             return float(await hosted.call("finish", score, *ends, deadline_s=self._deadline_s))
         except Exception as error:  # a user's code: anything may come out of it
             raise ToolFailed(f"the tool {self.name} could not end: {_words(error)}") from error
         finally:
             await hosted.close()
-
-    async def _hosted(self) -> HostedObject:
-        async with self._lock:  # calls of one turn are made side by side, and use one object
-            if self._object is None:
-                self._object = await self._make()
-            return self._object
 
     async def _make(self) -> HostedObject:
         spec = self._spec
@@ -173,7 +169,7 @@ class OpenTools:
         self.counts.update(answer.problem for answer in answers if answer.problem)
         length = self._limits.max_response_length
         side = self._limits.truncate_side
-        return [replace(answer, text=cut(answer.text, length, side)) for answer in answers]
+        return [replace(answer, text=cut(_readable(answer.text), length, side)) for answer in answers]
 
     async def close(self, score: bool = True) -> float:
         """End the trajectory and return the sum of the tools' rewards.
@@ -289,6 +285,11 @@ def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str
 def _without_none(given: Kwargs | None) -> Kwargs:
     """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
     return {name: each for name, each in (given or {}).items() if each is not None}
+
+
+def _readable(text: str) -> str:
+    """Return a text that a tokenizer takes: halves of surrogate pairs become question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def _checker(schema: Mapping[str, Any]) -> jsonschema.protocols.Validator:

@@ -19,7 +19,7 @@ from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes import Hosts
+from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.tools.toolset import ToolLimits, Toolset
 
@@ -107,7 +107,7 @@ def played(
     answer: Answer,
     *,
     environment: str | None = None,
-    hosts: Hosts | None = None,
+    hosts: HostsLike,
     tools: Toolset | None = None,
     samples: int = 1,
     multi_turn: MultiTurnConfig | None = None,
@@ -154,7 +154,7 @@ def bisect(prompt: str) -> str:
 
 @pytest.mark.parametrize("in_process", [False, True])
 def test_an_environment_is_played_to_its_end(world: Path, hosts: Hosts, in_process: bool) -> None:
-    used = None if in_process else hosts
+    used = LocalHosts() if in_process else hosts
     first, second = played(bisect, environment=f"{world}:Guess", hosts=used, samples=2)
     assert first.outcome.kind == "finished" and first.turns == second.turns
     # the seed of the group is 11, so the number is 3: 5, 2, 3

@@ -164,4 +164,4 @@ def test_demonstrations_are_well_formed_in_part(environment: Guess | Calculator 
             rewards.append(environment.step(messages[-1]["content"]).reward)
     is_well_formed = str.isdigit if isinstance(environment, Guess) else well_formed
     assert 0.23 < sum(map(is_well_formed, first_turns)) / 400 < 0.37
-    assert all(rewards), "what follows a well-formed call is right"
+    assert all(rewards), "what follows a call is right"

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import TOKEN, TOKENIZER, TOOL_TEMPLATE, Served, echoes, ids, serve_script
+from serving import TOKEN, TOOL_TEMPLATE, Served, echoes, ids, serve_script
 
 from hybridflow.errors import ConfigError
 from hybridflow.rollout.server.answers import CompletionAnswer
@@ -22,9 +22,7 @@ from hybridflow.rollout.server.job import completion_job
 from hybridflow.rollout.server.run import choose_token, listen
 from hybridflow.rollout.server.schema import CompletionBody
 from hybridflow.rollout.server.service import Limits
-from hybridflow.rollout.server.text import TokenNames
 
-NAMES = TokenNames(TOKENIZER)
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -257,9 +255,7 @@ def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
 
         async def stream() -> None:
             await asyncio.wait_for(
-                EventStream(service, job, CompletionAnswer(job, service.model, NAMES))(
-                    {}, stays, takes_nothing
-                ),
+                EventStream(service, job, CompletionAnswer(job, service.model))({}, stays, takes_nothing),
                 600,
             )
 

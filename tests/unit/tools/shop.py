@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.tools import tool
 from hybridflow.tools.base_tool import BaseTool
-from hybridflow.tools.schemas import ToolResponse
+from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 @tool
@@ -60,7 +60,7 @@ SCHEMA = {
 class Basket(BaseTool):
     """Counts what was put in; its reward is the number of items over what was wanted."""
 
-    default_schema = SCHEMA
+    default_schema = OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)

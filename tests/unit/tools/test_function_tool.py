@@ -148,3 +148,11 @@ def test_an_argument_that_json_cannot_name_is_an_error_that_says_which(function:
 )
 def test_what_a_tool_may_return(returned: Any, answer: ToolAnswer) -> None:
     assert answer_of(returned) == answer
+
+
+@pytest.mark.parametrize(
+    "returned", [("yes", float("nan")), ToolAnswer("yes", float("inf")), ("yes", "much")]
+)
+def test_a_reward_has_to_be_a_finite_number(returned: Any) -> None:
+    with pytest.raises(ValueError, match=r"finite number|could not convert"):
+        answer_of(returned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import OpenTools, ToolLimits, Toolset, cut
 
 SHOP = str(Path(__file__).with_name("shop.py"))
-LIMITS = ToolLimits(max_parallel_calls=4, deadline_s=60.0)
+LIMITS = ToolLimits(max_parallel_calls=5, deadline_s=60.0)
 
 
 class FakeHosts:
@@ -72,6 +73,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
         ToolCall("echo", '{"text": 7}'),  # a format without quotes
         ToolCall("add", '{"a": 2}'),
         ToolCall("thread", "{}"),
+        ToolCall("echo", r'{"text": "\ud800"}'),  # half a surrogate pair
     ]
     (answers,), tools, reward = ask(toolset, turn, hosts=hosts)
     assert answers == [
@@ -79,8 +81,9 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
         ToolAnswer('{"text": "7"}'),
         ToolAnswer("3", 0.5),
         ToolAnswer("False"),
+        ToolAnswer('{"text": "?"}'),
     ]
-    assert tools.counts == {"calls": 4}
+    assert tools.counts == {"calls": 5}
     assert reward == 0.0
     assert hosts is None or hosts.open == 0
 
@@ -207,3 +210,16 @@ def test_long_answers_are_cut_at_the_side_that_verl_names() -> None:
     assert cut("abcdef", 4, "right") == "(truncated)...cdef"
     assert cut("abcdef", 4, "middle") == "ab...(truncated)...ef"
     assert cut("abcdef", 0, "right") == "(truncated)..."
+
+
+def test_the_page_about_tools_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[3] / "docs" / "agents" / "tools.md"
+    for name, content in re.findall(r"```\w+\n# (\S+)\n(.*?)```", page.read_text(), re.DOTALL):
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    limits = ToolLimits(max_parallel_calls=2)
+    toolset = Toolset.load(tool_config_path="tools.yaml", function_tool_path="my_tools.py", limits=limits)
+    turn = [ToolCall("price", '{"item": "egg"}'), ToolCall("basket", '{"item": "egg"}')]
+    (answers,), _, reward = ask(toolset, turn, hosts=FakeHosts(), basket={"create_kwargs": {"wanted": 2}})
+    assert answers == [ToolAnswer("1 egg: 3 coins"), ToolAnswer("egg", 0.0, {"items": 1.0})]
+    assert reward == 0.5

@@ -1,5 +1,5 @@
-"""Answers of the two endpoints in OpenAI's shape, whole and as chunks of a stream. The fields token_ids,
-stop_reason and prompt_token_ids are our own.
+"""Answers to chat and completions in OpenAI's shape, whole and as chunks of a stream. The fields token_ids,
+stop_reason and prompt_token_ids are our own. `responses.py` and `messages.py` have those of the other paths.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.reading import Piece
@@ -21,44 +22,143 @@ LEAST = -9999.0
 
 
 class Answer(ABC):
-    """Writer of the answer to one job, whole or as chunks of a stream."""
+    """Writer of the answer to one job, whole or as events of a stream."""
 
-    prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    names_events: ClassVar[bool] = False
+    """Whether each event of a stream has a line with its type; else the stream ends with `[DONE]`."""
 
-    def __init__(self, job: Job, model: ServedModel, names: TokenNames) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self.names = names
-        if job.names_are_ids:
-            self.names = NumberedNames(model.tokenizer)
         self.num_tokens = 0
         """Response tokens that were written so far."""
-        self._begun: set[int] = set()
-        self._written: Counter[int] = Counter()
-        """For each response, the calls (chat) or characters (completions) that were written so far."""
-        self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; a prompt counts once, whatever the number of its responses."""
+        return sum(len(prompt) for prompt in self.job.prompts)
 
     @abstractmethod
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the answer to a request without stream."""
 
     @abstractmethod
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the events of a stream that tell a piece."""
+
+    def last_events(self) -> list[dict[str, Any]]:
+        """Return the events that end a stream in which nothing failed."""
+        return []
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the event that tells of an error after the stream has begun."""
+        return error.body
+
+
+class BlocksAnswer(Answer):
+    """Answer with one response, whose texts and calls are blocks; each event has a type."""
+
+    names_events = True
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._begun = False
+        self._text = ""
+        """Text of the block that is open."""
+
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the events that open, fill and close the piece's blocks."""
+        events: list[dict[str, Any]] = []
+        if not self._begun:
+            self._begun = True
+            events += self.begin()
+        for part in piece.parts:
+            if isinstance(part, ToolCall):
+                events += self._end_text()
+                events += self.call(part)
+            elif self._text or part.strip():  # between calls there is white space
+                if not self._text:
+                    events += self.begin_text()
+                self._text += part
+                events.append(self.text(part))
+        self.num_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            events += self._end_text()
+            events += self.end(piece)
+        return events
+
+    def _end_text(self) -> list[dict[str, Any]]:
+        if not self._text:
+            return []
+        text = self._text
+        self._text = ""
+        return self.end_text(text)
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events that begin a stream."""
+
+    @abstractmethod
+    def begin_text(self) -> list[dict[str, Any]]:
+        """Return the events that open a block of text."""
+
+    @abstractmethod
+    def text(self, delta: str) -> dict[str, Any]:
+        """Return the event that adds to it."""
+
+    @abstractmethod
+    def end_text(self, text: str) -> list[dict[str, Any]]:
+        """Return the events that close it."""
+
+    @abstractmethod
+    def call(self, call: ToolCall) -> list[dict[str, Any]]:
+        """Return the events of a call."""
+
+    @abstractmethod
+    def end(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the events that end a stream; `piece` is the last one."""
+
+
+class ChoicesAnswer(Answer):
+    """Answer with a list of choices."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, job: Job, model: ServedModel) -> None:
+        super().__init__(job)
+        self.names = model.names
+        if job.names_are_ids:
+            self.names = NumberedNames(model.tokenizer)
+        self._begun: set[int] = set()
+        self._written: Counter[int] = Counter()
+        """For each response, the calls (chat) or characters (completions) that were written so far."""
+        self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
+
+    @abstractmethod
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """Return one event of a stream."""
+        """Return the chunk that tells a piece."""
+
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the piece's chunk; none where it has nothing that the client asked for."""
+        tells_tokens = piece.token_ids and (self.job.return_token_ids or self.job.log_probs)
+        if piece.parts or piece.finish_reason or tells_tokens:
+            return [self.chunk(piece)]
+        return []
 
     def usage(self) -> dict[str, int]:
-        """Return the counts of tokens; a prompt counts once, whatever the number of its responses."""
-        prompt = sum(len(prompt) for prompt in self.job.prompts)
+        """Return the counts of tokens."""
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
-            "total_tokens": prompt + self.num_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_tokens,
         }
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream whose client asked for usage."""
-        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
+    def last_events(self) -> list[dict[str, Any]]:
+        """Return a chunk with the counts of tokens where the client asked for it."""
+        if not self.job.include_usage:
+            return []
+        return [{**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}]
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
         self._finish(choice, piece)
@@ -91,7 +191,7 @@ class Answer(ABC):
         return first
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """Answer of /v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -101,12 +201,7 @@ class ChatAnswer(Answer):
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         choices = []
         for piece in pieces:
-            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
-            if piece.calls:
-                message |= {
-                    "content": piece.text.strip() or None,
-                    "tool_calls": [_written(call) for call in piece.calls],
-                }
+            message = {"refusal": None, **written_message(piece)}
             choices.append({"message": message, "logprobs": self._log_probs(piece)})
         answer = self._whole(choices, pieces)
         if self.job.return_token_ids:
@@ -137,7 +232,7 @@ class ChatAnswer(Answer):
         return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """Answer of /v1/completions."""
 
     prefix = "cmpl"
@@ -163,9 +258,23 @@ class CompletionAnswer(Answer):
         return choice
 
 
+def written_message(piece: Piece) -> dict[str, Any]:
+    """Return a whole response as a message of the assistant."""
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+    if piece.calls:
+        message["content"] = piece.text.strip() or None
+        message["tool_calls"] = [_written(call) for call in piece.calls]
+    return message
+
+
+def call_id() -> str:
+    """Return a new name for a tool call, by which its result refers to it."""
+    return f"call_{uuid4().hex[:24]}"
+
+
 def _written(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": call.id or f"call_{uuid4().hex[:24]}",
+        "id": call.id or call_id(),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

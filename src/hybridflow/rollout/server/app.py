@@ -1,6 +1,6 @@
-"""The HTTP interface: routes, errors in OpenAI's shape, streams, and clients that go away.
+"""The HTTP interface: routes, errors, streams, and clients that go away.
 
-request ──Gate (token, size)──► route ──Job──► Service ──pieces──► Answer ──► JSON, or events of a stream
+request ──Gate (token, size)──► route ──Job──► JobService ──pieces──► Answer ──► JSON, or events of a stream
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from hybridflow import __version__
 from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
-from hybridflow.rollout.server.errors import ApiError, ErrorResponse
+from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorResponse
 from hybridflow.rollout.server.gate import Gate
-from hybridflow.rollout.server.job import Job, chat_job, completion_job
-from hybridflow.rollout.server.readers import Check
-from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
-from hybridflow.rollout.server.service import Service
-from hybridflow.rollout.server.text import TokenNames
+from hybridflow.rollout.server.job import Job
+from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
+from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.readers import Check, JobReaders
+from hybridflow.rollout.server.reading import Piece
+from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody
+from hybridflow.rollout.server.service import Limits, Service
 
 logger = logging.getLogger(__name__)
 
@@ -39,48 +43,38 @@ GONE = 499
 """Status in the metrics of an answer whose client has gone away."""
 
 
+class JobService(Protocol):
+    """Turns the bodies of requests into jobs, and jobs into responses: the `Service` of a server, or the one
+    of a trajectory that is recorded.
+    """
+
+    model: ServedModel
+    limits: Limits
+    readers: JobReaders
+
+    def check_open(self) -> None:
+        """Raise ApiError where nothing new can be served."""
+
+    def chat_job(self, body: ChatBody, check: Check) -> Job: ...
+
+    def completion_job(self, body: CompletionBody, check: Check) -> Job: ...
+
+    def admit(self, job: Job) -> AbstractContextManager[None]:
+        """Count the job as open; ApiError where it cannot be served now."""
+        ...
+
+    async def whole(self, job: Job) -> list[Piece]:
+        """Return all responses, each as one piece; ApiError where one fails."""
+        ...
+
+    def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """Yield pieces of all responses as they come; ApiError where one fails."""
+        ...
+
+
 def build_app(service: Service, *, token: str | None) -> FastAPI:
     """Return the application; with a `token` it answers 401 to requests that do not send it."""
-    app = FastAPI(title="hybridflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    model = service.model
-    names = TokenNames(model.tokenizer)
-    started = int(time.time())
-
-    async def serve(
-        body: SamplingBody, request: Request, make: Callable[[Check], Job], answer_of: type[Answer]
-    ) -> Response:
-        _check_model(body.model, service)
-        service.check_open()
-        num_bytes = len(await request.body())
-        # templates and tokenisation are away from the event loop
-        job = await while_connected(request.receive, service.readers.run(make, num_bytes))
-        if job is None:
-            return Response(status_code=GONE)
-        answer = answer_of(job, model, names)
-        if job.stream:
-            return EventStream(service, job, answer)
-        with service.admit(job):
-            pieces = await while_connected(request.receive, service.whole(job))
-        if pieces is None:
-            return Response(status_code=GONE)
-        return JSONResponse(answer.whole(pieces))
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
-        return await serve(body, request, partial(chat_job, body, model), ChatAnswer)
-
-    @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await serve(body, request, partial(completion_job, body, model), CompletionAnswer)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model_card(service, started)]})
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        _check_model(name, service)
-        return JSONResponse(_model_card(service, started))
+    app = build_api(lambda request: service)
 
     @app.get("/health")
     async def health() -> Response:
@@ -97,36 +91,129 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
             service.metrics.text(_gauges(service)), media_type="text/plain; version=0.0.4"
         )
 
-    _add_errors(app)
-    paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/version", "/metrics"}
     app.add_middleware(
-        Gate, token=token, max_body_bytes=service.limits.max_body_bytes, metrics=service.metrics, paths=paths
+        Gate,
+        token=token,
+        max_body_bytes=service.limits.max_body_bytes,
+        metrics=service.metrics,
+        paths={*API_PATHS, "/health", "/version", "/metrics"},
     )
     return app
+
+
+API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_PATH, "/v1/models")
+
+
+def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
+    """Return an application with the paths of OpenAI and Anthropic; `service_of` says which service answers a
+    request.
+    """
+    app = FastAPI(title="hybridflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    started = int(time.time())
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        service = service_of(request)
+        return await _answer(
+            service, request, body.model, lambda check: service.chat_job(body, check), ChatAnswer
+        )
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        service = service_of(request)
+        return await _answer(
+            service, request, body.model, lambda check: service.completion_job(body, check), CompletionAnswer
+        )
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        service = service_of(request)
+        return await _answer(
+            service,
+            request,
+            body.model,
+            lambda check: service.chat_job(body.chat(), check),
+            partial(ResponsesAnswer, body=body),
+        )
+
+    @app.post(MESSAGES_PATH)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        service = service_of(request)
+        return await _answer(
+            service,
+            request,
+            body.model,
+            lambda check: service.chat_job(body.chat(), check),
+            MessagesAnswer,
+        )
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model_card(service_of(request).model, started)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str, request: Request) -> Response:
+        model = service_of(request).model
+        _check_model(name, model)
+        return JSONResponse(_model_card(model, started))
+
+    _add_errors(app)
+    return app
+
+
+async def _answer(
+    service: JobService,
+    request: Request,
+    model_name: str | None,
+    make: Callable[[Check], Job],
+    answer_of: Callable[[Job, ServedModel], Answer],
+) -> Response:
+    """Make the job of a request, generate, and answer whole or as a stream."""
+    _check_model(model_name, service.model)
+    service.check_open()
+    num_bytes = len(await request.body())
+    # templates and tokenisation are away from the event loop
+    job = await while_connected(request.receive, service.readers.run(make, num_bytes))
+    if job is None:
+        return Response(status_code=GONE)
+    answer = answer_of(job, service.model)
+    if job.stream:
+        return EventStream(service, job, answer)
+    with service.admit(job):
+        pieces = await while_connected(request.receive, service.whole(job))
+    if pieces is None:
+        return Response(status_code=GONE)
+    return JSONResponse(answer.whole(pieces))
 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return ErrorResponse(error, headers)
+        return ErrorResponse(error, request.url.path, headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return ErrorResponse(_first_problem(error))
+        return ErrorResponse(_first_problem(error), request.url.path)
+
+    @app.exception_handler(ValidationError)
+    async def malformed_part(request: Request, error: ValidationError) -> Response:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        return ErrorResponse(_first_problem(RequestValidationError(problems)), request.url.path)
 
     @app.exception_handler(RecursionError)
     async def nested(request: Request, error: RecursionError) -> Response:
-        return ErrorResponse(ApiError(400, "the request is nested too deeply"))
+        return ErrorResponse(ApiError(400, "the request is nested too deeply"), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return ErrorResponse(told, error.headers)
+        return ErrorResponse(told, request.url.path, error.headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return ErrorResponse(ApiError(500, f"the server failed: {type(error).__name__}"))
+        told = ApiError(500, f"the server failed: {type(error).__name__}")
+        return ErrorResponse(told, request.url.path)
 
 
 def _first_problem(error: RequestValidationError) -> ApiError:
@@ -148,18 +235,17 @@ def _first_problem(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{place}: {why}", param=place)
 
 
-def _check_model(name: str | None, service: Service) -> None:
-    if name is not None and name != service.model.name:
+def _check_model(name: str | None, model: ServedModel) -> None:
+    if name not in (None, model.name) and not model.any_name:
         raise ApiError(
             404,
-            f"there is no model {name!r} here, only {service.model.name!r}",
+            f"there is no model {name!r} here, only {model.name!r}",
             param="model",
             code="model_not_found",
         )
 
 
-def _model_card(service: Service, started: int) -> dict[str, Any]:
-    model = service.model
+def _model_card(model: ServedModel, started: int) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
@@ -184,7 +270,7 @@ def _gauges(service: Service) -> dict[str, tuple[str, float]]:
 class EventStream(Response):
     """Stream of server-sent events, one for each piece. A refusal to admit the job keeps its own status."""
 
-    def __init__(self, service: Service, job: Job, answer: Answer) -> None:
+    def __init__(self, service: JobService, job: Job, answer: Answer) -> None:
         super().__init__(
             status_code=200, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
@@ -216,21 +302,24 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except ApiError as error:
-                await send({"type": "http.response.body", "body": _event(error.body), "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                failure = self._event(self._answer.failure(error))
+                await send({"type": "http.response.body", "body": failure, "more_body": True})
+            end = b"" if self._answer.names_events else b"data: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._service.pieces(self._job)) as pieces:
             async for piece in pieces:
-                tells_tokens = self._job.return_token_ids or self._job.log_probs
-                if piece.parts or piece.finish_reason or (piece.token_ids and tells_tokens):
-                    yield _event(self._answer.chunk(piece))
-        if self._job.include_usage:
-            yield _event(self._answer.usage_chunk())
+                for event in self._answer.events(piece):
+                    yield self._event(event)
+        for event in self._answer.last_events():
+            yield self._event(event)
 
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    def _event(self, body: dict[str, Any]) -> bytes:
+        name = b""
+        if self._answer.names_events:
+            name = f"event: {body['type']}\n".encode()
+        return name + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T | None:

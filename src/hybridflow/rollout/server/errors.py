@@ -1,4 +1,4 @@
-"""Errors of the server in OpenAI's shape."""
+"""Errors of the server, in OpenAI's shape or, under its own path, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+MESSAGES_PATH = "/v1/messages"
+"""Path of Anthropic's interface, whose errors have a shape of their own."""
+ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -36,6 +39,14 @@ class ApiError(Exception):
             kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error as Anthropic's clients read it."""
+        kind = ANTHROPIC_KINDS.get(self.status, "api_error")
+        if self.status < 500:
+            kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
 
 def refuse(param: str, why: str) -> ApiError:
     """Return the 400 for a field that is wrong or cannot be served."""
@@ -45,8 +56,9 @@ def refuse(param: str, why: str) -> ApiError:
 class ErrorResponse(JSONResponse):
     """An error in ASCII, so that it can quote what the client sent, whatever that is."""
 
-    def __init__(self, error: ApiError, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(error.body, error.status, headers)
+    def __init__(self, error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> None:
+        body = error.anthropic_body if path.startswith(MESSAGES_PATH) else error.body
+        super().__init__(body, error.status, headers)
 
     def render(self, content: Any) -> bytes:
         """Return the body."""

@@ -27,7 +27,7 @@ class Gate:
         self.app = app
         self.metrics = metrics
         self.max_body_bytes = max_body_bytes
-        self._token = None if token is None else f"Bearer {token}".encode()
+        self._token = None if token is None else token.encode()
         self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,28 +63,26 @@ class Gate:
         except ApiError as error:
             if begun:
                 raise
-            await ErrorResponse(error, HEADERS.get(error.status))(scope, receive, counted)
+            await ErrorResponse(error, scope["path"], HEADERS.get(error.status))(scope, receive, counted)
         except asyncio.CancelledError:  # the grace of running requests is over: nobody else cancels them
             if not begun:
                 ended = ApiError(503, "the server has ended before the answer was whole")
-                await ErrorResponse(ended)(scope, receive, counted)
+                await ErrorResponse(ended, scope["path"])(scope, receive, counted)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        if (
-            self._token is not None
-            and scope["path"] not in OPEN_PATHS
-            and not hmac.compare_digest(given, self._token)
-        ):
-            what = "there is no token"
-            if given:
+        if self._token is not None and scope["path"] not in OPEN_PATHS:
+            given = [headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b"")]
+            if not any(hmac.compare_digest(each, b"Bearer " + self._token) for each in given):
                 what = "the token is not the server's"
-            raise ApiError(
-                401,
-                f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients)",
-                code="invalid_api_key",
-            )
+                if b"authorization" not in headers and b"x-api-key" not in headers:
+                    what = "there is no token"
+                raise ApiError(
+                    401,
+                    f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients) or "
+                    "'x-api-key: TOKEN' (of Anthropic's)",
+                    code="invalid_api_key",
+                )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body_bytes:
             raise self._too_large()

@@ -5,8 +5,9 @@ read. Every refusal names its field.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, render_chat
@@ -72,6 +73,10 @@ class Job:
     echo: list[str] = field(default_factory=list)
     """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
     tools: ToolUse = ToolUse()
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages of a chat as its template takes them."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template; `tools` are among them."""
 
 
 def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Job:
@@ -97,11 +102,59 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Jo
     return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
-def chat_job(body: ChatBody, model: ServedModel, check: Check) -> Job:
-    """Return the job of a /v1/chat/completions request; ApiError where it cannot be served."""
+PromptOf = Callable[[list[dict[str, Any]], dict[str, Any], str], list[int]]
+"""Makes token ids of messages, options of the template, and a text behind what the template writes."""
+
+
+def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: PromptOf | None = None) -> Job:
+    """Return the job of a /v1/chat/completions request; ApiError where it cannot be served.
+
+    Without a `prompt_of`, the chat template writes the whole conversation.
+    """
     check_count(1, body.n)
     _check_chat(body)
     use = _tool_use(body, model)
+    options = _template_options(body, model)
+    messages = [template_message(message, place) for place, message in enumerate(body.messages)]
+    check()
+    if prompt_of is None:
+        begins = body.add_generation_prompt and not body.continue_final_message
+        prompt_of = partial(rendered_prompt, model, check, begins)
+    prompt = prompt_of(messages, options, use.opening)
+    limit = body.max_completion_tokens or body.max_tokens
+    top = body.top_logprobs or 0
+    sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
+    return _job(
+        body,
+        [prompt],
+        [sampling],
+        log_probs=body.logprobs,
+        tools=use,
+        messages=messages,
+        template_options=options,
+    )
+
+
+def rendered_prompt(
+    model: ServedModel,
+    check: Check,
+    begins: bool,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    behind: str,
+) -> list[int]:
+    """Return the ids of a conversation as the chat template writes it, with the text `behind` it; `begins`
+    says whether the template opens the answer. ApiError 400 where the template refuses the messages.
+    """
+    try:
+        text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
+    except Exception as error:  # a template is a program of the model's: anything may come out of it
+        raise refuse("messages", f"the model's chat template does not take them: {error}") from error
+    return encode_text("messages", text + behind, model, check)
+
+
+def _template_options(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+    """Return the arguments of the chat template; ApiError where there is no template."""
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if taken := sorted(options.keys() & OWN_OPTIONS):
         raise refuse(
@@ -122,18 +175,7 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check) -> Job:
             "the model's tokenizer has no chat template: use /v1/completions, or start the server with "
             "--chat-template",
         )
-    messages = [template_message(message, place) for place, message in enumerate(body.messages)]
-    begins = body.add_generation_prompt and not body.continue_final_message
-    check()
-    try:
-        text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
-    except Exception as error:  # a template is a program of the model's: anything may come out of it
-        raise refuse("messages", f"the model's chat template does not take them: {error}") from error
-    prompt = encode_text("messages", text + use.opening, model, check)
-    limit = body.max_completion_tokens or body.max_tokens
-    top = body.top_logprobs or 0
-    sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
-    return _job(body, [prompt], [sampling], log_probs=body.logprobs, tools=use)
+    return options
 
 
 def sampling_of(

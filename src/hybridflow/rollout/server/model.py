@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.rollout.server.text import TokenNames
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class ServedModel:
     """Name in `TOOL_PARSERS` of the format in which the model writes calls."""
     chat_template: str | None = None
     """Template in place of the tokenizer's."""
+    any_name: bool = False
+    """Whether requests may ask for it by any name, as those of agents do that were written for another."""
+
+    @cached_property
+    def names(self) -> TokenNames:
+        """Names of the tokenizer's tokens."""
+        return TokenNames(self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:

@@ -6,7 +6,7 @@ text ──check that it is Unicode and may fit──► a long one in slices, u
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered
@@ -18,6 +18,7 @@ from hybridflow.rollout.server.schema import MAX_CHOICES, ChatMessage, Completio
 
 ROLES = {"developer": "system"}
 """Roles of OpenAI's interface that chat templates know by another name."""
+TEXT = frozenset({"text"})
 SLICE = 2**16
 """Characters that are tokenised at once, before it is known that the text fits."""
 CUT_TOKENS = 64
@@ -77,8 +78,7 @@ def encode_text(
     """
     check()
     check_unicode(param, text)
-    if len(text) > model.max_model_len * model.longest_token:
-        raise _too_long(param, -(-len(text) // model.longest_token), model)
+    check_characters(param, len(text), model)
     if len(text) > SLICE:
         at_least = 0
         for start in range(0, len(text), SLICE):
@@ -87,6 +87,12 @@ def encode_text(
             if at_least > model.max_model_len:
                 raise _too_long(param, at_least, model)
     return encode(model.tokenizer, text)
+
+
+def check_characters(param: str, count: int, model: ServedModel) -> None:
+    """Raise ApiError 400 for more characters than the longest tokens of the model's context have."""
+    if count > model.max_model_len * model.longest_token:
+        raise _too_long(param, -(-count // model.longest_token), model)
 
 
 def check_unicode(param: str, text: str) -> None:
@@ -105,18 +111,20 @@ def _too_long(param: str, at_least: int, model: ServedModel) -> ApiError:
     )
 
 
+def joined_text(content: str | list[dict[str, Any]] | None, param: str, *, kinds: Set[str] = TEXT) -> str:
+    """Return the text of a message whose content may be in parts; ApiError 400 for a part of another kind."""
+    for part in content if isinstance(content, list) else ():
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise refuse(param, f"a part of type {part.get('type')!r} is not supported, only text is")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
 def template_message(message: ChatMessage, place: int) -> dict[str, Any]:
     """Return a message as chat templates take it: its text as one string, arguments of calls as objects."""
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type")
-                raise refuse(
-                    f"messages[{place}].content", f"a part of type {kind!r} is not supported, only text is"
-                )
-        content = "".join(part["text"] for part in content)
-    made: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content or ""}
+    content = joined_text(message.content, f"messages[{place}].content")
+    made: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
     made |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     calls = []
     for call in message.tool_calls or ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -11,11 +12,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hybridflow.errors import ConfigError, RolloutError
 from hybridflow.rollout.client import Replica
@@ -115,18 +117,8 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, service: Service, *, token: str | None, grace_s: int = 30) -> None:
         app = build_app(service, token=token)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                ws="none",
-                lifespan="off",
-                # what is left of the grace is for closing the engines
-                timeout_graceful_shutdown=max(grace_s - round(CLOSE_S), (grace_s + 1) // 2),
-                server_header=False,
-            )
-        )
+        # what is left of the grace is for closing the engines
+        super().__init__(_server_config(app, max(grace_s - round(CLOSE_S), (grace_s + 1) // 2)))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -135,6 +127,43 @@ class DrainingServer(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
+
+
+class LoopServer(uvicorn.Server):
+    """Server in an event loop that others use too; signals stay with whoever handles them now."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        super().__init__(_server_config(app, grace_s=1))
+        bound = listen(host, port)
+        self.address = f"http://{host}:{bound.getsockname()[1]}"
+        """Start of its URLs; connections are taken at once, and answered when the event loop goes on."""
+        self._serving = asyncio.create_task(self.serve([bound]))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the handlers of signals as they are."""
+        yield
+
+    async def stop(self) -> None:
+        """End it; requests that still run are cancelled after a second. Its port is free at once."""
+        while not (self.started or self._serving.done()):
+            await asyncio.sleep(0)
+        for listening in self.servers:
+            listening.close()
+        self.should_exit = True
+        await self._serving
+
+
+def _server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=grace_s,
+        server_header=False,
+    )
 
 
 def _raise_file_limit() -> None:

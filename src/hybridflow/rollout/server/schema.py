@@ -29,7 +29,11 @@ class FailFast(pydantic.FailFast):
 
 
 Ids = Annotated[list[int], FailFast()]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
 StopText = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+StopTexts = Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOP_TEXTS)]
+Parts = Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_MESSAGES)]
+"""Parts of one message, or items of a conversation."""
 
 
 def _check_number_of_prompts(value: Any) -> Any:
@@ -45,11 +49,13 @@ Prompts = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class StrictBody(BaseModel):
+    """Fields that are not known are refused."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictBody):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -59,7 +65,7 @@ class StreamOptions(_Strict):
     """Accepted, without effect: usage comes at the end."""
 
 
-class SamplingBody(_Strict):
+class SamplingBody(StrictBody):
     """Fields that chat and completions have in common."""
 
     model: str | None = None
@@ -70,7 +76,7 @@ class SamplingBody(_Strict):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: StopText | Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOP_TEXTS)] | None = None
+    stop: StopText | StopTexts | None = None
     stop_token_ids: Annotated[Ids, Field(max_length=MAX_ENTRIES)] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=MAX_NUMBER)
@@ -109,14 +115,14 @@ class CompletionBody(SamplingBody):
     """Whether text prompts begin with the first token that the tokenizer wants."""
 
 
-class FunctionCall(_Strict):
+class FunctionCall(StrictBody):
     """A call in an earlier message."""
 
     name: str
     arguments: str = "{}"
 
 
-class MessageToolCall(_Strict):
+class MessageToolCall(StrictBody):
     """A call in an earlier message, with the id that its result names."""
 
     id: str | None = None
@@ -125,11 +131,11 @@ class MessageToolCall(_Strict):
     index: int | None = None
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictBody):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_MESSAGES)] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = Field(None, max_length=MAX_ENTRIES)
     tool_call_id: str | None = None
@@ -137,29 +143,29 @@ class ChatMessage(_Strict):
     reasoning_content: str | None = None
 
 
-class Function(_Strict):
+class Function(StrictBody):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(StrictBody):
     """A tool that the model may use."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(StrictBody):
     """The function that is to be called."""
 
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictBody):
     """The tool that is to be used."""
 
     type: Literal["function"]

@@ -20,11 +20,12 @@ from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 from hybridflow.rollout.server.errors import ApiError
-from hybridflow.rollout.server.job import Job
+from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.readers import JobReaders
+from hybridflow.rollout.server.readers import Check, JobReaders
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class Service:
         if (failure := self.client.failure) is not None:
             raise ApiError(503, f"no engine is alive: {failure}", code="engine_dead")
 
+    def chat_job(self, body: ChatBody, check: Check) -> Job:
+        """Return the job of a chat request; ApiError where it cannot be served."""
+        return chat_job(body, self.model, check)
+
+    def completion_job(self, body: CompletionBody, check: Check) -> Job:
+        """Return the job of a completions request; ApiError where it cannot be served."""
+        return completion_job(body, self.model, check)
+
     @contextmanager
     def admit(self, job: Job) -> Iterator[None]:
         """Count the job's responses as open; ApiError 429 or 503 where they cannot be served now."""
@@ -90,7 +99,7 @@ class Service:
             try:
                 return await asyncio.gather(*tasks)
             finally:
-                await _cancel(tasks)
+                await cancel(tasks)
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Yield pieces of all responses as they come; ApiError where one fails. Close the generator where it
@@ -112,7 +121,7 @@ class Service:
                     left -= piece.finish_reason is not None
                     yield piece
             finally:
-                await _cancel(tasks)
+                await cancel(tasks)
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
         seed = job.seed
@@ -128,7 +137,7 @@ class Service:
         ]
 
     async def _one(self, job: Job, choice: int, request: GenerationRequest) -> Piece:
-        with _told():
+        with told_as_answers():
             output = await self.client.generate(
                 request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s
             )
@@ -142,7 +151,7 @@ class Service:
         started = perf_counter()
         reader = ChoiceReader(job, self.model, choice)
         try:
-            with _told():
+            with told_as_answers():
                 outputs = self.client.stream(
                     request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s
                 )
@@ -178,8 +187,8 @@ def _sticky(job: Job, request: GenerationRequest) -> Hashable:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Turn errors of the client into answers."""
+def told_as_answers() -> Iterator[None]:
+    """Turn errors of generation into answers: ApiError 504, 503 or 500."""
     try:
         yield
     except DeadlinePassed as error:
@@ -190,7 +199,7 @@ def _told() -> Iterator[None]:
         raise ApiError(500, str(error)) from error
 
 
-async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
+async def cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
     """Cancel tasks and wait until their requests are aborted."""
     for task in tasks:
         task.cancel()

@@ -1,0 +1,177 @@
+"""Agents that know a base URL and nothing of us: a function of one's own, or a command.
+
+episode ──Endpoint.record──► base URL ──► async function here, function in a worker process, or command
+                                              └── a number, a dict with "score", or nothing ──► AgentResult
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from hybridflow.agent.endpoint import Endpoint, Recording
+from hybridflow.agent.episode import AgentResult, Episode, TrajectoryFailed
+from hybridflow.agent.hosted_environment import failure_of
+from hybridflow.agent.policy import Policy
+from hybridflow.data.plugin import load_object
+from hybridflow.errors import ConfigError
+from hybridflow.processes import CallFailed, HostsLike
+
+FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
+LOAD = "hybridflow.data.plugin:load_object"
+SHOWN = 4000
+"""Characters at the end of a command's output that are read."""
+
+
+class FunctionAgent:
+    """A function `run(base_url, row)` of the user's, `async` or not."""
+
+    def __init__(self, spec: str, endpoint: Endpoint, hosts: HostsLike, deadline_s: float) -> None:
+        """`spec` is path/to/file.py:function or package.module:function; ConfigError where there is none.
+
+        An `async` function is awaited in this event loop. Another one is called by `hosts`, and its process
+        is ended after `deadline_s` seconds.
+        """
+        self._spec = spec
+        self._function = load_object(spec, key=FUNCTION_KEY)
+        self._endpoint = endpoint
+        self._hosts = hosts
+        self._deadline_s = deadline_s
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Have the function play one episode."""
+        async with self._endpoint.record(policy) as recording:
+            try:
+                returned = await self._call(f"{recording.url}/v1", dict(episode.row.row))
+            except Exception:  # a user's code: anything may come out of it
+                _raise_cause(recording)
+                raise
+            return _result(self._spec, returned, recording)
+
+    async def _call(self, base_url: str, row: dict[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(base_url, row)
+        deadline = self._deadline_s
+        try:
+            target = await self._hosts.create(LOAD, self._spec, key=FUNCTION_KEY, deadline_s=deadline)
+            try:
+                return await target.call("__call__", base_url, row, deadline_s=deadline)
+            finally:
+                await target.close()
+        except CallFailed as error:
+            raise failure_of(error, self._spec) from error
+
+
+class CommandAgent:
+    """A command that finds the model by its environment variables.
+
+    OPENAI_BASE_URL and ANTHROPIC_BASE_URL are the trajectory's, with keys that mean nothing; HYBRIDFLOW_ROW
+    is a file with the data row as JSON. The reward is the JSON that it writes to the file HYBRIDFLOW_RESULT,
+    or else the last line of its output where that is a number or an object.
+    """
+
+    def __init__(self, command: Sequence[str], endpoint: Endpoint) -> None:
+        """ConfigError where the command does not exist."""
+        if shutil.which(command[0]) is None:
+            raise ConfigError(
+                f"{COMMAND_KEY}: there is no command {command[0]!r} (looked in PATH and {Path.cwd()})"
+            )
+        self._command = list(command)
+        self._endpoint = endpoint
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Have the command play one episode; it is ended with its children where this is cancelled."""
+        with tempfile.TemporaryDirectory(prefix="hybridflow_agent_") as folder:
+            async with self._endpoint.record(policy) as recording:
+                returned = await self._output(Path(folder), recording, episode.row.row)
+                return _result(" ".join(self._command), returned, recording)
+
+    async def _output(self, folder: Path, recording: Recording, row: Mapping[str, Any]) -> Any:
+        """Return what the command says; TrajectoryFailed where it fails."""
+        files = {name: folder / name for name in ("row.json", "result.json", "out", "err")}
+        files["row.json"].write_text(json.dumps(dict(row), default=_plain), encoding="utf-8")
+        variables = {
+            "OPENAI_BASE_URL": f"{recording.url}/v1",
+            "OPENAI_API_KEY": "none",
+            "ANTHROPIC_BASE_URL": recording.url,
+            "ANTHROPIC_API_KEY": "none",
+            "HYBRIDFLOW_ROW": str(files["row.json"]),
+            "HYBRIDFLOW_RESULT": str(files["result.json"]),
+        }
+        with files["out"].open("wb") as out, files["err"].open("wb") as err:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env={**os.environ, **variables},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            try:
+                status = await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if status:
+            _raise_cause(recording)
+            said = _end_of(files["err"]) or _end_of(files["out"])
+            raise TrajectoryFailed(
+                "environment", f"{' '.join(self._command)} ended with status {status}\n{said}"
+            )
+        if files["result.json"].exists():
+            return json.loads(files["result.json"].read_text(encoding="utf-8"))
+        last = _end_of(files["out"]).rpartition("\n")[2]
+        try:
+            said = json.loads(last)
+        except ValueError:
+            return None
+        return said if isinstance(said, (Real, dict)) else None
+
+
+def _raise_cause(recording: Recording) -> None:
+    """Raise the reason of ours for which the agent had no answer, where there is one."""
+    if recording.failure is not None:
+        raise recording.failure
+
+
+def _result(agent: str, returned: Any, recording: Recording) -> AgentResult:
+    """Return what an agent's own value means; TrajectoryFailed where it is none."""
+    metrics = {}
+    score = returned
+    if isinstance(returned, Mapping):
+        numbers = {name: value for name, value in returned.items() if isinstance(value, Real)}
+        metrics = {str(name): float(value) for name, value in numbers.items() if name != "score"}
+        score = returned.get("score")
+    if score is None:
+        return AgentResult(messages=recording.messages, metrics=metrics)
+    if not isinstance(score, Real) or not math.isfinite(score):
+        raise TrajectoryFailed(
+            "environment",
+            f"the agent {agent} returned {returned!r}: wanted a finite number, a dict with one as 'score', "
+            "or None for the run's reward function",
+        )
+    return AgentResult(reward=float(score), messages=recording.messages, metrics=metrics)
+
+
+def _end_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - SHOWN))
+        return opened.read().decode(errors="replace").strip()
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has for a value of numpy's, else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,72 @@
+"""The agents of a user's own, by name.
+
+name ──► entry of a YAML file | loop that `register` has named | path/to/file.py:NAME ──► Agent
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.agent.agent_loop import REGISTERED, AgentLoopAgent, AgentLoopBase
+from hybridflow.agent.episode import Agent
+from hybridflow.config import PPOConfig
+from hybridflow.data.plugin import blaming, load_object
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError
+
+NAME_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop (or a row's agent_name)"
+PATH_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent:
+    """Return an agent: an entry of `agent_loop_config_path`, or a loop that `register` has named.
+
+    path/to/file.py:NAME (or package.module:NAME) is a class of agent loops, constructed with `agent.options`
+    for each trajectory, or else what makes an agent, called once as NAME(tokenizer, **options). ConfigError
+    where there is no such agent.
+    """
+    agent = config.actor_rollout_ref.rollout.agent
+    entries = _entries(agent.agent_loop_config_path)
+    if name in entries:
+        kwargs = dict(entries[name])
+        target = str(kwargs.pop("_target_"))
+        if ":" not in target:
+            target = ":".join(target.rpartition(".")[::2])
+        return AgentLoopAgent(load_object(target, key=PATH_KEY), kwargs, config, tokenizer)
+    if name in REGISTERED:
+        return AgentLoopAgent(REGISTERED[name], agent.options, config, tokenizer)
+    if ":" not in name:
+        known = ["single_turn_agent", "tool_agent", "environment", *entries, *REGISTERED]
+        raise ConfigError(
+            f"{NAME_KEY}: there is no agent {name!r}; wanted {', '.join(known)} or path/to/file.py:NAME"
+        )
+    found = load_object(name, key=NAME_KEY)
+    if isinstance(found, type) and issubclass(found, AgentLoopBase):
+        return AgentLoopAgent(found, agent.options, config, tokenizer)
+    with blaming(f"{NAME_KEY}: {name}"):
+        made: Agent = found(tokenizer, **agent.options)
+    if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
+        raise ConfigError(
+            f"{NAME_KEY}: {name} is no AgentLoopBase, and what it makes has no `async def run(self, episode, "
+            "policy)`"
+        )
+    return made
+
+
+def _entries(path: str | None) -> dict[str, dict[str, Any]]:
+    """Return the entries of a YAML file, [{name, _target_, …}], by name and without it."""
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{PATH_KEY}: {path} cannot be read: {error}") from error
+    if not isinstance(content, list) or not all(
+        isinstance(entry, dict) and {"name", "_target_"} <= set(entry) for entry in content
+    ):
+        raise ConfigError(f"{PATH_KEY}: {path} is no list of entries that have a name and a _target_")
+    return {str(entry.pop("name")): entry for entry in content}

@@ -1,0 +1,77 @@
+"""The interface of worker processes for objects of this process, where code that blocks cannot be ended.
+
+create(factory) ──► the object ──call(method)──► awaited if it is async, else run in a thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hybridflow.data.plugin import load_object
+from hybridflow.processes.errors import CallRaised, CallTooLong
+
+
+class ObjectLike(Protocol):
+    """An object of the user's, wherever it is: `Hosted` or `LocalObject`."""
+
+    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        """Return a method's result. Raises CallRaised, CallTooLong or ProcessLost."""
+
+    async def close(self) -> None:
+        """Forget the object."""
+
+
+class HostsLike(Protocol):
+    """Processes that objects are made in: `Hosts` or `LocalHosts`."""
+
+    async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> ObjectLike:
+        """Make an object by `factory`, "package.module:function" or "path/to/file.py:function"."""
+
+    def close(self) -> None:
+        """End all of it."""
+
+
+class LocalObject:
+    """An object of this process."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        """Return a method's result; where it is not async, a call that is late leaves a thread behind.
+
+        Raises CallRaised and CallTooLong.
+        """
+        return await _in_time(getattr(self._target, method), method, args, kwargs, deadline_s)
+
+    async def close(self) -> None:
+        """Do nothing: nobody else has the object."""
+
+
+class LocalHosts:
+    """Objects of this process."""
+
+    async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> LocalObject:
+        """Make an object. Raises CallRaised and CallTooLong."""
+        function = load_object(factory, key="factory")
+        return LocalObject(await _in_time(function, factory, args, kwargs, deadline_s))
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+
+async def _in_time(
+    function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], deadline_s: float
+) -> Any:
+    try:
+        async with asyncio.timeout(deadline_s):
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            return await asyncio.to_thread(function, *args, **kwargs)
+    except TimeoutError as error:
+        raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
+    except Exception as error:  # a user's code: anything may come out of it
+        raise CallRaised.by(error) from error

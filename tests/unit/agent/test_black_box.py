@@ -1,0 +1,187 @@
+"""Agents that know a base URL only: their reward, their failures by the true cause, and nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from spoken_engine import LIMITS, FakeSession, client_of, episode
+
+from hybridflow.agent.black_box import CommandAgent, FunctionAgent
+from hybridflow.agent.endpoint import Endpoint
+from hybridflow.agent.episode import Agent, AgentResult, LengthReached, TrajectoryFailed
+from hybridflow.agent.policy import Policy
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.errors import ConfigError
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.processes import Hosts, HostsLike, LocalHosts
+from hybridflow.rollout.server.model import ServedModel
+
+TOKENIZER = create_tiny_tokenizer()
+ASK = """
+import asyncio, json, os, subprocess, sys, time
+import httpx
+
+def ask(base_url, content):
+    body = {"messages": [{"role": "user", "content": content}]}
+    answer = httpx.post(base_url + "/chat/completions", json=body, timeout=600)
+    answer.raise_for_status()
+    return answer.json()["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Write a file of an agent; give its path."""
+
+    def write(code: str) -> str:
+        path = tmp_path / "agent.py"
+        path.write_text(ASK + textwrap.dedent(code))
+        return str(path)
+
+    return write
+
+
+def played(make: Any, hosts: HostsLike | None = None, *, cancelled: bool = False) -> Any:
+    """Play one episode with the agent that `make(endpoint, hosts)` gives: (result, policy); it can be
+    `cancelled` after its first call.
+    """
+    say = TOKENIZER("yes", add_special_tokens=False)["input_ids"]
+    model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len)
+    endpoint = Endpoint(model, ChatTemplate(TOKENIZER))
+    numbers = itertools.count()
+
+    async def work() -> tuple[AgentResult | None, Policy]:
+        agent: Agent = make(endpoint, hosts or LocalHosts())
+        with client_of(FakeSession(lambda request: say, end=TOKENIZER.eos_token_id)) as client:
+            policy = Policy(client, episode(), LIMITS, lambda: next(numbers))
+            playing = asyncio.create_task(agent.run(episode(), policy))
+            try:
+                while cancelled and not policy.calls:
+                    await asyncio.sleep(0.01)
+                if cancelled:
+                    playing.cancel()
+                    await asyncio.wait([playing])
+                    return None, policy
+                return await playing, policy
+            finally:
+                assert client.load == 0
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                assert not left, f"tasks are left behind: {left}"
+
+    return asyncio.run(work())
+
+
+def function(path: str, name: str = "run") -> Any:
+    return lambda endpoint, hosts: FunctionAgent(f"{path}:{name}", endpoint, hosts, deadline_s=600.0)
+
+
+def test_an_async_function_gives_the_reward_and_numbers(script: Any) -> None:
+    path = script(
+        """
+        async def run(base_url, row):
+            text = await asyncio.to_thread(ask, base_url, "hi")
+            return {"score": float(text == "yes"), "length": 3, "ground_truth": row["reward_model"]}
+        """
+    )
+    result, policy = played(function(path))
+    assert result.reward == 1.0 and result.metrics == {"length": 3.0} and len(policy.calls) == 1
+    assert [message["content"] for message in result.messages] == ["hi", "yes"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_that_blocks_runs_elsewhere(script: Any, num_workers: int) -> None:
+    path = script(
+        """
+        def run(base_url, row):
+            ask(base_url, "hi")
+            return os.getpid()
+
+        def fails(base_url, row):
+            ask(base_url, "hi")
+            raise KeyError("a mistake of mine")
+        """
+    )
+    hosts: HostsLike = Hosts(num_workers) if num_workers else LocalHosts()
+    try:
+        result, _ = played(function(path), hosts=hosts)
+        assert (result.reward == os.getpid()) == (num_workers == 0)
+        with pytest.raises(TrajectoryFailed, match="a mistake of mine") as caught:
+            played(function(path, "fails"), hosts=hosts)
+        assert caught.value.cause == "environment"
+    finally:
+        hosts.close()
+
+
+def test_an_answer_that_is_none_is_refused(script: Any) -> None:
+    path = script("async def run(base_url, row): return 'good'")
+    with pytest.raises(TrajectoryFailed, match="wanted a finite number"):
+        played(function(path))
+
+
+def test_an_error_of_ours_keeps_its_cause(script: Any) -> None:
+    path = script(
+        """
+        async def run(base_url, row):
+            await asyncio.to_thread(ask, base_url, "hi")
+            await asyncio.to_thread(ask, base_url, "a" * 500)
+        """
+    )
+    with pytest.raises(LengthReached):
+        played(function(path))
+
+
+def command(path: str, *words: str) -> Any:
+    return lambda endpoint, hosts: CommandAgent([sys.executable, path, *words], endpoint)
+
+
+@pytest.mark.parametrize("word, reward", [("line", 0.5), ("file", 0.25), ("nothing", None)])
+def test_a_command_gives_its_reward_by_a_line_or_a_file(script: Any, word: str, reward: float | None) -> None:
+    path = script(
+        """
+        row = json.load(open(os.environ["HYBRIDFLOW_ROW"]))
+        assert row["reward_model"] == {"ground_truth": "4"}
+        assert ask(os.environ["OPENAI_BASE_URL"], "hi") == "yes"
+        if sys.argv[1] == "file":
+            json.dump({"score": 0.25}, open(os.environ["HYBRIDFLOW_RESULT"], "w"))
+        print("done" if sys.argv[1] == "nothing" else "0.5")
+        """
+    )
+    result, policy = played(command(path, word))
+    assert result.reward == reward and len(policy.calls) == 1
+
+
+def test_a_command_that_fails_tells_what_it_said(script: Any) -> None:
+    with pytest.raises(TrajectoryFailed, match="status 3\nit is broken") as caught:
+        played(command(script("sys.stderr.write('it is broken'); sys.exit(3)")))
+    assert caught.value.cause == "environment"
+
+
+def test_a_command_ends_with_its_children(script: Any, tmp_path: Path) -> None:
+    path = script(
+        f"""
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} ")
+        ask(os.environ["OPENAI_BASE_URL"], "hi")
+        time.sleep(3600)
+        """
+    )
+    played(command(path), cancelled=True)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not left
+
+
+def test_an_agent_that_is_not_there_is_a_mistake_of_the_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no command 'no-such-agent'"):
+        played(lambda endpoint, hosts: CommandAgent(["no-such-agent"], endpoint))
+    with pytest.raises(ConfigError, match="no file"):
+        played(function(str(tmp_path / "none.py")))

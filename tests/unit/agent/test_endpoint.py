@@ -1,0 +1,293 @@
+"""Unmodified clients at the recorded endpoint: the ids are those of the engine, and a history that comes back
+is one row with what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from spoken_engine import LIMITS, FakeSession, client_of, episode
+
+from hybridflow.agent.endpoint import Endpoint, Recording
+from hybridflow.agent.episode import LengthReached
+from hybridflow.agent.policy import Policy
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.protocol.trajectory import Lineage, rows_of
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.server.model import ServedModel
+
+TOKENIZER = create_tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+TOKENIZER.chat_template = (
+    "{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': "
+    "c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = '<tool_call>{"arguments" :{"b":[1, 2],"a":3},  "name":"add"}</tool_call>'
+"""Written as no template writes it."""
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "strict": True}}]
+USER: dict[str, Any] = {"role": "user", "content": "add them"}
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def text(token_ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(token_ids))
+
+
+def says(request: GenerationRequest) -> list[int]:
+    """A call where there is no result yet, then the answer."""
+    prompt = text(request.prompt_token_ids)
+    return ids("It is 6" if "tool\n" in prompt else f"I add. {CALL}" if "Tadd" in prompt else " hello ")
+
+
+class Scene:
+    """A trajectory at the endpoint, and what was recorded of it."""
+
+    def __init__(
+        self,
+        play: Callable[[Recording], Awaitable[None]],
+        script: Callable[[GenerationRequest], Sequence[int]] = says,
+        sampling: SamplingParams | None = None,
+        **session: Any,
+    ) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.sampling = sampling or SamplingParams(100, temperature=0.5)
+        self.session = FakeSession(self._noted(script), end=END, **session)
+        asyncio.run(self._run(play))
+
+    def _noted(self, script: Callable[[GenerationRequest], Sequence[int]]) -> Any:
+        def say(request: GenerationRequest) -> Sequence[int]:
+            if request not in self.requests:
+                self.requests.append(request)
+            return script(request)
+
+        return say
+
+    async def _run(self, play: Callable[[Recording], Awaitable[None]]) -> None:
+        model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len, "hermes")
+        endpoint = Endpoint(model, ChatTemplate(TOKENIZER))
+        numbers = itertools.count()
+        with client_of(self.session) as client:
+            played = replace(episode(), sampling=self.sampling)
+            self.policy = Policy(client, played, LIMITS, lambda: next(numbers))
+            async with endpoint.record(self.policy) as self.recording:
+                await play(self.recording)
+            assert client.load == 0, "a request is left behind"
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, f"tasks are left behind: {left}"
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{self.recording.url}/v1/models")
+
+    @property
+    def rows(self) -> tuple[Lineage, ...]:
+        """The rows; that they hold what the engine sampled is checked on the way."""
+        for call, request in zip(self.policy.calls, self.requests, strict=True):
+            assert call.prompt == request.prompt
+            assert call.output.token_ids == [*self.session.script(request), END]
+        return rows_of(self.policy.calls)
+
+
+def openai_of(recording: Recording) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{recording.url}/v1", api_key="none", max_retries=0, timeout=600)
+
+
+def test_a_conversation_with_a_tool_is_one_row_however_the_client_writes_its_history() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            ask = client.chat.completions.create
+            first = await ask(model="gpt-4o", messages=[USER], tools=TOOLS)
+            message = first.choices[0].message
+            assert message.content == "I add." and first.choices[0].finish_reason == "tool_calls"
+            called = message.tool_calls[0]
+            again = {"name": "add", "arguments": json.dumps(json.loads(called.function.arguments), indent=1)}
+            history = [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": "I add. "}],
+                    "tool_calls": [{"id": called.id, "type": "function", "function": again}],
+                },
+                {"role": "tool", "tool_call_id": called.id, "content": "6"},
+            ]
+            second = await ask(model="gpt-4o", messages=history, tools=TOOLS)
+            assert second.choices[0].message.content == "It is 6"
+
+    scene = Scene(play)
+    (row,) = scene.rows
+    assert text(row.prompt.token_ids) == "Tadd <|im_start|>user\nadd them<|im_end|>\n<|im_start|>assistant\n"
+    assert [text(segment.token_ids) for segment in row.segments] == [
+        f"I add. {CALL}<|im_end|>",
+        "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n",
+        "It is 6<|im_end|>",
+    ]
+    assert [message["role"] for message in scene.recording.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+
+
+@pytest.mark.parametrize("edited, num_rows", [("hello", 1), ("hallo", 2)])
+def test_a_history_that_was_changed_is_a_row_of_its_own(edited: str, num_rows: int) -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            first = {"role": "user", "content": "hi"}
+            await client.chat.completions.create(model="m", messages=[first])
+            history: list[Any] = [
+                first,
+                {"role": "assistant", "content": edited},
+                {"role": "user", "content": "and now?"},
+            ]
+            await client.chat.completions.create(model="m", messages=history)
+
+    rows = Scene(play).rows
+    assert len(rows) == num_rows
+    wanted = f"<|im_start|>assistant\n{' hello ' if num_rows == 1 else edited}<|im_end|>\n"
+    assert wanted in text([*rows[-1].prompt.token_ids, *rows[-1].response_ids])
+
+
+def test_a_stream_is_recorded_and_goes_on() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            history: list[Any] = [{"role": "user", "content": "hi"}]
+            for _ in range(3):
+                stream = await client.chat.completions.create(model="m", messages=history, stream=True)
+                said = ""
+                async for chunk in stream:
+                    said += chunk.choices[0].delta.content or ""
+                assert said == " hello "
+                history += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+
+    (row,) = Scene(play).rows
+    assert sum(segment.sampled for segment in row.segments) == 3
+
+
+def test_requests_side_by_side_go_on_each_for_itself() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+
+            async def talk(name: str) -> None:
+                history: list[Any] = [{"role": "user", "content": name}]
+                for _ in range(2):
+                    answer = await client.chat.completions.create(model="m", messages=history)
+                    history += [answer.choices[0].message, {"role": "user", "content": "more"}]
+
+            await asyncio.gather(*(talk(name) for name in "abcd"))
+
+    scene = Scene(play, max_rows=2)
+    rows = rows_of(scene.policy.calls)
+    assert len(scene.policy.calls) == 8 and len(rows) == 4
+    assert {sum(segment.sampled for segment in row.segments) for row in rows} == {2}
+
+
+def test_log_probs_and_ids_and_several_responses() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            answer = await client.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": "hi"}],
+                n=2,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
+            )
+            for choice in answer.choices:
+                assert choice.model_extra["token_ids"] == [*ids(" hello "), END]
+                assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * 8
+            plain = await client.completions.create(model="m", prompt=[5, 6, 7], max_tokens=3)
+            assert plain.usage.completion_tokens == 3
+
+    scene = Scene(play, lambda request: ids(" hello "))
+    assert [len(call.output.token_ids) for call in scene.policy.calls] == [8, 8, 3]
+    assert scene.policy.calls[2].prompt.token_ids == (5, 6, 7)
+
+
+def test_the_sampling_of_the_run_is_in_force_but_for_limits_and_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            for limit in (4, 500):
+                await client.chat.completions.create(
+                    model="m",
+                    messages=[{"role": "user", "content": "hi"}],
+                    temperature=0.1,
+                    seed=3,
+                    stop=["x"],
+                    max_tokens=limit,
+                )
+
+    with caplog.at_level(logging.WARNING, "hybridflow.agent"):
+        scene = Scene(play)
+    own = scene.sampling
+    assert [request.sampling for request in scene.requests] == [
+        replace(own, max_tokens=4, stop=("x",)),
+        replace(own, stop=("x",)),
+    ]
+    (warning,) = [record.message for record in caplog.records]
+    assert "temperature, seed" in warning
+
+
+def test_a_request_in_flight_ends_with_its_trajectory() -> None:
+    answers: list[asyncio.Task[httpx.Response]] = []
+
+    async def play(recording: Recording) -> None:
+        client = httpx.AsyncClient(timeout=600)
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        for stream in (False, True):
+            request = client.post(f"{recording.url}/v1/chat/completions", json={**body, "stream": stream})
+            answers.append(asyncio.create_task(request))
+        while len(recording._running) < 2:
+            await asyncio.sleep(0.01)
+        await recording.end()
+        for answer in await asyncio.gather(*answers):
+            assert answer.status_code == 410 and answer.json()["error"]["code"] == "trajectory_ended"
+        late = await client.post(f"{recording.url}/v1/chat/completions", json=body)
+        assert late.status_code == 410
+        await client.aclose()
+
+    scene = Scene(play, lambda request: range(5, 100), seconds=0.05)
+    assert scene.policy.calls == []
+
+
+def test_a_url_belongs_to_one_trajectory() -> None:
+    async def play(recording: Recording) -> None:
+        async with httpx.AsyncClient(timeout=600) as client:
+            assert (await client.get(f"{recording.url}/v1/models")).status_code == 200
+            wrong = recording.url[:-1] + ("0" if recording.url[-1] != "0" else "1")
+            assert (await client.get(f"{wrong}/v1/models")).status_code == 404
+            assert (await client.get(f"{recording._endpoint._server.address}/v1/models")).status_code == 404
+            async with recording._endpoint.record(recording._policy) as other:
+                assert (await client.get(f"{other.url}/v1/models")).status_code == 200
+            assert (await client.get(f"{other.url}/v1/models")).status_code == 410
+
+    Scene(play)
+
+
+def test_a_conversation_without_room_is_told_as_that() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            for length in (420, 4_000_000):
+                with pytest.raises(openai.BadRequestError, match="tokens") as caught:
+                    long = {"role": "user", "content": "a" * length}
+                    await client.chat.completions.create(model="m", messages=[long])
+                assert caught.value.code == "context_length_exceeded"
+        assert isinstance(recording.failure, LengthReached)
+
+    assert len(Scene(play).rows) == 1

@@ -94,12 +94,18 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools | None = None, *, add_generation_prompt: bool
     ) -> str:
         """Return the text of a conversation; raises what the template raises."""
-        options = dict(self.options)
+        return render_chat(
+            self.tokenizer, messages, self.arguments(tools), add_generation_prompt=add_generation_prompt
+        )
+
+    def arguments(self, tools: Tools | None = None) -> dict[str, Any]:
+        """Return the arguments of `apply_chat_template` beside the messages."""
+        arguments = dict(self.options)
         if tools:
-            options["tools"] = list(tools)
+            arguments["tools"] = list(tools)
         if self.template is not None:
-            options["chat_template"] = self.template
-        return render_chat(self.tokenizer, messages, options, add_generation_prompt=add_generation_prompt)
+            arguments["chat_template"] = self.template
+        return arguments
 
     @cached_property
     def _marks(self) -> frozenset[int]:

@@ -125,15 +125,15 @@ class ChatTemplate:
     def _text_after_answer(self, messages: Sequence[Message], tools: Tools | None, *, final: bool) -> str:
         problem: Exception | None = None
         for turns in zip(*(_turns(messages, placeholder) for placeholder in PLACEHOLDERS), strict=True):
-            answers = [turn[:1] for turn in turns]
             try:
                 tail = self._tail(turns, tools, final=final)
-                closing = self._closing(self._tail(answers, tools, final=True), answers[0][0])
+                closing = self._closing([turn[:1] for turn in turns], tools)
             except Exception as error:  # a template is a program of the model's: anything may come out of it
                 problem = error
                 continue
             if tail.startswith(closing):
                 return tail.removeprefix(closing)
+            problem = DataError("it writes a call in another way once more follows")
         roles = ", ".join(str(message.get("role")) for message in messages) or "nobody"
         raise DataError(
             f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} cannot go on after an "
@@ -154,10 +154,11 @@ class ChatTemplate:
             raise DataError("what it writes after an answer depends on the answer")
         return tails.pop()
 
-    def _closing(self, tail: str, answer: Message) -> str:
-        """Return the part of `tail`, the text after the placeholder, that belongs to the answer's call."""
-        if "tool_calls" not in answer:
+    def _closing(self, answers: Sequence[Sequence[Message]], tools: Tools | None) -> str:
+        """Return the text after the placeholder that belongs to the answer: the end of a call."""
+        if "tool_calls" not in answers[0][0]:
             return ""
+        tail = self._tail(answers, tools, final=True)
         if tail.endswith(self._plain_end):
             return tail.removesuffix(self._plain_end)
         last = self._marks_in(tail)[-1]  # a call may end its turn with a token of its own

@@ -25,6 +25,7 @@ CheckMode = Literal["strict", "ignore_strippable", "disable"]
 
 PLACEHOLDERS = ("Qzx1vA", "Kwy2uB")
 """Two, as what follows an answer must not depend on it."""
+PROBE = "Vbn3wC"
 WINDOW = 8
 """Tokens on each side of a boundary that are looked at for a merge."""
 SHOWN = 12
@@ -65,21 +66,33 @@ class ChatTemplate:
         ids = encode_rendered(self.tokenizer, self._text_after_answer(messages, tools, final=final))
         if last_token is None:
             return ids
+        plain_end = encode_rendered(self.tokenizer, self._plain_end)
+        # the end may be of several tokens, which the model writes
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, plain_end, strict=False))
+        end = [token for token, _ in pairs]
+        if last_token in end:
+            return ids[end.index(last_token) + 1 :]
         if ids[:1] == [last_token]:
             return ids[1:]
-        if not self._marks_in(self._plain_end):
+        if self._marks.isdisjoint(plain_end):
             return ids  # nothing ends a turn but the next one's beginning
         place = next((place for place, token in enumerate(ids) if token in self._marks), -1)
         return ids[place + 1 :]
 
     def check(self, tools: Tools | None = None) -> None:
         """Raise DataError where the template does not go on after an answer with a user's message, or, with
-        `tools`, with a tool's result.
+        `tools`, with a tool's result, or leaves out what it says.
         """
-        self.after_answer(None, [{"role": "user", "content": "1"}], tools)
+        probes = [{"role": "user", "content": PROBE}]
         if tools:
             name = tools[0].get("function", tools[0]).get("name", "tool")
-            self.after_answer(None, [{"role": "tool", "content": "1", "name": name}], tools)
+            probes.append({"role": "tool", "content": PROBE, "name": name})
+        for probe in probes:
+            if PROBE not in self._text_after_answer([probe], tools, final=False):
+                raise DataError(
+                    f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} leaves out "
+                    f"messages of {probe['role']}, so the model would not see them: use a template with them"
+                )
 
     def boundary_merges(self, answer: Sequence[int], given: Sequence[int]) -> bool:
         """Return whether answer and given tokens, tokenised as one text, would have a token across both."""
@@ -113,9 +126,6 @@ class ChatTemplate:
         added = self.tokenizer.added_tokens_decoder.items()
         marks = {place for place, token in added if token.content.strip()}
         return frozenset(marks | set(self.tokenizer.all_special_ids))
-
-    def _marks_in(self, text: str) -> list[int]:
-        return [token for token in encode_rendered(self.tokenizer, text) if token in self._marks]
 
     @cached_property
     def _plain_end(self) -> str:
@@ -161,8 +171,9 @@ class ChatTemplate:
         tail = self._tail(answers, tools, final=True)
         if tail.endswith(self._plain_end):
             return tail.removesuffix(self._plain_end)
-        last = self._marks_in(tail)[-1]  # a call may end its turn with a token of its own
-        return tail[: tail.rindex(text_of(self.tokenizer, [last]))]
+        # a call may end its turn with a token of its own
+        marks = [token for token in encode_rendered(self.tokenizer, tail) if token in self._marks]
+        return tail[: tail.rindex(text_of(self.tokenizer, marks[-1:]))]
 
 
 def _plain(placeholder: str) -> list[Message]:

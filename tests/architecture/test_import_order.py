@@ -38,6 +38,7 @@ DOORS = {
     "math_verify": ("rewards.functions.math",),
     "fastapi": ("rollout.server",),
     "uvicorn": ("rollout.server",),
+    "mcp": ("tools.mcp_servers",),
     "hydra": ("config.load", "config.overrides"),
 }
 

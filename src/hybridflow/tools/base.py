@@ -5,19 +5,28 @@ Toolset ──open──► a Tool for each of a trajectory's tools ──call(a
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline"]
-"""Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or do
-not fit the schema; the tool raised; it took too long. The model reads a sentence about it, and may try again.
+from hybridflow.errors import HybridFlowError
+
+ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline", "too_many"]
+"""Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or
+do not fit the schema; the tool raised; it took too long; a turn had more calls than are made. The model reads
+a sentence about it, and may try again.
 """
+
+
+class ToolFailed(HybridFlowError):
+    """A tool could not begin or end a trajectory, which then has failed (cause: environment)."""
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What the model reads in answer to a call."""
+    """Answer to a call, which the model reads."""
 
     text: str = ""
     reward: float = 0.0
@@ -25,6 +34,38 @@ class ToolAnswer:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of this call; the trackers show their means over trajectories."""
     problem: ToolProblem = ""
+
+
+def answer_of(value: Any) -> ToolAnswer:
+    """Return what a user's tool has returned as an answer.
+
+    A text, a `ToolAnswer`, an object with a `text` (verl's ToolResponse), anything that JSON can write, or a
+    tuple (answer, reward) or (answer, reward, metrics), where metrics that are no numbers are left out.
+    Raises TypeError or ValueError for pictures, and for a reward that is no finite number.
+    """
+    if isinstance(value, ToolAnswer):
+        finite_reward(value.reward)
+        return value
+    if isinstance(value, tuple) and 1 <= len(value) <= 3:
+        answer, reward, metrics = (*value, None, None)[:3]
+        numbers = {
+            name: float(each) for name, each in (metrics or {}).items() if isinstance(each, int | float)
+        }
+        return ToolAnswer(answer_of(answer).text, finite_reward(reward or 0.0), numbers)
+    if getattr(value, "image", None) or getattr(value, "video", None):
+        raise TypeError("the tool answers with pictures or videos, wanted a text")
+    text = getattr(value, "text", value)
+    if text is None:
+        return ToolAnswer()
+    return ToolAnswer(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str))
+
+
+def finite_reward(value: Any) -> float:
+    """Return a user's reward as a number. Raises ValueError or TypeError if it is none, or not finite."""
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"got the reward {reward}, wanted a finite number")
+    return reward
 
 
 class Tool(Protocol):
@@ -39,10 +80,16 @@ class Tool(Protocol):
         """OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Begin a trajectory, with what its row has under `tools_kwargs.NAME.create_kwargs`."""
+        """Begin a trajectory, with what its row has under `tools_kwargs.NAME.create_kwargs`.
+
+        Raises ToolFailed.
+        """
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Answer one call; every failure is an answer with a `problem`, none is raised."""
 
     async def close(self, score: bool = False) -> float:
-        """End the trajectory; return the tool's reward for the whole of it where `score` asks for it."""
+        """End the trajectory; return the tool's reward for the whole of it where `score` asks for it.
+
+        Raises ToolFailed, after everything is freed.
+        """

@@ -1,0 +1,137 @@
+"""Tools by name: a file or module of functions marked with `@tool`, and verl's YAML of tool classes.
+
+function_tool_path, tool_config_path ──load──► ToolSpec for each tool: its schema, and how an object is made
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from hybridflow.data.plugin import blaming, load_module, load_object
+from hybridflow.errors import ConfigError
+from hybridflow.tools.base_tool import BaseTool
+from hybridflow.tools.function_tool import mark_of, schema_of
+from hybridflow.tools.instances import FunctionInstance, ToolInstance, make_tool
+from hybridflow.tools.schemas import OpenAIFunctionToolSchema
+
+ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """One tool of a run."""
+
+    name: str
+    schema: Mapping[str, Any]
+    source: str
+    """Where it comes from, for messages."""
+    factory: Callable[..., FunctionInstance | ToolInstance]
+    """Makes the object that stands for it in a trajectory, in this process or in another one."""
+    arguments: tuple[str, ...]
+    in_process: bool
+    shared: BaseTool | None = None
+    """The one object in this process that serves all trajectories, where the tool runs here."""
+
+
+def load_functions(location: str, key: str = "multi_turn.function_tool_path") -> list[ToolSpec]:
+    """Return the tools of a Python file or module: every function that is marked with `@tool`.
+
+    Raises ConfigError if it cannot be imported, marks nothing, or a function has no schema.
+    """
+    module = load_module(location, key=key)
+    specs = []
+    for name, function in vars(module).items():
+        mark = mark_of(function)
+        if mark is None:
+            continue
+        schema = schema_of(function)
+        specs.append(
+            ToolSpec(
+                schema["function"]["name"],
+                schema,
+                f"{location}:{name}",
+                FunctionInstance,
+                (f"{location}:{name}",),
+                mark.in_process,
+            )
+        )
+    if not specs:
+        raise ConfigError(
+            f"{key}: {location} marks no function with @tool (from hybridflow.tools import tool)"
+        )
+    return specs
+
+
+def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> Iterator[ToolSpec]:
+    """Give the tools of a YAML file: `tools: [{class_name, config, tool_schema, mcp}]`.
+
+    Each tool is made once here, so that what is wrong with it is known before the run. Raises ConfigError.
+    """
+    if not Path(path).expanduser().is_file():
+        raise ConfigError(f"{key}: no file {path} (looked in {Path.cwd()})")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{key}: {path} has no list `tools` of tools with a class_name")
+    for number, entry in enumerate(entries):
+        yield from _load_entry(entry, f"{key}: {path}, tool {number}")
+
+
+def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+        raise ConfigError(f"{where}: got {entry!r}, wanted a class_name")
+    if unknown := set(entry) - ENTRY_KEYS:
+        raise ConfigError(f"{where}: unknown keys {sorted(unknown)}; known are {sorted(ENTRY_KEYS)}")
+    spec = _object_spec(entry["class_name"])
+    where = f"{where} ({entry['class_name']})"
+    if spec.startswith("verl."):
+        raise ConfigError(f"{where}: put hybridflow in the place of verl: hybridflow.tools.…")
+    cls = load_object(spec, key=where)
+    if not (inspect.isclass(cls) and issubclass(cls, BaseTool)):
+        raise ConfigError(f"{where}: got {cls!r}, wanted a subclass of hybridflow.tools.base_tool.BaseTool")
+    config = dict(entry.get("config") or {})
+    schema = _read_schema(entry.get("tool_schema"), where)
+    kind = config.get("type", "mcp" if "mcp" in entry else "native")
+    if kind not in ("native", "mcp"):
+        raise ConfigError(f"{where}: got config.type {kind!r}, wanted native or mcp")
+    with blaming(where):
+        tools = cls.connect(config, entry.get("mcp") or {}) if kind == "mcp" else [cls(config, schema)]
+    return [_spec_of(tool, spec, where) for tool in tools]
+
+
+def _spec_of(tool: BaseTool, spec: str, where: str) -> ToolSpec:
+    in_process = bool(tool.config.get("in_process", type(tool).in_process))
+    schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+    arguments = (spec, json.dumps(tool.config), json.dumps(schema))
+    shared = tool if in_process else None
+    return ToolSpec(tool.name, schema, where, make_tool, arguments, in_process, shared)
+
+
+def _object_spec(class_name: str) -> str:
+    """Return "module:Class" of "package.module.Class"; a path to a file has its colon already."""
+    if ":" in class_name:
+        return class_name
+    module, _, name = class_name.rpartition(".")
+    return f"{module}:{name}"
+
+
+def _read_schema(schema: Any, where: str) -> OpenAIFunctionToolSchema | None:
+    if schema is None:
+        return None
+    try:
+        return OpenAIFunctionToolSchema.model_validate(schema)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: tool_schema is none of OpenAI's form: {error}") from error

@@ -1,0 +1,337 @@
+"""All tools of a run, and those of one trajectory.
+
+Toolset (checked before the run) ──open(hosts, tools_kwargs)──► OpenTools ──call──► answers, one a call
+                                                                     └────close──► reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
+
+import jsonschema
+
+from hybridflow.errors import ConfigError
+from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed
+from hybridflow.tools.instances import FunctionInstance, ToolInstance
+from hybridflow.tools.parsers.base import NO_JSON, ToolCall
+from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Kwargs = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits on the calls of one turn."""
+
+    max_parallel_calls: int = 1
+    """Calls of one turn that are made; those beyond are answered with a sentence."""
+    max_response_length: int = 256
+    """Characters of an answer that the model reads."""
+    truncate_side: Literal["left", "middle", "right"] = "middle"
+    """The part that is kept: the beginning, both ends, or the end."""
+    deadline_s: float = 60.0
+    """Seconds that a call may take, and that a tool may take to begin and to end a trajectory."""
+
+
+class HostedObject(Protocol):
+    """An object in a worker process (`hybridflow.processes.Hosted`), or in this one."""
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+class ObjectHosts(Protocol):
+    """Maker of objects in worker processes (`hybridflow.processes.Hosts`)."""
+
+    async def create(self, factory: str, *args: Any, deadline_s: float) -> HostedObject: ...
+
+
+class LocalObject:
+    """An object of this process; a call that is cancelled at its deadline may leave a thread behind."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        async with asyncio.timeout(deadline_s):
+            return await getattr(self._value, method)(*args)
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+class HostedTool:
+    """One tool of one trajectory (a `Tool`), wherever it runs."""
+
+    def __init__(self, spec: ToolSpec, hosts: ObjectHosts | None, kwargs: Kwargs, deadline_s: float) -> None:
+        self.name = spec.name
+        self.schema = spec.schema
+        self._spec = spec
+        self._hosts = hosts
+        self._kwargs = kwargs
+        self._deadline_s = deadline_s
+        self._object: HostedObject | None = None
+
+    async def open(self, create_kwargs: Mapping[str, Any]) -> None:
+        """Begin the trajectory; a function has nothing to begin, and is made for each of its calls."""
+        if self._spec.factory is FunctionInstance:
+            return
+        try:
+            self._object = await self._make()
+            await self._object.call("create", create_kwargs, deadline_s=self._deadline_s)
+        except Exception as error:  # a user's code: anything may come out of it
+            raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        """Answer a call; what the tool raises is an answer."""
+        execute_kwargs = self._kwargs.get("execute_kwargs", {})
+        hosted = None
+        try:
+            hosted = self._object or await self._make()
+            answer: ToolAnswer = await hosted.call(
+                "execute", arguments, execute_kwargs, deadline_s=deadline_s
+            )
+        except Exception as error:  # a user's code: anything may come out of it
+            logger.debug("the tool %s failed", self.name, exc_info=True)
+            if _is_late(error):
+                return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
+            return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
+        finally:
+            if hosted is not None and hosted is not self._object:
+                await hosted.close()
+        return answer
+
+    async def close(self, score: bool = False) -> float:
+        """End the trajectory, and return its reward by the tool."""
+        hosted = self._object
+        if hosted is None:
+            return 0.0
+        self._object = None
+        ends = [self._kwargs.get(name, {}) for name in ("calc_reward_kwargs", "release_kwargs")]
+        try:
+            return float(await hosted.call("finish", score, *ends, deadline_s=self._deadline_s))
+        except Exception as error:  # a user's code: anything may come out of it
+            raise ToolFailed(f"the tool {self.name} could not end: {_words(error)}") from error
+        finally:
+            await hosted.close()
+
+    async def _make(self) -> HostedObject:
+        spec = self._spec
+        if spec.shared is not None:
+            return LocalObject(ToolInstance(spec.arguments[0], spec.shared))
+        if self._hosts is None or spec.in_process:
+            return LocalObject(spec.factory(*spec.arguments))
+        factory = f"{spec.factory.__module__}:{spec.factory.__name__}"
+        return await self._hosts.create(factory, *spec.arguments, deadline_s=self._deadline_s)
+
+
+class OpenTools:
+    """The tools of one trajectory, in an order that is the same for all."""
+
+    def __init__(self, tools: Sequence[Tool], limits: ToolLimits) -> None:
+        self.schemas = [tool.schema for tool in tools]
+        self.counts: Counter[str] = Counter()
+        """Calls, and calls with a problem by its name."""
+        self._limits = limits
+        self._tools = {tool.name: tool for tool in tools}
+        self._checkers = {tool.name: _checker(tool.schema) for tool in tools}
+
+    async def open(self, tools_kwargs: Mapping[str, Kwargs]) -> None:
+        """Begin the trajectory. Raises ToolFailed; what has begun is then ended."""
+        try:
+            for name, tool in self._tools.items():
+                await tool.open(tools_kwargs.get(name, {}).get("create_kwargs", {}))
+        except BaseException:
+            with suppress(ToolFailed):
+                await self.close(score=False)
+            raise
+
+    async def call(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
+        """Return an answer for each call of a turn, in their order; they are made side by side.
+
+        Nothing is raised: a call that cannot be made, or fails, has an answer that says so.
+        """
+        most = self._limits.max_parallel_calls
+        answers = await _all(self._answer(call) for call in calls[:most])
+        left_out = f"This call was not made: a turn may have {most}."
+        answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
+        self.counts["calls"] += len(answers)
+        self.counts.update(answer.problem for answer in answers if answer.problem)
+        length = self._limits.max_response_length
+        side = self._limits.truncate_side
+        return [replace(answer, text=cut(_readable(answer.text), length, side)) for answer in answers]
+
+    async def close(self, score: bool = True) -> float:
+        """End the trajectory and return the sum of the tools' rewards.
+
+        Raises ToolFailed, after all have ended.
+        """
+        return sum(await _all(tool.close(score) for tool in self._tools.values()))
+
+    async def _answer(self, call: ToolCall) -> ToolAnswer:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            names = ", ".join(self._tools) or "none"
+            return ToolAnswer(f"There is no tool {call.name!r}. The tools are: {names}.", problem="unknown")
+        try:
+            arguments = json.loads(call.arguments)
+        except NO_JSON as error:
+            return _malformed(call, f"are no JSON: {error}")
+        if not isinstance(arguments, dict):
+            return _malformed(call, "are no JSON object")
+        checker = self._checkers[call.name]
+        arguments = _numbers_as_texts(arguments, checker.schema)
+        if wrong := jsonschema.exceptions.best_match(checker.iter_errors(arguments)):
+            return _malformed(call, f"do not fit: {wrong.message}")
+        return await tool.call(arguments, self._limits.deadline_s)
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """The tools of a run."""
+
+    specs: Mapping[str, ToolSpec] = field(default_factory=dict)
+    """The tools by their names."""
+    limits: ToolLimits = field(default_factory=ToolLimits)
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        tool_config_path: str | None = None,
+        function_tool_path: str | None = None,
+        limits: ToolLimits | None = None,
+    ) -> Toolset:
+        """Read and check the tools.
+
+        Raises ConfigError for what cannot be loaded, and for a name that two of them have.
+        """
+        functions = load_functions(function_tool_path) if function_tool_path else []
+        classes = load_classes(tool_config_path) if tool_config_path else []
+        specs: dict[str, ToolSpec] = {}
+        toolset = cls(specs, limits or ToolLimits())
+        try:
+            for spec in chain(functions, classes):
+                other = specs.setdefault(spec.name, spec)
+                if other is not spec:
+                    raise ConfigError(
+                        f"two tools are called {spec.name!r}: {other.source}, and {spec.source}"
+                    )
+                _check_schema(spec)
+        except BaseException:
+            toolset.close()
+            raise
+        return toolset
+
+    async def open(
+        self,
+        hosts: ObjectHosts | None,
+        tools_kwargs: Mapping[str, Kwargs] | None = None,
+        further: Sequence[Tool] = (),
+    ) -> OpenTools:
+        """Begin one trajectory.
+
+        `hosts` makes objects in worker processes; without it everything runs in this process. `tools_kwargs`
+        is the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
+        release_kwargs}}. `further` are tools of the trajectory alone, such as methods of its environment.
+        Raises ToolFailed, and ConfigError where one of them has the name of a tool of the run.
+        """
+        kwargs = {name: _without_none(given) for name, given in (tools_kwargs or {}).items()}
+        tools: list[Tool] = [
+            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
+            for spec in self.specs.values()
+        ]
+        both = {tool.name for tool in tools} & {tool.name for tool in further}
+        if both:
+            raise ConfigError(f"tools of the run and of the environment have the same names: {sorted(both)}")
+        opened = OpenTools([*tools, *further], self.limits)
+        await opened.open(kwargs)
+        return opened
+
+    def close(self) -> None:
+        """Free what tools in this process hold, at the end of the run."""
+        for spec in self.specs.values():
+            if spec.shared is not None:
+                spec.shared.close()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait until all have ended, and raise the first error only then, so that none goes on unseen."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str:
+    """Return `length` characters of a longer text with a mark where others are missing.
+
+    `side` is the part that is kept, as in verl: the beginning (left), the end (right), or half of each.
+    """
+    if len(text) <= length:
+        return text
+    if side == "left":
+        return text[:length] + "...(truncated)"
+    if side == "right":
+        return "(truncated)..." + text[len(text) - length :]
+    half = length // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def _without_none(given: Kwargs | None) -> Kwargs:
+    """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
+    return {name: each for name, each in (given or {}).items() if each is not None}
+
+
+def _readable(text: str) -> str:
+    """Return a text that a tokenizer takes: halves of surrogate pairs become question marks."""
+    return text.encode(errors="replace").decode()
+
+
+def _checker(schema: Mapping[str, Any]) -> jsonschema.protocols.Validator:
+    """Return what checks arguments; other arguments than those of the schema do not fit."""
+    parameters = {"additionalProperties": False, **schema["function"].get("parameters", {})}
+    return jsonschema.Draft202012Validator(parameters)
+
+
+def _check_schema(spec: ToolSpec) -> None:
+    try:
+        jsonschema.Draft202012Validator.check_schema(spec.schema["function"].get("parameters", {}))
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"{spec.source}: the schema of its parameters is wrong: {error.message}") from error
+
+
+def _numbers_as_texts(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
+    """Return the arguments with numbers as texts where a text is wanted.
+
+    A format without quotes, such as Qwen3-Coder's, cannot tell the text 5 from the number.
+    """
+    properties = schema.get("properties", {})
+    texts = {name for name, of in properties.items() if of.get("type") == "string"}
+    changed = {name: str(arguments[name]) for name in texts if type(arguments.get(name)) in (int, float)}
+    return arguments | changed
+
+
+def _malformed(call: ToolCall, what: str) -> ToolAnswer:
+    return ToolAnswer(f"The arguments of {call.name} {what}.", problem="malformed")
+
+
+def _is_late(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or type(error).__name__ == "CallTooLong"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,225 @@
+"""The tools of a run and of one trajectory: loading, calling, limits, rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridflow.data.plugin import load_object
+from hybridflow.errors import ConfigError
+from hybridflow.tools.base import ToolAnswer, ToolFailed
+from hybridflow.tools.parsers import ToolCall
+from hybridflow.tools.toolset import OpenTools, ToolLimits, Toolset, cut
+
+SHOP = str(Path(__file__).with_name("shop.py"))
+LIMITS = ToolLimits(max_parallel_calls=5, deadline_s=60.0)
+
+
+class FakeHosts:
+    """Keeps objects as bytes between calls, as worker processes do."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    async def create(self, factory: str, *args: Any, deadline_s: float) -> FakeHosted:
+        self.open += 1
+        return FakeHosted(self, pickle.dumps(load_object(factory, key="test")(*args)))
+
+
+class FakeHosted:
+    def __init__(self, hosts: FakeHosts, state: bytes) -> None:
+        self.hosts = hosts
+        self.state = state
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        value = pickle.loads(self.state)
+        async with asyncio.timeout(deadline_s):
+            result = await getattr(value, method)(*args)
+        self.state = pickle.dumps(value)
+        return pickle.loads(pickle.dumps(result))
+
+    async def close(self) -> None:
+        self.hosts.open -= 1
+
+
+def tool_file(tmp_path: Path, *entries: dict[str, Any]) -> str:
+    path = tmp_path / "tools.yaml"
+    path.write_text(yaml.safe_dump({"tools": list(entries)}))
+    return str(path)
+
+
+def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """Return the answers of each turn, the tools, and their reward."""
+
+    async def episode() -> tuple[list[list[ToolAnswer]], OpenTools, float]:
+        tools = await toolset.open(hosts, kwargs)
+        answers = [await tools.call(turn) for turn in turns]
+        return answers, tools, await tools.close()
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize("hosts", [None, FakeHosts()])
+def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
+    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+    turn = [
+        ToolCall("add", '{"a": 2, "b": 3}'),
+        ToolCall("echo", '{"text": 7}'),  # a format without quotes
+        ToolCall("add", '{"a": 2}'),
+        ToolCall("thread", "{}"),
+        ToolCall("echo", r'{"text": "\ud800"}'),  # half a surrogate pair
+    ]
+    (answers,), tools, reward = ask(toolset, turn, hosts=hosts)
+    assert answers == [
+        ToolAnswer("5", 0.5),
+        ToolAnswer('{"text": "7"}'),
+        ToolAnswer("3", 0.5),
+        ToolAnswer("False"),
+        ToolAnswer('{"text": "?"}'),
+    ]
+    assert tools.counts == {"calls": 5}
+    assert reward == 0.0
+    assert hosts is None or hosts.open == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "problem", "words"),
+    [
+        (ToolCall("subtract", "{}"), "unknown", "There is no tool 'subtract'. The tools are: add, echo"),
+        (ToolCall("add", '{"a": '), "malformed", "are no JSON"),
+        (ToolCall("add", "[1]"), "malformed", "are no JSON object"),
+        (ToolCall("add", "{}"), "malformed", "'a' is a required property"),
+        (ToolCall("add", '{"a": "two"}'), "malformed", "'two' is not of type 'integer'"),
+        (ToolCall("add", '{"a": 1, "c": 1}'), "malformed", "'c' was unexpected"),
+        (ToolCall("fail", "{}"), "raised", "fail failed: KeyError: 'nothing here'"),
+    ],
+)
+def test_a_call_that_fails_is_an_answer(call: ToolCall, problem: str, words: str) -> None:
+    toolset = Toolset.load(function_tool_path=SHOP, limits=ToolLimits(max_response_length=1000))
+    ((answer,),), tools, _ = ask(toolset, [call], hosts=FakeHosts())
+    assert answer.problem == problem
+    assert words in answer.text
+    assert tools.counts == {"calls": 1, problem: 1}
+
+
+def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers() -> None:
+    limits = ToolLimits(max_parallel_calls=1, deadline_s=0.0)
+    toolset = Toolset.load(function_tool_path=SHOP, limits=limits)
+    (answers,), tools, _ = ask(toolset, [ToolCall("hang", "{}"), ToolCall("add", '{"a": 1}')])
+    assert [answer.problem for answer in answers] == ["deadline", "too_many"]
+    assert "a turn may have 1" in answers[1].text
+    assert tools.counts == {"calls": 2, "deadline": 1, "too_many": 1}
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_verls_tool_keeps_its_state_over_a_trajectory_and_gives_a_reward(
+    tmp_path: Path, in_process: bool
+) -> None:
+    entry = {"class_name": f"{SHOP}:Basket", "config": {"in_process": in_process}}
+    toolset = Toolset.load(tool_config_path=tool_file(tmp_path, entry), limits=LIMITS)
+    hosts = FakeHosts()
+    kwargs = {
+        "create_kwargs": {"wanted": 4},
+        "execute_kwargs": {"suffix": "s"},
+        "calc_reward_kwargs": {"bonus": 1.0},
+        "release_kwargs": None,
+    }
+    turn = [ToolCall("basket", '{"item": "egg"}')]
+    answers, _, reward = ask(toolset, turn, turn, hosts=hosts, basket=kwargs)
+    assert answers == [
+        [ToolAnswer("eggs", 0.0, {"items": 1.0})],
+        [ToolAnswer("eggs eggs", 0.0, {"items": 2.0})],
+    ]
+    assert reward == 2 / 4 + 1.0
+    assert hosts.open == 0
+    shared = toolset.specs["basket"].shared
+    assert (shared is not None) == in_process
+    assert shared is None or (shared.items == {} and shared.wanted)  # type: ignore[attr-defined]
+
+
+def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(tmp_path: Path) -> None:
+    broken = {"class_name": f"{SHOP}:Basket", "config": {"broken": True, "in_process": True}}
+    toolset = Toolset.load(tool_config_path=tool_file(tmp_path, broken))
+    with pytest.raises(ToolFailed, match="basket could not end: ValueError: no scales"):
+        ask(toolset)
+    assert toolset.specs["basket"].shared.items == {}  # type: ignore[union-attr]
+    with pytest.raises(ToolFailed, match="basket could not begin"):
+        ask(toolset, basket={"create_kwargs": {"instance_id": 3}})
+
+
+def test_the_schema_of_the_file_wins_and_joins_functions(tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "cart", "description": "Cart."}}
+    entry = {"class_name": f"{SHOP}:Basket", "tool_schema": schema}
+    toolset = Toolset.load(tool_config_path=tool_file(tmp_path, entry), function_tool_path=SHOP)
+    _, tools, _ = ask(toolset)
+    assert [each["function"]["name"] for each in tools.schemas] == [
+        "add",
+        "echo",
+        "fail",
+        "hang",
+        "thread",
+        "cart",
+    ]
+    assert tools.schemas[-1] == schema
+
+
+BASKET = {"class_name": f"{SHOP}:Basket"}
+WRONG_SCHEMA = {"function": {"name": "basket", "parameters": {"type": "object", "required": "item"}}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([], "no list `tools`"),
+        ([{"config": {}}], "wanted a class_name"),
+        ([{"class_name": f"{SHOP}:Basket", "kind": 1}], "unknown keys"),
+        ([{"class_name": f"{SHOP}:Trolley"}], "has no name 'Trolley'"),
+        ([{"class_name": f"{SHOP}:add"}], "wanted a subclass of"),
+        ([{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}], "hybridflow in the place of verl"),
+        ([{"class_name": "hybridflow.tools.base_tool.BaseTool"}], "has no tool_schema"),
+        ([BASKET | {"tool_schema": WRONG_SCHEMA}], "tool_schema is none of OpenAI's form"),
+        ([BASKET | {"config": {"type": "remote"}}], "wanted native"),
+        ([BASKET, BASKET], "two tools are called 'basket'"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_says_where(
+    tmp_path: Path, entries: list[dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Toolset.load(tool_config_path=tool_file(tmp_path, *entries))
+
+
+def test_a_file_that_is_missing_or_marks_nothing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no file"):
+        Toolset.load(tool_config_path="missing.yaml")
+    with pytest.raises(ConfigError, match="no file"):
+        Toolset.load(function_tool_path="missing.py")
+    with pytest.raises(ConfigError, match="marks no function"):
+        Toolset.load(function_tool_path=__file__)
+
+
+def test_long_answers_are_cut_at_the_side_that_verl_names() -> None:
+    assert cut("abcdef", 6, "left") == "abcdef"
+    assert cut("abcdef", 4, "left") == "abcd...(truncated)"
+    assert cut("abcdef", 4, "right") == "(truncated)...cdef"
+    assert cut("abcdef", 4, "middle") == "ab...(truncated)...ef"
+    assert cut("abcdef", 0, "right") == "(truncated)..."
+
+
+def test_the_page_about_tools_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[3] / "docs" / "agents" / "tools.md"
+    for name, content in re.findall(r"```\w+\n# (\S+)\n(.*?)```", page.read_text(), re.DOTALL):
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    limits = ToolLimits(max_parallel_calls=2)
+    toolset = Toolset.load(tool_config_path="tools.yaml", function_tool_path="my_tools.py", limits=limits)
+    turn = [ToolCall("price", '{"item": "egg"}'), ToolCall("basket", '{"item": "egg"}')]
+    (answers,), _, reward = ask(toolset, turn, hosts=FakeHosts(), basket={"create_kwargs": {"wanted": 2}})
+    assert answers == [ToolAnswer("1 egg: 3 coins"), ToolAnswer("egg", 0.0, {"items": 1.0})]
+    assert reward == 0.5

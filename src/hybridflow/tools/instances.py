@@ -1,6 +1,6 @@
-"""Objects that stand for a tool, in a worker process or in this one.
+"""Tools where they run, in a worker process or in this one.
 
-make_function(path) ───────────────────────────► FunctionInstance: execute
+call_function(path, arguments, …) ──────────────► ToolAnswer
 make_tool(path, config, schema, create_kwargs) ─► ToolInstance: execute for each call, then finish
 """
 
@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.data.plugin import load_object
 from hybridflow.tools.base import ToolAnswer, answer_of, finite_reward
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
-
-
-class FunctionInstance:
-    """A function; it has no state."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    async def execute(self, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]) -> ToolAnswer:
-        """Call the function; a synchronous one in a thread, so that an event loop goes on meanwhile."""
-        if inspect.iscoroutinefunction(self._function):
-            return answer_of(await self._function(**arguments, **execute_kwargs))
-        return answer_of(await asyncio.to_thread(self._function, **arguments, **execute_kwargs))
 
 
 class ToolInstance:
@@ -53,9 +40,14 @@ class ToolInstance:
             await self._tool.release(self._instance_id, **release_kwargs)
 
 
-async def make_function(path: str) -> FunctionInstance:
-    """Return the function "module:function", which each process imports by itself."""
-    return FunctionInstance(load_object(path, key="tool"))
+async def call_function(
+    path: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]
+) -> ToolAnswer:
+    """Call "module:function"; a synchronous one in a thread, so that an event loop goes on meanwhile."""
+    function = load_object(path, key="tool")
+    if inspect.iscoroutinefunction(function):
+        return answer_of(await function(**arguments, **execute_kwargs))
+    return answer_of(await asyncio.to_thread(function, **arguments, **execute_kwargs))
 
 
 async def begin_trajectory(tool: BaseTool, create_kwargs: Mapping[str, Any]) -> ToolInstance:

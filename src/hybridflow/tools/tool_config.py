@@ -18,15 +18,10 @@ from yaml import YAMLError
 
 from hybridflow.data.plugin import blaming, load_module, load_object
 from hybridflow.errors import ConfigError
+from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.function_tool import mark_of, schema_of
-from hybridflow.tools.instances import (
-    FunctionInstance,
-    ToolInstance,
-    begin_trajectory,
-    make_function,
-    make_tool,
-)
+from hybridflow.tools.instances import ToolInstance, begin_trajectory, call_function, make_tool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
 ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
@@ -40,15 +35,18 @@ class ToolSpec:
     schema: Mapping[str, Any]
     source: str
     """Where it comes from, for messages."""
-    factory: Callable[..., Awaitable[FunctionInstance | ToolInstance]]
-    """Makes the object that stands for it, in this process or in another one."""
+    factory: Callable[..., Awaitable[ToolInstance | ToolAnswer]]
+    """Begins a trajectory with the row's `create_kwargs`, or makes one call of a function."""
     arguments: tuple[Any, ...]
-    """Arguments of the factory; where the tool is `stateful`, the row's `create_kwargs` follow."""
-    stateful: bool
-    """Whether the object is made once for a trajectory; else it is made for each call."""
+    """First arguments of the factory."""
     in_process: bool
     shared: BaseTool | None = None
     """The one object in this process that serves all trajectories, where the tool runs here."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it begins and ends with a trajectory; a function does not."""
+        return self.factory is not call_function
 
 
 def load_functions(location: str, key: str = "multi_turn.function_tool_path") -> list[ToolSpec]:
@@ -68,10 +66,9 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
                 schema["function"]["name"],
                 schema,
                 f"{location}:{name}",
-                make_function,
+                call_function,
                 (f"{_absolute(location)}:{name}",),
-                stateful=False,
-                in_process=mark.in_process,
+                mark.in_process,
             )
         )
     if not specs:
@@ -124,9 +121,9 @@ def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
 def _spec_of(tool: BaseTool, path: str, source: str) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     if tool.config.get("in_process", type(tool).in_process):
-        return ToolSpec(tool.name, schema, source, begin_trajectory, (tool,), True, True, tool)
+        return ToolSpec(tool.name, schema, source, begin_trajectory, (tool,), True, tool)
     arguments = (path, tool.config, tool.tool_schema)
-    return ToolSpec(tool.name, schema, source, make_tool, arguments, True, False)
+    return ToolSpec(tool.name, schema, source, make_tool, arguments, False)
 
 
 def _object_spec(class_name: str) -> str:

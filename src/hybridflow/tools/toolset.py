@@ -54,6 +54,10 @@ class LocalObject:
         async with asyncio.timeout(deadline_s):
             return await getattr(self._value, method)(*args)
 
+    def value(self) -> Any:
+        """Return the object."""
+        return self._value
+
     async def close(self) -> None:
         """There is nothing to free."""
 
@@ -74,26 +78,24 @@ class HostedTool:
         """Begin the trajectory, where the tool has a state."""
         if self._spec.stateful:
             try:
-                self._object = await self._make(create_kwargs)
+                self._object = await self._make(create_kwargs, deadline_s=self._deadline_s)
             except Exception as error:  # a user's code: anything may come out of it
                 raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Answer a call; what the tool raises is an answer."""
         kwargs = self._kwargs.get("execute_kwargs", {})
-        made = self._object
         try:
-            if made is None:
-                made = await self._make()
-            answer: ToolAnswer = await made.call("execute", arguments, kwargs, deadline_s=deadline_s)
+            if self._object is None:
+                made = await self._make(arguments, kwargs, deadline_s=deadline_s)
+                answer: ToolAnswer = made.value()
+            else:
+                answer = await self._object.call("execute", arguments, kwargs, deadline_s=deadline_s)
         except Exception as error:  # a user's code: anything may come out of it
             logger.debug("the tool %s failed", self.name, exc_info=True)
             if isinstance(error, TimeoutError | CallTooLong):
                 return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
             return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
-        finally:
-            if made is not None and made is not self._object:
-                await made.close()
         return answer
 
     async def close(self, score: bool = False) -> float:
@@ -110,14 +112,14 @@ class HostedTool:
         finally:
             await made.close()
 
-    async def _make(self, *create_kwargs: Mapping[str, Any]) -> Hosted | LocalObject:
+    async def _make(self, *further: Mapping[str, Any], deadline_s: float) -> Hosted | LocalObject:
         factory = self._spec.factory
-        arguments = (*self._spec.arguments, *create_kwargs)
+        arguments = (*self._spec.arguments, *further)
         if self._hosts is None or self._spec.in_process:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 return LocalObject(await factory(*arguments))
         name = f"{factory.__module__}:{factory.__name__}"
-        return await self._hosts.create(name, *arguments, deadline_s=self._deadline_s)
+        return await self._hosts.create(name, *arguments, deadline_s=deadline_s)
 
 
 class OpenTools:

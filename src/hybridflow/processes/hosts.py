@@ -91,6 +91,11 @@ class Hosted:
             request = Request("", method, _pack(args, kwargs), self.state)
             return await self._hosts.run(self, request, deadline_s)
 
+    def value(self) -> Any:
+        """Return a copy of the object, which is one that travels."""
+        assert self.state is not None, f"{self.kind} does not travel"
+        return pickle.loads(self.state)
+
     async def close(self) -> None:
         """Forget the object; where it holds a worker, that one is free for others."""
         async with self._lock:

@@ -251,7 +251,7 @@ class AgentLoopAgent:
             outcome=outcome,
             messages=extra.get("messages") or (),
             metrics=_numbers(output),
-            tool_rewards=extra.get("tool_rewards") or (),
+            extra_info={"tool_rewards": extra.get("tool_rewards") or ()},
         )
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.episode import Agent, AgentResult, Episode
 from hybridflow.agent.hosted_environment import EnvironmentSpec
+from hybridflow.agent.load_agent import AGENT_KEY, load_agent_loop
 from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.agent.runner import Ended, Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import longest_row
 from hybridflow.config.needs import uses_agents
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.plugin import load_object
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.metrics import Metrics
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
@@ -30,11 +33,15 @@ from hybridflow.rollout.client import LLMClient
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
 from hybridflow.tools.toolset import ToolLimits, Toolset
 
+if TYPE_CHECKING:  # it needs the packages of a server
+    from hybridflow.agent.black_box import BlackBoxes
+
 T = TypeVar("T")
 
 SINGLE_TURN = "single_turn_agent"
 TOOL = "tool_agent"
 ENVIRONMENT = "environment"
+COMMAND = "command"
 INTERACTIONS = "hybridflow.interactions.environment:InteractionEnvironment"
 
 
@@ -102,6 +109,8 @@ class Agents:
 
     def _default_name(self) -> str:
         agent = self._rollout.agent
+        if agent.command:
+            return COMMAND
         if agent.default_agent_loop != SINGLE_TURN:
             return agent.default_agent_loop
         if self._config.data.environment:
@@ -127,10 +136,32 @@ class Agents:
             if not self._config.data.environment:
                 raise ConfigError("a row has agent_name=environment, and there is none: set data.environment")
             return ChatAgent(self._parts(self._tools), self._environment)
-        raise ConfigError(
-            f"there is no agent {name!r} (the column agent_name, or "
-            f"actor_rollout_ref.rollout.agent.default_agent_loop): wanted {SINGLE_TURN}, {TOOL}, "
-            f"{ENVIRONMENT}, a name of agent_loop_config_path, or path/to/file.py:NAME"
+        if name == COMMAND:
+            return self._black_boxes.command(self._rollout.agent.command)
+        if ":" in name and not isinstance(load_object(name, key=AGENT_KEY), type):
+            return self._black_boxes.function(name)
+        return load_agent_loop(name, self._config, self._tokenizer)
+
+    @cached_property
+    def _black_boxes(self) -> BlackBoxes:
+        """Makes agents that know a base URL only; ConfigError where a package for that is missing."""
+        missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"an agent that is a function or a command needs {' and '.join(missing)}, which is not "
+                f"installed: {install_extra('serve')}"
+            )
+        from hybridflow.agent.black_box import BlackBoxes
+
+        agent = self._rollout.agent
+        return BlackBoxes(
+            self._tokenizer,
+            self._template,
+            hosts=self._hosts,
+            address=(agent.endpoint_host, agent.endpoint_port),
+            max_model_len=self._limits.max_model_len,
+            tool_parser=self._parser,
+            deadline_s=agent.deadline,
         )
 
     def _tool_agent(self) -> Agent:

@@ -215,11 +215,11 @@ class _Play:
         parser = TOOL_PARSERS[self.parts.parser]()
         if output.finish_reason == "stop" and isinstance(output.stop_reason, int | None):
             ids = ids[:-1]
-        text = self._text(ids, skip_special_tokens=not getattr(parser, "needs_special_tokens", False))
+        text = self._text(ids, skip_special_tokens=not parser.needs_special_tokens)
         found = [*parser.feed(text), *parser.end()]
         plain = "".join(each for each in found if isinstance(each, str))
         calls = [each for each in found if isinstance(each, ToolCall)]
-        return plain.strip(), calls, getattr(parser, "malformed", 0)
+        return plain.strip(), calls, parser.malformed
 
     def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

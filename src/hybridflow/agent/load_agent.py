@@ -18,7 +18,7 @@ from hybridflow.data.plugin import blaming, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 
-NAME_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop (or a row's agent_name)"
+AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop (or a row's agent_name)"
 PATH_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 
@@ -42,14 +42,14 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
     if ":" not in name:
         known = ["single_turn_agent", "tool_agent", "environment", *entries, *REGISTERED]
         raise ConfigError(
-            f"{NAME_KEY}: there is no agent {name!r}; wanted {', '.join(known)} or path/to/file.py:NAME"
+            f"{AGENT_KEY}: there is no agent {name!r}; wanted {', '.join(known)} or path/to/file.py:NAME"
         )
-    found = load_object(name, key=NAME_KEY)
+    found = load_object(name, key=AGENT_KEY)
     if isinstance(found, type) and issubclass(found, AgentLoopBase):
         return AgentLoopAgent(found, agent.options, config, tokenizer)
     if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
-        raise ConfigError(f"{NAME_KEY}: {name} is no class with `async def run(self, episode, policy)`")
-    with blaming(f"{NAME_KEY}: {name}"):
+        raise ConfigError(f"{AGENT_KEY}: {name} is no class with `async def run(self, episode, policy)`")
+    with blaming(f"{AGENT_KEY}: {name}"):
         made: Agent = found(tokenizer, **agent.options)
     return made
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
     return specs
 
 
-def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> list[ToolSpec]:
-    """Return the tools of a YAML file: `tools: [{class_name, config, tool_schema, mcp}]`.
+def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> Iterator[ToolSpec]:
+    """Give the tools of a YAML file: `tools: [{class_name, config, tool_schema, mcp}]`.
 
     Each tool is made once here, so that what is wrong with it is known before the run. Raises ConfigError.
     """
@@ -86,10 +86,8 @@ def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> list[To
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{key}: {path} has no list `tools` of tools with a class_name")
-    specs = []
     for number, entry in enumerate(entries):
-        specs += _load_entry(entry, f"{key}: {path}, tool {number}")
-    return specs
+        yield from _load_entry(entry, f"{key}: {path}, tool {number}")
 
 
 def _load_entry(entry: Any, where: str) -> list[ToolSpec]:

@@ -10,10 +10,11 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
 
 import jsonschema
 
@@ -25,12 +26,13 @@ from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Kwargs = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """What is allowed to the calls of one turn."""
+    """Limits on the calls of one turn."""
 
     max_parallel_calls: int = 1
     """Calls of one turn that are made; those beyond are answered with a sentence."""
@@ -51,7 +53,7 @@ class HostedObject(Protocol):
 
 
 class ObjectHosts(Protocol):
-    """What makes objects in worker processes (`hybridflow.processes.Hosts`)."""
+    """Maker of objects in worker processes (`hybridflow.processes.Hosts`)."""
 
     async def create(self, factory: str, *args: Any, deadline_s: float) -> HostedObject: ...
 
@@ -162,7 +164,7 @@ class OpenTools:
         Nothing is raised: a call that cannot be made, or fails, has an answer that says so.
         """
         most = self._limits.max_parallel_calls
-        answers = list(await asyncio.gather(*(self._answer(call) for call in calls[:most])))
+        answers = await _all(self._answer(call) for call in calls[:most])
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
         self.counts["calls"] += len(answers)
@@ -176,13 +178,7 @@ class OpenTools:
 
         Raises ToolFailed, after all have ended.
         """
-        ends = await asyncio.gather(
-            *(tool.close(score) for tool in self._tools.values()), return_exceptions=True
-        )
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return sum(end for end in ends if not isinstance(end, BaseException))
+        return sum(await _all(tool.close(score) for tool in self._tools.values()))
 
     async def _answer(self, call: ToolCall) -> ToolAnswer:
         tool = self._tools.get(call.name)
@@ -206,7 +202,8 @@ class OpenTools:
 class Toolset:
     """The tools of a run."""
 
-    specs: Sequence[ToolSpec] = ()
+    specs: Mapping[str, ToolSpec] = field(default_factory=dict)
+    """The tools by their names."""
     limits: ToolLimits = field(default_factory=ToolLimits)
 
     @classmethod
@@ -221,20 +218,22 @@ class Toolset:
 
         Raises ConfigError for what cannot be loaded, and for a name that two of them have.
         """
-        specs = []
-        if function_tool_path:
-            specs += load_functions(function_tool_path)
-        if tool_config_path:
-            specs += load_classes(tool_config_path)
-        sources: dict[str, str] = {}
-        for spec in specs:
-            if spec.name in sources:
-                raise ConfigError(
-                    f"two tools are called {spec.name!r}: {sources[spec.name]}, and {spec.source}"
-                )
-            sources[spec.name] = spec.source
-            _check_schema(spec)
-        return cls(specs, limits or ToolLimits())
+        functions = load_functions(function_tool_path) if function_tool_path else []
+        classes = load_classes(tool_config_path) if tool_config_path else []
+        specs: dict[str, ToolSpec] = {}
+        toolset = cls(specs, limits or ToolLimits())
+        try:
+            for spec in chain(functions, classes):
+                other = specs.setdefault(spec.name, spec)
+                if other is not spec:
+                    raise ConfigError(
+                        f"two tools are called {spec.name!r}: {other.source}, and {spec.source}"
+                    )
+                _check_schema(spec)
+        except BaseException:
+            toolset.close()
+            raise
+        return toolset
 
     async def open(
         self,
@@ -251,7 +250,8 @@ class Toolset:
         """
         kwargs = {name: _without_none(given) for name, given in (tools_kwargs or {}).items()}
         tools: list[Tool] = [
-            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s) for spec in self.specs
+            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
+            for spec in self.specs.values()
         ]
         both = {tool.name for tool in tools} & {tool.name for tool in further}
         if both:
@@ -262,9 +262,18 @@ class Toolset:
 
     def close(self) -> None:
         """Free what tools in this process hold, at the end of the run."""
-        for spec in self.specs:
+        for spec in self.specs.values():
             if spec.shared is not None:
                 spec.shared.close()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait until all have ended, and raise the first error only then, so that none goes on unseen."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str:

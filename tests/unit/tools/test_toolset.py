@@ -138,7 +138,7 @@ def test_verls_tool_keeps_its_state_over_a_trajectory_and_gives_a_reward(
     ]
     assert reward == 2 / 4 + 1.0
     assert hosts.open == 0
-    shared = toolset.specs[0].shared
+    shared = toolset.specs["basket"].shared
     assert (shared is not None) == in_process
     assert shared is None or (shared.items == {} and shared.wanted)  # type: ignore[attr-defined]
 
@@ -148,7 +148,7 @@ def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(
     toolset = Toolset.load(tool_config_path=tool_file(tmp_path, broken))
     with pytest.raises(ToolFailed, match="basket could not end: ValueError: no scales"):
         ask(toolset)
-    assert toolset.specs[0].shared.items == {}  # type: ignore[union-attr]
+    assert toolset.specs["basket"].shared.items == {}  # type: ignore[union-attr]
     with pytest.raises(ToolFailed, match="basket could not begin"):
         ask(toolset, basket={"create_kwargs": {"instance_id": 3}})
 

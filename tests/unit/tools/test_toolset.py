@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hybridflow.errors import ConfigError
-from hybridflow.processes import Hosts
+from hybridflow.processes import Hosts, LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import OpenTools, ToolLimits, Toolset, cut
@@ -34,7 +34,12 @@ def tool_file(tmp_path: Path, *entries: dict[str, Any]) -> str:
     return str(path)
 
 
-def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+HERE = LocalHosts()
+
+
+def ask(
+    toolset: Toolset, *turns: list[ToolCall], hosts: Any = LocalHosts(), **kwargs: Any
+) -> tuple[Any, ...]:
     """Return the answers of each turn, the tools, and their reward."""
 
     async def episode() -> tuple[list[list[ToolAnswer]], OpenTools, float]:
@@ -55,7 +60,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: b
         ToolCall("thread", "{}"),
         ToolCall("echo", r'{"text": "\ud800"}'),  # half a surrogate pair
     ]
-    (answers,), tools, reward = ask(toolset, turn, hosts=None if in_process else hosts)
+    (answers,), tools, reward = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert answers == [
         ToolAnswer("5", 0.5),
         ToolAnswer('{"text": "7"}'),
@@ -94,7 +99,7 @@ def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers(
     limits = ToolLimits(max_parallel_calls=1, deadline_s=0.0)
     toolset = Toolset.load(function_tool_path=SHOP, limits=limits)
     turn = [ToolCall("hang", "{}"), ToolCall("add", '{"a": 1}')]
-    (answers,), tools, _ = ask(toolset, turn, hosts=None if in_process else hosts)
+    (answers,), tools, _ = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert [answer.problem for answer in answers] == ["deadline", "too_many"]
     assert "a turn may have 1" in answers[1].text
     assert tools.counts == {"calls": 2, "deadline": 1, "too_many": 1}

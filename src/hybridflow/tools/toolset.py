@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import jsonschema
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import CallRaised, CallTooLong, HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
@@ -211,9 +211,10 @@ class Toolset:
         `hosts` makes objects in worker processes or, `LocalHosts`, in this one. `tools_kwargs`
         is the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
         release_kwargs}}. `further` are tools of the trajectory alone, such as methods of its environment.
-        Raises ToolFailed, and ConfigError where one of them has the name of a tool of the run.
+        Raises ToolFailed, DataError for `tools_kwargs` of another form, and ConfigError where one of
+        `further` has the name of a tool of the run.
         """
-        kwargs = {name: _without_none(given) for name, given in (tools_kwargs or {}).items()}
+        kwargs = _read_kwargs(tools_kwargs)
         tools: list[Tool] = [
             HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
             for spec in self.specs.values()
@@ -256,9 +257,17 @@ def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
-def _without_none(given: Kwargs | None) -> Kwargs:
-    """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
-    return {name: each for name, each in (given or {}).items() if each is not None}
+def _read_kwargs(tools_kwargs: Any) -> dict[str, Kwargs]:
+    """Return a row's keyword arguments by tool; a column of a table is None in rows without them."""
+    try:
+        return {
+            name: {key: dict(each) for key, each in (given or {}).items() if each is not None}
+            for name, given in (tools_kwargs or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"extra_info.tools_kwargs: got {tools_kwargs!r}, wanted {{tool: {{create_kwargs: {{…}}, …}}}}"
+        ) from error
 
 
 def _readable(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import Hosts, LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
@@ -37,9 +37,7 @@ def tool_file(tmp_path: Path, *entries: dict[str, Any]) -> str:
 HERE = LocalHosts()
 
 
-def ask(
-    toolset: Toolset, *turns: list[ToolCall], hosts: Any = LocalHosts(), **kwargs: Any
-) -> tuple[Any, ...]:
+def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = HERE, **kwargs: Any) -> tuple[Any, ...]:
     """Return the answers of each turn, the tools, and their reward."""
 
     async def episode() -> tuple[list[list[ToolAnswer]], OpenTools, float]:
@@ -137,6 +135,41 @@ def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(
     assert toolset.specs["basket"].shared.items == {}  # type: ignore[union-attr]
     with pytest.raises(ToolFailed, match="basket could not begin"):
         ask(toolset, basket={"create_kwargs": {"instance_id": 3}})
+
+
+class Door:
+    """A tool of one trajectory alone, as an environment has them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.schema = {"type": "function", "function": {"name": name, "parameters": {}}}
+
+    async def open(self, create_kwargs: Any) -> None: ...
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        return ToolAnswer("open", 0.25)
+
+    async def close(self, score: bool = False) -> float:
+        return 2.0 * score
+
+
+def test_tools_of_a_trajectory_join_those_of_the_run() -> None:
+    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+
+    async def episode(name: str) -> tuple[list[ToolAnswer], float]:
+        tools = await toolset.open(None, further=[Door(name)])
+        return await tools.call([ToolCall(name, "{}"), ToolCall("add", '{"a": 1}')]), await tools.close()
+
+    answers, reward = asyncio.run(episode("door"))
+    assert answers == [ToolAnswer("open", 0.25), ToolAnswer("2", 0.5)]
+    assert reward == 2.0
+    with pytest.raises(ConfigError, match=r"have the same names: \['add'\]"):
+        asyncio.run(episode("add"))
+
+
+def test_keyword_arguments_of_another_form_are_an_error_of_the_data() -> None:
+    with pytest.raises(DataError, match=r"got .*wanted \{tool: \{create_kwargs"):
+        ask(Toolset.load(function_tool_path=SHOP), basket={"create_kwargs": "wanted=4"})
 
 
 def test_the_schema_of_the_file_wins_and_joins_functions(tmp_path: Path) -> None:

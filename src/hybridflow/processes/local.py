@@ -102,12 +102,13 @@ def _settle(
 async def _in_time(
     function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], deadline_s: float
 ) -> Any:
+    deadline = asyncio.timeout(deadline_s)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
             return await _in_thread(function, args, kwargs)
-    except TimeoutError as error:
-        raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
-    except Exception as error:  # a user's code: anything may come out of it
+    except Exception as error:  # a user's code: anything may come out of it, a TimeoutError of its own too
+        if deadline.expired():
+            raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
         raise CallRaised.by(error) from error

@@ -31,7 +31,7 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.tokenizer import encode_rendered
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import FailureCause
+from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, FailureCause
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.server.answers import written_message
 from hybridflow.rollout.server.app import API_PATHS, build_api
@@ -185,6 +185,8 @@ class Recording:
         """First reason of ours for which a request was not answered."""
         self.messages: list[Message] = []
         """The conversation that was answered last, with its answer."""
+        self.outcome = FINISHED
+        """How the trajectory would end now: truncated where a limit of the run cut the last response."""
         self._endpoint = endpoint
         self._policy = policy
         self._ended = False
@@ -258,6 +260,9 @@ class Recording:
         except TrajectoryFailed as error:
             self.failure = self.failure or error
             raise ApiError(STATUSES.get(error.cause, 503), str(error), code=error.cause) from error
+        cut = output.finish_reason == "length"
+        own_limit = job.sampling[place].max_tokens < self._policy.sampling.max_tokens
+        self.outcome = TRUNCATED if cut and not own_limit else FINISHED
         piece = ChoiceReader(job, self.model, choice).read(output)
         if job.messages:
             self._remember(job, output, piece)

@@ -91,6 +91,11 @@ class Hosted:
             request = Request("", method, _pack(args, kwargs), self.state)
             return await self._hosts.run(self, request, deadline_s)
 
+    def value(self) -> Any:
+        """Return a copy of the object, which is one that travels."""
+        assert self.state is not None, f"{self.kind} does not travel"
+        return pickle.loads(self.state)
+
     async def close(self) -> None:
         """Forget the object; where it holds a worker, that one is free for others."""
         async with self._lock:
@@ -132,7 +137,8 @@ class Hosts:
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> Hosted:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function".
 
-        Raises CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
+        The deadline counts from when the factory is loaded; what it loads itself is part of its call. Raises
+        CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
         that is a text, are of one kind: if one of them cannot travel, the others wait while `max_kept`
         objects hold workers.
         """
@@ -169,7 +175,7 @@ class Hosts:
         for worker in workers:
             if not worker.calling:  # else its call notices, and closes the socket
                 worker.socket.close()
-        for future in self._waiting:
+        for future in list(self._waiting):
             with contextlib.suppress(RuntimeError):  # its event loop is closed
                 future.get_loop().call_soon_threadsafe(self._serve)
 
@@ -212,8 +218,12 @@ class Hosts:
     def _free_worker(self) -> _Worker | None:
         if self._closed:
             raise ProcessLost("the pool of processes is closed")
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.has_ended():
+                return worker
+            self.counts["deaths"] += 1
+            self._give_up(worker)
         if self._num_shared() >= self._num_workers:
             return None
         worker = _Worker()
@@ -262,6 +272,7 @@ class Hosts:
             worker.calling = False
             if reply is None:
                 self._give_up(worker)
+                self._serve()
         return reply
 
     def _settle(self, hosted: Hosted, worker: _Worker, reply: Reply) -> None:
@@ -300,7 +311,6 @@ class Hosts:
         worker.given_up = True
         worker.terminate()
         worker.socket.close()
-        self._serve()
 
     def _num_kept(self) -> int:
         return sum(worker.kept is not None for worker in self._workers)

@@ -14,13 +14,13 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jsonschema
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.processes import CallRaised, CallTooLong, HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed
-from hybridflow.tools.instances import FunctionInstance, ToolInstance
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
 
@@ -44,97 +44,62 @@ class ToolLimits:
     """Seconds that a call may take, and that a tool may take to begin and to end a trajectory."""
 
 
-class HostedObject(Protocol):
-    """An object in a worker process (`hybridflow.processes.Hosted`), or in this one."""
-
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class ObjectHosts(Protocol):
-    """Maker of objects in worker processes (`hybridflow.processes.Hosts`)."""
-
-    async def create(self, factory: str, *args: Any, deadline_s: float) -> HostedObject: ...
-
-
-class LocalObject:
-    """An object of this process; a call that is cancelled at its deadline may leave a thread behind."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        async with asyncio.timeout(deadline_s):
-            return await getattr(self._value, method)(*args)
-
-    async def close(self) -> None:
-        """There is nothing to free."""
-
-
 class HostedTool:
     """One tool of one trajectory (a `Tool`), wherever it runs."""
 
-    def __init__(self, spec: ToolSpec, hosts: ObjectHosts | None, kwargs: Kwargs, deadline_s: float) -> None:
+    def __init__(self, spec: ToolSpec, hosts: HostsLike, kwargs: Kwargs, deadline_s: float) -> None:
         self.name = spec.name
         self.schema = spec.schema
         self._spec = spec
         self._hosts = hosts
         self._kwargs = kwargs
         self._deadline_s = deadline_s
-        self._object: HostedObject | None = None
+        self._object: ObjectLike | None = None
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Begin the trajectory; a function has nothing to begin, and is made for each of its calls."""
-        if self._spec.factory is FunctionInstance:
-            return
-        try:
-            self._object = await self._make()
-            await self._object.call("create", create_kwargs, deadline_s=self._deadline_s)
-        except Exception as error:  # a user's code: anything may come out of it
-            raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
+        """Begin the trajectory, where the tool has a state."""
+        if self._spec.stateful:
+            try:
+                self._object = await self._make(create_kwargs, deadline_s=self._deadline_s)
+            except Exception as error:  # a user's code: anything may come out of it
+                raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Answer a call; what the tool raises is an answer."""
-        execute_kwargs = self._kwargs.get("execute_kwargs", {})
-        hosted = None
+        kwargs = self._kwargs.get("execute_kwargs", {})
         try:
-            hosted = self._object or await self._make()
-            answer: ToolAnswer = await hosted.call(
-                "execute", arguments, execute_kwargs, deadline_s=deadline_s
-            )
+            if self._object is None:
+                made = await self._make(arguments, kwargs, deadline_s=deadline_s)
+                answer: ToolAnswer = made.value()
+            else:
+                answer = await self._object.call("execute", arguments, kwargs, deadline_s=deadline_s)
         except Exception as error:  # a user's code: anything may come out of it
             logger.debug("the tool %s failed", self.name, exc_info=True)
-            if _is_late(error):
+            if isinstance(error, CallTooLong):
                 return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
             return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
-        finally:
-            if hosted is not None and hosted is not self._object:
-                await hosted.close()
         return answer
 
     async def close(self, score: bool = False) -> float:
         """End the trajectory, and return its reward by the tool."""
-        hosted = self._object
-        if hosted is None:
+        made = self._object
+        if made is None:
             return 0.0
         self._object = None
         ends = [self._kwargs.get(name, {}) for name in ("calc_reward_kwargs", "release_kwargs")]
         try:
-            return float(await hosted.call("finish", score, *ends, deadline_s=self._deadline_s))
+            return float(await made.call("finish", score, *ends, deadline_s=self._deadline_s))
         except Exception as error:  # a user's code: anything may come out of it
             raise ToolFailed(f"the tool {self.name} could not end: {_words(error)}") from error
         finally:
-            await hosted.close()
+            await made.close()
 
-    async def _make(self) -> HostedObject:
-        spec = self._spec
-        if spec.shared is not None:
-            return LocalObject(ToolInstance(spec.arguments[0], spec.shared))
-        if self._hosts is None or spec.in_process:
-            return LocalObject(spec.factory(*spec.arguments))
-        factory = f"{spec.factory.__module__}:{spec.factory.__name__}"
-        return await self._hosts.create(factory, *spec.arguments, deadline_s=self._deadline_s)
+    async def _make(self, *further: Mapping[str, Any], deadline_s: float) -> ObjectLike:
+        hosts = self._hosts
+        if self._spec.in_process:
+            hosts = LocalHosts()
+        factory = f"{self._spec.factory.__module__}:{self._spec.factory.__name__}"
+        return await hosts.create(factory, *self._spec.arguments, *further, deadline_s=deadline_s)
 
 
 class OpenTools:
@@ -237,18 +202,19 @@ class Toolset:
 
     async def open(
         self,
-        hosts: ObjectHosts | None,
+        hosts: HostsLike,
         tools_kwargs: Mapping[str, Kwargs] | None = None,
         further: Sequence[Tool] = (),
     ) -> OpenTools:
         """Begin one trajectory.
 
-        `hosts` makes objects in worker processes; without it everything runs in this process. `tools_kwargs`
+        `hosts` makes objects in worker processes or, `LocalHosts`, in this one. `tools_kwargs`
         is the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
         release_kwargs}}. `further` are tools of the trajectory alone, such as methods of its environment.
-        Raises ToolFailed, and ConfigError where one of them has the name of a tool of the run.
+        Raises ToolFailed, DataError for `tools_kwargs` of another form, and ConfigError where one of
+        `further` has the name of a tool of the run.
         """
-        kwargs = {name: _without_none(given) for name, given in (tools_kwargs or {}).items()}
+        kwargs = _read_kwargs(tools_kwargs)
         tools: list[Tool] = [
             HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
             for spec in self.specs.values()
@@ -291,9 +257,17 @@ def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
-def _without_none(given: Kwargs | None) -> Kwargs:
-    """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
-    return {name: each for name, each in (given or {}).items() if each is not None}
+def _read_kwargs(tools_kwargs: Any) -> dict[str, Kwargs]:
+    """Return a row's keyword arguments by tool; a column of a table is None in rows without them."""
+    try:
+        return {
+            name: {key: dict(each) for key, each in (given or {}).items() if each is not None}
+            for name, given in (tools_kwargs or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"extra_info.tools_kwargs: got {tools_kwargs!r}, wanted {{tool: {{create_kwargs: {{…}}, …}}}}"
+        ) from error
 
 
 def _readable(text: str) -> str:
@@ -329,9 +303,5 @@ def _malformed(call: ToolCall, what: str) -> ToolAnswer:
     return ToolAnswer(f"The arguments of {call.name} {what}.", problem="malformed")
 
 
-def _is_late(error: Exception) -> bool:
-    return isinstance(error, TimeoutError) or type(error).__name__ == "CallTooLong"
-
-
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CallRaised) else f"{type(error).__name__}: {error}"

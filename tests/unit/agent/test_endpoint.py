@@ -263,3 +263,15 @@ def test_a_conversation_without_room_is_told_as_that() -> None:
         assert isinstance(recording.failure, LengthReached)
 
     assert len(Scene(play).rows) == 1
+
+
+def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            for limit, kind in ((4, "finished"), (None, "truncated"), (500, "truncated")):
+                answer = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=limit
+                )
+                assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == kind
+
+    Scene(play, lambda request: range(5, 110))

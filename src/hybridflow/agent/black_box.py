@@ -24,15 +24,47 @@ from hybridflow.agent.endpoint import Endpoint, Recording
 from hybridflow.agent.episode import AgentResult, Episode, TrajectoryFailed
 from hybridflow.agent.hosted_environment import failure_of
 from hybridflow.agent.policy import Policy
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.plugin import load_object
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.processes import CallFailed, HostsLike
+from hybridflow.rollout.server.model import ServedModel
 
 FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
 LOAD = "hybridflow.data.plugin:load_object"
 SHOWN = 4000
 """Characters at the end of a command's output that are read."""
+
+
+class BlackBoxes:
+    """Makes agents that share one server."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        hosts: HostsLike,
+        address: tuple[str, int],
+        max_model_len: int,
+        tool_parser: str,
+        deadline_s: float,
+    ) -> None:
+        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block."""
+        model = ServedModel("policy", tokenizer, len(tokenizer), max_model_len, tool_parser)
+        self._endpoint = Endpoint(model, template, host=address[0], port=address[1])
+        self._hosts = hosts
+        self._deadline_s = deadline_s
+
+    def function(self, spec: str) -> FunctionAgent:
+        """Return the agent that is a function `run(base_url, row)`; ConfigError where there is none."""
+        return FunctionAgent(spec, self._endpoint, self._hosts, self._deadline_s)
+
+    def command(self, words: Sequence[str]) -> CommandAgent:
+        """Return the agent that is a command; ConfigError where it does not exist."""
+        return CommandAgent(words, self._endpoint)
 
 
 class FunctionAgent:
@@ -78,8 +110,8 @@ class CommandAgent:
     """A command that finds the model by its environment variables.
 
     OPENAI_BASE_URL and ANTHROPIC_BASE_URL are the trajectory's, with keys that mean nothing; HYBRIDFLOW_ROW
-    is a file with the data row as JSON. The reward is the JSON that it writes to the file HYBRIDFLOW_RESULT,
-    or else the last line of its output where that is a number or an object.
+    is a file with the data row as JSON. Its result is the JSON that it writes to the file HYBRIDFLOW_RESULT,
+    or else the last line of its output where that is an object with a "score".
     """
 
     def __init__(self, command: Sequence[str], endpoint: Endpoint) -> None:
@@ -134,11 +166,11 @@ class CommandAgent:
         if files["result.json"].exists():
             return json.loads(files["result.json"].read_text(encoding="utf-8"))
         last = _end_of(files["out"]).rpartition("\n")[2]
-        try:
+        with suppress(ValueError):
             said = json.loads(last)
-        except ValueError:
-            return None
-        return said if isinstance(said, (Real, dict)) else None
+            if isinstance(said, dict) and "score" in said:  # a bare number may be the agent's answer
+                return said
+        return None
 
 
 def _raise_cause(recording: Recording) -> None:

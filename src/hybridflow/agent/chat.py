@@ -8,6 +8,7 @@ first observation ──► policy ──► text, tool calls
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Trajec
 from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, MethodTool
 from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
-from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.chat_template import ChatTemplate, Difference
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.processes import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
@@ -27,6 +28,8 @@ from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 from hybridflow.tools.toolset import OpenTools, Toolset
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class ChatAgent:
         self._parts = parts
         self._environment = environment
         self._rewarded = rewarded
+        self._has_told = False
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
         """Play one conversation to its end."""
@@ -74,12 +78,24 @@ class ChatAgent:
                 await play.to_the_end(episode)
             finally:
                 play.tool_rewards.append(await tools.close(score=True))
-            return await play.result()
+            result = await play.result()
+            self._tell_difference(play.difference)
+            return result
         except ToolFailed as error:
             raise TrajectoryFailed("environment", str(error)) from error
         finally:
             if environment is not None:
                 await environment.close()
+
+    def _tell_difference(self, difference: Difference | None) -> None:
+        """Log the first difference; all are counted."""
+        if difference is not None and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "the tokens of a conversation are not those of its chat template: %s; later ones are counted "
+                "only (agent/template_differences)",
+                difference,
+            )
 
     async def _environment_of(self, spec: EnvironmentSpec, episode: Episode) -> HostedEnvironment:
         return await HostedEnvironment.open(
@@ -111,6 +127,8 @@ class _Play:
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers of tools and of the environment, the newest of each name."""
     counts: Counter[str] = field(default_factory=Counter)
+    difference: Difference | None = None
+    """Where the tokens are not what the chat template renders, if that was looked at."""
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(
@@ -215,11 +233,11 @@ class _Play:
         parser = TOOL_PARSERS[self.parts.parser]()
         if output.finish_reason == "stop" and isinstance(output.stop_reason, int | None):
             ids = ids[:-1]
-        text = self._text(ids, skip_special_tokens=not getattr(parser, "needs_special_tokens", False))
+        text = self._text(ids, skip_special_tokens=not parser.needs_special_tokens)
         found = [*parser.feed(text), *parser.end()]
         plain = "".join(each for each in found if isinstance(each, str))
         calls = [each for each in found if isinstance(each, ToolCall)]
-        return plain.strip(), calls, getattr(parser, "malformed", 0)
+        return plain.strip(), calls, parser.malformed
 
     def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -239,6 +257,10 @@ class _Play:
         if self.tools.schemas:
             names = ("tool_calls", "malformed", "unknown", "raised", "deadline", "too_many")
             metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
+        mode = self.parts.multi_turn.tokenization_sanity_check_mode
+        if mode != "disable":
+            self.difference = self.conversation.difference(mode)
+            metrics["template_differences"] = float(self.difference is not None)
         facts: dict[str, Any] = {}
         if self.tools.schemas:
             facts["tool_rewards"] = self.tool_rewards

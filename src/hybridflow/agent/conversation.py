@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.chat_template import ChatTemplate, CheckMode, Difference, check_conversation
 from hybridflow.environments.base import Observation
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
@@ -34,6 +34,15 @@ class Conversation:
         self._strip_thinking = strip_thinking
         self._last_token: int | None = None
         self._ids_only = False
+
+    def difference(self, mode: CheckMode) -> Difference | None:
+        """Return where the ids differ from what the template renders of all messages, or None.
+
+        Nothing is compared of conversations that have no template, or are rendered anew in each turn.
+        """
+        if self._ids_only or self._strip_thinking or mode == "disable":
+            return None
+        return check_conversation(self._template, self.prompt.token_ids, self.messages, self._tools, mode)
 
     def begin(self, observation: Observation) -> None:
         """Set the first prompt: a text is a user's message; ids and prompts are taken as they are."""

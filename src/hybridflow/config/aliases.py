@@ -106,7 +106,7 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"optim\.clip_grad", r"trainer.grad_clip"),
     (r"model\.partial_pretrain", r"model.path"),
     (r"data\.micro_batch_size", r"data.micro_batch_size_per_gpu"),
-    (r"data\.multiturn\.messages_key", r"data.messages_key"),
+    (r"data\.multiturn\.(messages_key|tools_key|enable_thinking_key)", r"data.\1"),
     (r"checkpoint\.contents", r"checkpoint.save_contents"),
     (r"trainer\.checkpoint\.(save_contents|load_contents)", r"checkpoint.\1"),
 )

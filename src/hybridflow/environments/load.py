@@ -20,7 +20,9 @@ ENVIRONMENTS = {
     "calculator": "hybridflow.environments.calculator:Calculator",
     "guess": "hybridflow.environments.guess:Guess",
     "reasoning_gym": "hybridflow.environments.reasoning_gym:ReasoningGym",
+    "remote": "hybridflow.environments.remote:RemoteEnvironment",
     "search": "hybridflow.environments.search:Search",
+    "world": "hybridflow.environments.remote:World",
 }
 """Built-in environments, each imported when it is asked for."""
 

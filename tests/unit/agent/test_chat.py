@@ -303,3 +303,16 @@ def test_tools_of_the_run_without_an_environment(tmp_path: Path, hosts: Hosts) -
     assert "42" in text_of(found, sampled=False)[0] and found.metrics["tools/tool_calls"] == 1
     roles = [message["role"] for message in found.extra["extra_info"]["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize("text, differs", [("5", 0.0), (" 5", 1.0)])
+def test_tokens_are_compared_with_the_template_where_that_is_asked(
+    world: Path, hosts: Hosts, caplog: pytest.LogCaptureFixture, text: str, differs: float
+) -> None:
+    """The text of a message is stripped, so that the template renders other tokens than were sampled."""
+    strict = MultiTurnConfig(tokenization_sanity_check_mode="strict", max_assistant_turns=1)
+    (found,) = played(
+        lambda _: text, environment=f"{world}:Shop", hosts=hosts, multi_turn=strict, extra_info={"wish": "?"}
+    )
+    assert found.metrics["template_differences"] == differs
+    assert ("not those of its chat template" in caplog.text) == bool(differs)

@@ -5,7 +5,6 @@ is one row with what follows.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,38 +14,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from spoken_engine import LIMITS, FakeSession, client_of, episode
+from endpoint_scene import END, SAMPLING, endpoint, ids, policy_of, text
+from spoken_engine import FakeSession, client_of
 
-from hybridflow.agent.endpoint import Endpoint, Recording
+from hybridflow.agent.endpoint import Recording
 from hybridflow.agent.episode import LengthReached
-from hybridflow.agent.policy import Policy
-from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.protocol.trajectory import Lineage, rows_of
-from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.base import GenerationRequest
 
-TOKENIZER = create_tiny_tokenizer()
-END = TOKENIZER.eos_token_id
-TOKENIZER.chat_template = (
-    "{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': "
-    "c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CALL = '<tool_call>{"arguments" :{"b":[1, 2],"a":3},  "name":"add"}</tool_call>'
 """Written as no template writes it."""
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "strict": True}}]
 USER: dict[str, Any] = {"role": "user", "content": "add them"}
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-def text(token_ids: Sequence[int]) -> str:
-    return str(TOKENIZER.decode(token_ids))
 
 
 def says(request: GenerationRequest) -> list[int]:
@@ -62,11 +41,9 @@ class Scene:
         self,
         play: Callable[[Recording], Awaitable[None]],
         script: Callable[[GenerationRequest], Sequence[int]] = says,
-        sampling: SamplingParams | None = None,
         **session: Any,
     ) -> None:
         self.requests: list[GenerationRequest] = []
-        self.sampling = sampling or SamplingParams(100, temperature=0.5)
         self.session = FakeSession(self._noted(script), end=END, **session)
         asyncio.run(self._run(play))
 
@@ -79,13 +56,9 @@ class Scene:
         return say
 
     async def _run(self, play: Callable[[Recording], Awaitable[None]]) -> None:
-        model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len, "hermes")
-        endpoint = Endpoint(model, ChatTemplate(TOKENIZER))
-        numbers = itertools.count()
         with client_of(self.session) as client:
-            played = replace(episode(), sampling=self.sampling)
-            self.policy = Policy(client, played, LIMITS, lambda: next(numbers))
-            async with endpoint.record(self.policy) as self.recording:
+            self.policy = policy_of(client)
+            async with endpoint().record(self.policy) as self.recording:
                 await play(self.recording)
             assert client.load == 0, "a request is left behind"
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -234,10 +207,9 @@ def test_the_sampling_of_the_run_is_in_force_but_for_limits_and_stops(
 
     with caplog.at_level(logging.WARNING, "hybridflow.agent"):
         scene = Scene(play)
-    own = scene.sampling
     assert [request.sampling for request in scene.requests] == [
-        replace(own, max_tokens=4, stop=("x",)),
-        replace(own, stop=("x",)),
+        replace(SAMPLING, max_tokens=4, stop=("x",)),
+        replace(SAMPLING, stop=("x",)),
     ]
     (warning,) = [record.message for record in caplog.records]
     assert "temperature, seed" in warning

@@ -504,7 +504,6 @@ SFT_MUST_BE_REFUSED = [
     ("engine.dtype", "float16"),
     ("engine.tp_comm_overlap", True),
     ("model.strategy", "megatron"),
-    ("data.tools_key", "functions"),
     ("optim.optimizer", "adam"),
 ]
 

@@ -171,11 +171,23 @@ def test_what_a_template_cannot_do_is_said_at_the_start(name: str) -> None:
             "does not write the answer",
         ),
         ("{% for m in messages %}{{ m.content + m.content[:2] }}{% endfor %}", "depends on the answer"),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}",
+            "leaves out messages of tool",
+        ),
     ],
 )
 def test_templates_without_a_fixed_end_are_refused(source: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        ChatTemplate(template_of("qwen2.5").tokenizer, template=source).check()
+        ChatTemplate(template_of("qwen2.5").tokenizer, template=source).check([TOOL])
+
+
+def test_an_end_of_several_tokens_is_written_by_the_model() -> None:
+    source = "{% for m in messages %}{{ m.content }}<think><|endoftext|>{% endfor %}"
+    template = ChatTemplate(template_of("qwen2.5").tokenizer, template=source)
+    first, second = encode_rendered(template.tokenizer, "<think><|endoftext|>")
+    assert text_of(template.tokenizer, template.after_answer(second, USER)) == "2<think><|endoftext|>"
+    assert template.after_answer(first, USER) == [second, *template.after_answer(second, USER)]
 
 
 def test_options_and_tools_reach_the_template() -> None:

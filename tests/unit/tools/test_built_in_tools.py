@@ -82,7 +82,7 @@ def test_the_calculator_is_a_tool_of_a_run() -> None:
     toolset = Toolset.load(function_tool_path="hybridflow.tools.calculator")
     calls = [ToolCall("calculator", '{"expression": "12*12"}')]
     assert answers(toolset, calls) == [ToolAnswer("144")]
-    assert "for example (3 + 4) * 12" in json.dumps(toolset.specs[0].schema)
+    assert "for example (3 + 4) * 12" in json.dumps(toolset.specs["calculator"].schema)
 
 
 def test_bm25_prefers_rare_words_and_short_documents() -> None:
@@ -148,7 +148,7 @@ def service() -> Iterator[Callable[[Answer], str]]:
             def log_message(self, *args: Any) -> None: ...
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/retrieve"
 
@@ -253,7 +253,7 @@ def test_files_in_the_form_that_verl_documents(
     path = tmp_path / "tools.yaml"
     path.write_text(VERL_FILE)
     toolset = Toolset.load(tool_config_path=str(path))
-    assert [spec.name for spec in toolset.specs] == ["search", "code_interpreter", "calc_gsm8k_reward"]
+    assert list(toolset.specs) == ["search", "code_interpreter", "calc_gsm8k_reward"]
 
     async def episode() -> ToolAnswer:
         tools = await toolset.open(None, {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}})

@@ -113,8 +113,8 @@ def answers(toolset: Toolset, *calls: ToolCall) -> list[ToolAnswer]:
 
 
 def check(toolset: Toolset) -> None:
-    assert [spec.name for spec in toolset.specs] == ["price", "find", "process"]
-    function = dict(toolset.specs[0].schema)["function"]
+    assert list(toolset.specs) == ["price", "find", "process"]
+    function = dict(toolset.specs["price"].schema)["function"]
     assert function["description"] == "Say what something costs."
     assert function["parameters"]["required"] == ["item"]
     found = answers(

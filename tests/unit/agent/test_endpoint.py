@@ -116,6 +116,38 @@ def test_a_conversation_with_a_tool_is_one_row_however_the_client_writes_its_his
     ]
 
 
+def test_a_conversation_by_responses_is_one_row() -> None:
+    async def play(recording: Recording) -> None:
+        tools: list[Any] = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
+        items: list[Any] = [USER]
+        async with openai_of(recording) as client:
+            first = await client.responses.create(model="m", input=items, tools=tools)
+            items += [item.to_dict() for item in first.output]
+            result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "6"}
+            second = await client.responses.create(model="m", input=[*items, result], tools=tools)
+        assert second.output_text == "It is 6" and second.temperature == SAMPLING.temperature
+
+    (row,) = Scene(play).rows
+    assert [segment.sampled for segment in row.segments] == [True, False, True]
+
+
+def test_a_conversation_by_messages_is_one_row() -> None:
+    async def play(recording: Recording) -> None:
+        go = {"model": "m", "max_tokens": 90, "tools": [{"name": "add", "input_schema": {}}]}
+        history: list[Any] = [USER]
+        async with httpx.AsyncClient(timeout=600) as client:
+            for _ in range(2):
+                answer = await client.post(f"{recording.url}/v1/messages", json={**go, "messages": history})
+                content = answer.json()["content"]
+                used = [block["id"] for block in content if block["type"] == "tool_use"]
+                results = [{"type": "tool_result", "tool_use_id": name, "content": "6"} for name in used]
+                history += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+        assert content == [{"type": "text", "text": "It is 6"}]
+
+    (row,) = Scene(play).rows
+    assert [segment.sampled for segment in row.segments] == [True, False, True]
+
+
 @pytest.mark.parametrize("edited, num_rows", [("hello", 1), ("hallo", 2)])
 def test_a_history_that_was_changed_is_a_row_of_its_own(edited: str, num_rows: int) -> None:
     async def play(recording: Recording) -> None:

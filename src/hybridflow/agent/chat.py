@@ -205,6 +205,8 @@ class _Play:
             if answer.problem:
                 self.counts[answer.problem] += 1
             self.tool_rewards.append(answer.reward)
+            if answer.reward:
+                self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + answer.reward
             self._note(answer.metrics)
             messages.append(
                 {

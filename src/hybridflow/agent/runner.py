@@ -20,6 +20,7 @@ from hybridflow.agent.episode import Agent, AgentResult, Episode, LengthReached,
 from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.config.agent import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import TRUNCATED, FailureCause, Outcome, Trajectory, rows_of
 from hybridflow.rollout.client import LLMClient
@@ -103,6 +104,8 @@ class Runner:
                 "deadline",
                 f"it took more than actor_rollout_ref.rollout.agent.deadline={self._config.deadline:g} s",
             )
+        except DataError as error:
+            return _failed(episode, "data", str(error))
         except Exception as error:  # an agent of a user's: anything may come out of it
             return _failed(episode, "environment", "".join(traceback.format_exception(error)).strip())
         return self._trajectory(episode, policy, result)

@@ -20,6 +20,9 @@ class ObjectLike(Protocol):
     async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Return a method's result. Raises CallRaised, CallTooLong or ProcessLost."""
 
+    def value(self) -> Any:
+        """Return the object itself, which has to be able to travel."""
+
     async def close(self) -> None:
         """Forget the object."""
 
@@ -46,6 +49,10 @@ class LocalObject:
         Raises CallRaised and CallTooLong.
         """
         return await _in_time(getattr(self._target, method), method, args, kwargs, deadline_s)
+
+    def value(self) -> Any:
+        """Return the object."""
+        return self._target
 
     async def close(self) -> None:
         """Do nothing: nobody else has the object."""

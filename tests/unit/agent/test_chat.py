@@ -66,6 +66,11 @@ class Shop(Environment):
         self.bought += [product] * count
         return f"you have {len(self.bought)}"
 
+    @tool("look")
+    def show_all(self):
+        """Look at what was bought."""
+        return self.bought, 0.5, {"looks": 1}
+
     def step(self, text):
         return Step(done=True, reward=len(self.bought))
 
@@ -211,17 +216,19 @@ def shopping(*turns: str) -> Answer:
 
 def test_methods_of_an_environment_are_tools(world: Path, hosts: Hosts) -> None:
     (found,) = played(
-        shopping(call("buy", product="tea", count=2), call("buy", product="milk"), "done"),
+        shopping(call("buy", product="tea", count=2), call("buy", product="milk"), call("look"), "done"),
         environment=f"{world}:Shop",
         hosts=hosts,
         extra_info={"wish": "tea and milk"},
         max_tokens=200,
         max_model_len=1000,
     )
-    assert found.reward == 3.0 and found.turns == 3
+    assert found.reward == 3.5 and found.turns == 4, "the calls' rewards count"
     given = text_of(found, sampled=False)
-    assert ["you have 2" in given[0], "you have 3" in given[1]] == [True, True]
-    assert found.metrics["tools/tool_calls"] == 2 and found.metrics["tools/raised"] == 0
+    assert "you have 2" in given[0] and "you have 3" in given[1] and '["tea", "tea", "milk"]' in given[2]
+    assert found.metrics["tools/tool_calls"] == 3 and found.metrics["tools/raised"] == 0
+    assert found.metrics["environment/looks"] == 1
+    assert found.extra["extra_info"]["tool_rewards"] == [0.0, 0.0, 0.5, 0.0], "the last is that of the end"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Trajec
 from hybridflow.agent.policy import Policy
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
+from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Trajectory
@@ -116,6 +117,7 @@ def raises(error: Exception) -> Play:
     [
         (TrajectoryFailed("infrastructure", "lost"), "failed", "infrastructure"),
         (TrajectoryFailed("data", "no such prompt"), "failed", "data"),
+        (DataError("a row of another form"), "failed", "data"),
         (ZeroDivisionError("a mistake"), "failed", "environment"),
         (LengthReached("no room"), "truncated", None),
     ],

@@ -218,6 +218,14 @@ def test_an_error_has_the_traceback_of_its_process(hosts: Hosts, file: str) -> N
         asyncio.run(hosts.create(f"{file}:Counter", lambda: 0, deadline_s=LONG))
 
 
+def test_a_file_that_does_not_load_in_time_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    hosts = Hosts(1, start_timeout=0.5)
+    with pytest.raises(CallTooLong, match=r"slow.py:Absent: create: its process was not ready within 0.5"):
+        asyncio.run(hosts.create(f"{tmp_path}/slow.py:Absent", deadline_s=LONG))
+    hosts.close()
+
+
 def test_large_arguments_and_results_travel(hosts: Hosts, file: str) -> None:
     async def work() -> None:
         hosted = await counter(hosts, file)

@@ -18,7 +18,7 @@ from endpoint_scene import END, SAMPLING, endpoint, ids, policy_of, text
 from spoken_engine import FakeSession, client_of
 
 from hybridflow.agent.endpoint import Recording
-from hybridflow.agent.episode import LengthReached
+from hybridflow.agent.episode import LengthReached, TrajectoryFailed
 from hybridflow.protocol.trajectory import Lineage, rows_of
 from hybridflow.rollout.base import GenerationRequest
 
@@ -292,9 +292,11 @@ def test_a_conversation_without_room_is_told_as_that() -> None:
                     long = {"role": "user", "content": "a" * length}
                     await client.chat.completions.create(model="m", messages=[long])
                 assert caught.value.code == "context_length_exceeded"
-        assert isinstance(recording.failure, LengthReached)
+            assert isinstance(recording.failure, LengthReached)
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "short"}])
+        assert recording.failure is None, "the agent has gone on with a shorter one"
 
-    assert len(Scene(play).rows) == 1
+    assert len(Scene(play).rows) == 2
 
 
 def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
@@ -307,3 +309,17 @@ def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
                 assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == kind
 
     Scene(play, lambda request: range(5, 110))
+
+
+def test_a_trajectory_that_failed_takes_no_further_requests() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            ask = client.chat.completions.create
+            for error, status in ((openai.InternalServerError, 503), (openai.APIStatusError, 410)):
+                with pytest.raises(error) as caught:
+                    await ask(model="m", messages=[{"role": "user", "content": "hi"}])
+                assert caught.value.status_code == status
+        assert isinstance(recording.failure, TrajectoryFailed)
+        assert recording.failure.cause == "infrastructure"
+
+    Scene(play, dies_at=1)

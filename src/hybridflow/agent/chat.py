@@ -220,7 +220,7 @@ class _Play:
                 {
                     "role": "tool",
                     "name": made.name,
-                    "tool_call_id": _call_id(number),
+                    "tool_call_id": made.id or _call_id(number),
                     "content": answer.text,
                 }
             )
@@ -292,7 +292,7 @@ def _assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
     if calls:
         message["tool_calls"] = [
             {
-                "id": _call_id(number),
+                "id": call.id or _call_id(number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

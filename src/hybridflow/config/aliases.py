@@ -42,6 +42,8 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
     (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
+    (ROLLOUT + r"multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
+    (r"data\.tool_config_path", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     (ROLLOUT + r"response_length", r"data.max_response_length"),
     (ROLLOUT + r"prompt_length", r"data.max_prompt_length"),
     # optimizer

@@ -180,7 +180,9 @@ def _raise_cause(recording: Recording) -> None:
 
 
 def _result(agent: str, returned: Any, recording: Recording) -> AgentResult:
-    """Return what an agent's own value means; TrajectoryFailed where it is none."""
+    """Return what an agent's own value means; TrajectoryFailed where it is none, or a call had no answer."""
+    if isinstance(recording.failure, TrajectoryFailed):
+        raise recording.failure
     metrics = {}
     score = returned
     if isinstance(returned, Mapping):

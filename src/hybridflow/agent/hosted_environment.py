@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step
-from hybridflow.environments.load import environment_class
+from hybridflow.environments.load import load_environment
 from hybridflow.processes import CallFailed, CallRaised, CallTooLong, HostsLike, ObjectLike, ProcessLost
 from hybridflow.tools.base import ToolAnswer, answer_of
 from hybridflow.tools.function_tool import tool_methods
@@ -31,8 +31,8 @@ class EnvironmentSpec:
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-        """Load an environment's class; ConfigError where there is none, or its options do not fit."""
-        return cls(name, options, tool_methods(environment_class(name, options)))
+        """Make one, to see that it can be made; ConfigError where it can not."""
+        return cls(name, options, tool_methods(type(load_environment(name, options)())))
 
 
 class HostedEnvironment:

@@ -30,22 +30,13 @@ _MADE: dict[type[Any], type[Environment]] = {}
 def load_environment(
     spec: str, options: Mapping[str, Any] | None = None, *, key: str = "data.environment"
 ) -> Callable[[], Environment]:
-    """Return a factory of the environment that `spec` names, with `options` as arguments of its constructor.
-
-    Raises ConfigError as `environment_class` does; `key` is the configuration key to name.
-    """
-    options = dict(options or {})
-    return partial(_construct, environment_class(spec, options, key=key), options, f"{key}: {spec}")
-
-
-def environment_class(
-    spec: str, options: Mapping[str, Any], *, key: str = "data.environment"
-) -> type[Environment]:
     """Load a built-in environment, or a class as "path/to/file.py:Name" or "package.module:Name".
 
-    A class that is no Environment but has `reset` and `step` is accepted too. Raises ConfigError for an
-    unknown name, for what is no environment, and for `options` that the constructor does not take.
+    A class that is no Environment but has `reset` and `step` is accepted too. `options` are arguments of the
+    constructor, which the factory calls. Raises ConfigError for an unknown name, for what is no environment,
+    and for options that the constructor does not take; `key` is the configuration key to name.
     """
+    options = dict(options or {})
     if ":" not in spec and spec not in ENVIRONMENTS:
         raise ConfigError(
             f"{key}: got {spec!r}, wanted one of {', '.join(ENVIRONMENTS)}, or path/to/file.py:Name or "
@@ -64,9 +55,9 @@ def environment_class(
         inspect.signature(found).bind(**options)
     except TypeError as error:
         raise ConfigError(
-            f"{key}_options={dict(options)} do not fit {spec}{inspect.signature(found)}: {error}"
+            f"{key}_options={options} do not fit {spec}{inspect.signature(found)}: {error}"
         ) from error
-    return found
+    return partial(_construct, found, options, f"{key}: {spec}")
 
 
 def open_environment(

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from spoken_engine import LIMITS, client_of, episode, says
 
+from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.conversation import Conversation
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
@@ -340,6 +342,14 @@ def test_tools_of_the_run_without_an_environment(tmp_path: Path, hosts: Hosts) -
     assert "42" in text_of(found, sampled=False)[0] and found.metrics["tools/tool_calls"] == 1
     roles = [message["role"] for message in found.extra["extra_info"]["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+def test_options_that_a_constructor_refuses_are_named_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="guess: got largest=0"):
+        EnvironmentSpec.of("guess", {"largest": 0})
+    (tmp_path / "users.yaml").write_text("interaction: []")
+    with pytest.raises(ConfigError, match="has no list `interaction`"):
+        EnvironmentSpec.of(INTERACTIONS, {"config_path": str(tmp_path / "users.yaml")})
 
 
 @pytest.mark.parametrize("text, differs", [("5", 0.0), (" 5", 1.0)])

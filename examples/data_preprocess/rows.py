@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 def arguments(description: str, default_save_dir: str) -> argparse.Namespace:
     """Parse the options that every preparation script takes."""
+    return argument_parser(description, default_save_dir).parse_args()
+
+
+def argument_parser(description: str, default_save_dir: str) -> argparse.ArgumentParser:
+    """Return a parser of these options, for scripts that have more."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--local_dataset_path",
@@ -37,7 +42,7 @@ def arguments(description: str, default_save_dir: str) -> argparse.Namespace:
     parser.add_argument(
         "--max_samples", type=int, default=-1, help="at most this many rows of each split; -1: all"
     )
-    return parser.parse_args()
+    return parser
 
 
 def raw_rows(
@@ -74,21 +79,29 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def write_splits(
-    convert: Callable[[dict[str, Any], str, int], dict[str, Any]],
+    convert: Callable[[dict[str, Any], str, int], dict[str, Any] | None],
     options: argparse.Namespace,
     dataset: str,
     config: str | None = None,
+    hub_splits: Mapping[str, tuple[str, str]] | None = None,
 ) -> None:
-    """Convert both splits and write them; `convert(raw row, split, index)` gives a row in the schema."""
+    """Convert both splits and write them; `convert(raw row, split, index)` gives a row, or None to leave it
+    out. `hub_splits` has the hub's dataset and its split for each of ours that is not there by its name.
+    """
     folder = Path(options.local_save_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        rows = []
+        rows: list[dict[str, Any]] = []
+        name, hub_split = (hub_splits or {}).get(split, (dataset, split))
+        if options.local_dataset_path:
+            hub_split = split
         try:
-            for index, raw in enumerate(raw_rows(dataset, config, split, options.local_dataset_path)):
-                if index == options.max_samples:
+            for index, raw in enumerate(raw_rows(name, config, hub_split, options.local_dataset_path)):
+                if len(rows) == options.max_samples:
                     break
-                rows.append(convert(raw, split, index))
+                row = convert(raw, split, index)
+                if row is not None:
+                    rows.append(row)
         except KeyError as error:
             sys.exit(f"row {len(rows)} of {split} has no column {error}; its columns: {', '.join(raw)}")
         except (HybridFlowError, ValueError) as error:

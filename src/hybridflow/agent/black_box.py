@@ -180,22 +180,23 @@ def _raise_cause(recording: Recording) -> None:
 
 
 def _result(agent: str, returned: Any, recording: Recording) -> AgentResult:
-    """Return what an agent's own value means; TrajectoryFailed where it is none."""
+    """Return what an agent's own value means; TrajectoryFailed where it is none, or a call had no answer."""
+    if isinstance(recording.failure, TrajectoryFailed):
+        raise recording.failure
     metrics = {}
     score = returned
     if isinstance(returned, Mapping):
         numbers = {name: value for name, value in returned.items() if isinstance(value, Real)}
         metrics = {str(name): float(value) for name, value in numbers.items() if name != "score"}
         score = returned.get("score")
-    if score is None:
-        return AgentResult(messages=recording.messages, metrics=metrics)
-    if not isinstance(score, Real) or not math.isfinite(score):
+    if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
         raise TrajectoryFailed(
             "environment",
             f"the agent {agent} returned {returned!r}: wanted a finite number, a dict with one as 'score', "
             "or None for the run's reward function",
         )
-    return AgentResult(reward=float(score), messages=recording.messages, metrics=metrics)
+    reward = None if score is None else float(score)
+    return AgentResult(reward, outcome=recording.outcome, messages=recording.messages, metrics=metrics)
 
 
 def _end_of(file: Path) -> str:

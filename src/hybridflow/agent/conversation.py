@@ -44,6 +44,11 @@ class Conversation:
             return None
         return check_conversation(self._template, self.prompt.token_ids, self.messages, self._tools, mode)
 
+    def begin_rendered(self, prompt: Prompt, messages: Sequence[Message]) -> None:
+        """Set the first prompt, which stands for these messages, as it was rendered before."""
+        self.messages += messages
+        self.prompt = prompt
+
     def begin(self, observation: Observation) -> None:
         """Set the first prompt: a text is a user's message; ids and prompts are taken as they are."""
         ids = _ids_of(observation)
@@ -57,7 +62,8 @@ class Conversation:
     def answer(self, output: GenerationOutput, message: Message) -> None:
         """Add what the model has sampled, and the message that it stands for."""
         self.messages.append(message)
-        self._last_token = output.token_ids[-1] if output.finish_reason == "stop" else None
+        ends_its_turn = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        self._last_token = output.token_ids[-1] if ends_its_turn else None
         self.prompt = Prompt((*self.prompt.token_ids, *output.token_ids), self.prompt.media)
 
     def add(self, observation: Observation) -> None:

@@ -87,6 +87,7 @@ class ChatTemplate:
         if tools:
             name = tools[0].get("function", tools[0]).get("name", "tool")
             probes.append({"role": "tool", "content": PROBE, "name": name})
+        self.after_answer(None, [], final=True)
         for probe in probes:
             if PROBE not in self._text_after_answer([probe], tools, final=False):
                 raise DataError(
@@ -129,8 +130,8 @@ class ChatTemplate:
 
     @cached_property
     def _plain_end(self) -> str:
-        """What stands after a plain answer that is the last message."""
-        return self._tail([_plain(placeholder) for placeholder in PLACEHOLDERS], None, final=True)
+        """Text after a plain answer that is the last message."""
+        return self._text_after_answer([], None, final=True)
 
     def _text_after_answer(self, messages: Sequence[Message], tools: Tools | None, *, final: bool) -> str:
         problem: Exception | None = None
@@ -176,10 +177,6 @@ class ChatTemplate:
         return tail[: tail.rindex(text_of(self.tokenizer, marks[-1:]))]
 
 
-def _plain(placeholder: str) -> list[Message]:
-    return [{"role": "assistant", "content": placeholder}]
-
-
 def _turns(messages: Sequence[Message], placeholder: str) -> Iterator[list[Message]]:
     """An answer with the placeholder, and `messages`, in the forms that templates want.
 
@@ -198,7 +195,7 @@ def _turns(messages: Sequence[Message], placeholder: str) -> Iterator[list[Messa
         calls[-1] = _call(named[-1], placeholder, as_text)
         answer = {"role": "assistant", "content": content, "tool_calls": calls}
         yield [answer, *named, *messages[len(results) :]]
-    yield [*_plain(placeholder), *messages]
+    yield [{"role": "assistant", "content": placeholder}, *messages]
 
 
 def _call(result: Message, argument: str, as_text: bool) -> dict[str, Any]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ ENVIRONMENTS = {
     "world": "hybridflow.environments.remote:World",
 }
 """Built-in environments, each imported when it is asked for."""
+_MADE: dict[type[Any], type[Environment]] = {}
 
 
 def load_environment(
@@ -80,15 +80,20 @@ def open_environment(
 
 
 def _as_environment(found: type[Any]) -> type[Environment]:
-    """Return a subclass with what an Environment has by default, under a name of its module: pickle finds it
-    there.
-    """
-    module = sys.modules[found.__module__]
-    name = f"{found.__qualname__.replace('.', '_')}_as_environment"
-    if not hasattr(module, name):
-        setattr(module, name, type(name, (found, Environment), {"__module__": found.__module__}))
-    made: type[Environment] = getattr(module, name)
-    return made
+    """Return a subclass with what an Environment has by default; its objects pickle by the class itself."""
+    if found not in _MADE:
+        words = {"__module__": found.__module__, "__reduce__": _reduce}
+        _MADE[found] = type(found.__name__, (found, Environment), words)
+    return _MADE[found]
+
+
+def _reduce(environment: Environment) -> tuple[Any, ...]:
+    return _blank, (type(environment).__bases__[0],), environment.__getstate__()
+
+
+def _blank(found: type[Any]) -> Environment:
+    made = _as_environment(found)
+    return made.__new__(made)
 
 
 def _construct(found: type[Environment], options: Mapping[str, Any], whose: str) -> Environment:

@@ -137,7 +137,8 @@ class Hosts:
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> Hosted:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function".
 
-        Raises CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
+        The deadline counts from when the factory is loaded; what it loads itself is part of its call. Raises
+        CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
         that is a text, are of one kind: if one of them cannot travel, the others wait while `max_kept`
         objects hold workers.
         """
@@ -174,7 +175,7 @@ class Hosts:
         for worker in workers:
             if not worker.calling:  # else its call notices, and closes the socket
                 worker.socket.close()
-        for future in self._waiting:
+        for future in list(self._waiting):
             with contextlib.suppress(RuntimeError):  # its event loop is closed
                 future.get_loop().call_soon_threadsafe(self._serve)
 

@@ -17,6 +17,7 @@ from hybridflow.rewards.functions import (
     math,
     random,
     reasoning_gym,
+    search_r1,
 )
 
 RewardFunction = Callable[..., Any]
@@ -27,6 +28,7 @@ _MODULES: dict[str, ModuleType] = {
     "math": math,
     "arithmetic_chain": arithmetic_chain,
     "reasoning_gym": reasoning_gym,
+    "search_r1": search_r1,
     "format": format,
     "length": length,
     "random": random,
@@ -43,11 +45,17 @@ DATA_SOURCES: dict[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
     "math": "math",
+    "math_dapo": "math",
     "arithmetic_chain": "arithmetic_chain",
     "reasoning_gym": "reasoning_gym",
 }
 
-ANSWER_FORMS: dict[str, str] = {"gsm8k": "#### {}", "arithmetic_chain": "#### {}", "math": "\\boxed{{{}}}"}
+ANSWER_FORMS: dict[str, str] = {
+    "gsm8k": "#### {}",
+    "arithmetic_chain": "#### {}",
+    "math": "\\boxed{{{}}}",
+    "search_r1": "<answer>{}</answer>",
+}
 """The text in which a function finds a bare answer; {} is the answer. Others take it as it is."""
 
 RETURNED: dict[str, tuple[str, ...]] = {
@@ -56,13 +64,14 @@ RETURNED: dict[str, tuple[str, ...]] = {
     "math": ("acc",),
     "arithmetic_chain": ("acc", "format"),
     "reasoning_gym": ("acc",),
+    "search_r1": ("acc",),
     "format": (),
     "length": (),
     "random": (),
 }
 """The keys that each built-in function returns for every row, besides `score`."""
 
-NEEDS_TRUTH = ("exact_match", "gsm8k", "math", "arithmetic_chain")
+NEEDS_TRUTH = ("exact_match", "gsm8k", "math", "arithmetic_chain", "search_r1")
 """The built-in functions that fail on a row without a ground truth."""
 
 _STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")

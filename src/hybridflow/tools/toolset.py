@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 
 import jsonschema
 
-from hybridflow.errors import ConfigError
-from hybridflow.processes import CallRaised, CallTooLong, Hosted, Hosts
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.processes import CallRaised, CallTooLong, HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
@@ -44,35 +44,17 @@ class ToolLimits:
     """Seconds that a call may take, and that a tool may take to begin and to end a trajectory."""
 
 
-class LocalObject:
-    """An object of this process; a call that is cancelled at its deadline may leave a thread behind."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        async with asyncio.timeout(deadline_s):
-            return await getattr(self._value, method)(*args)
-
-    def value(self) -> Any:
-        """Return the object."""
-        return self._value
-
-    async def close(self) -> None:
-        """There is nothing to free."""
-
-
 class HostedTool:
     """One tool of one trajectory (a `Tool`), wherever it runs."""
 
-    def __init__(self, spec: ToolSpec, hosts: Hosts | None, kwargs: Kwargs, deadline_s: float) -> None:
+    def __init__(self, spec: ToolSpec, hosts: HostsLike, kwargs: Kwargs, deadline_s: float) -> None:
         self.name = spec.name
         self.schema = spec.schema
         self._spec = spec
         self._hosts = hosts
         self._kwargs = kwargs
         self._deadline_s = deadline_s
-        self._object: Hosted | LocalObject | None = None
+        self._object: ObjectLike | None = None
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
         """Begin the trajectory, where the tool has a state."""
@@ -93,7 +75,7 @@ class HostedTool:
                 answer = await self._object.call("execute", arguments, kwargs, deadline_s=deadline_s)
         except Exception as error:  # a user's code: anything may come out of it
             logger.debug("the tool %s failed", self.name, exc_info=True)
-            if isinstance(error, TimeoutError | CallTooLong):
+            if isinstance(error, CallTooLong):
                 return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
             return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
         return answer
@@ -112,14 +94,12 @@ class HostedTool:
         finally:
             await made.close()
 
-    async def _make(self, *further: Mapping[str, Any], deadline_s: float) -> Hosted | LocalObject:
-        factory = self._spec.factory
-        arguments = (*self._spec.arguments, *further)
-        if self._hosts is None or self._spec.in_process:
-            async with asyncio.timeout(deadline_s):
-                return LocalObject(await factory(*arguments))
-        name = f"{factory.__module__}:{factory.__name__}"
-        return await self._hosts.create(name, *arguments, deadline_s=deadline_s)
+    async def _make(self, *further: Mapping[str, Any], deadline_s: float) -> ObjectLike:
+        hosts = self._hosts
+        if self._spec.in_process:
+            hosts = LocalHosts()
+        factory = f"{self._spec.factory.__module__}:{self._spec.factory.__name__}"
+        return await hosts.create(factory, *self._spec.arguments, *further, deadline_s=deadline_s)
 
 
 class OpenTools:
@@ -222,18 +202,19 @@ class Toolset:
 
     async def open(
         self,
-        hosts: Hosts | None,
+        hosts: HostsLike,
         tools_kwargs: Mapping[str, Kwargs] | None = None,
         further: Sequence[Tool] = (),
     ) -> OpenTools:
         """Begin one trajectory.
 
-        `hosts` makes objects in worker processes; without it everything runs in this process. `tools_kwargs`
+        `hosts` makes objects in worker processes or, `LocalHosts`, in this one. `tools_kwargs`
         is the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
         release_kwargs}}. `further` are tools of the trajectory alone, such as methods of its environment.
-        Raises ToolFailed, and ConfigError where one of them has the name of a tool of the run.
+        Raises ToolFailed, DataError for `tools_kwargs` of another form, and ConfigError where one of
+        `further` has the name of a tool of the run.
         """
-        kwargs = {name: _without_none(given) for name, given in (tools_kwargs or {}).items()}
+        kwargs = _read_kwargs(tools_kwargs)
         tools: list[Tool] = [
             HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
             for spec in self.specs.values()
@@ -276,9 +257,17 @@ def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
-def _without_none(given: Kwargs | None) -> Kwargs:
-    """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
-    return {name: each for name, each in (given or {}).items() if each is not None}
+def _read_kwargs(tools_kwargs: Any) -> dict[str, Kwargs]:
+    """Return a row's keyword arguments by tool; a column of a table is None in rows without them."""
+    try:
+        return {
+            name: {key: dict(each) for key, each in (given or {}).items() if each is not None}
+            for name, given in (tools_kwargs or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"extra_info.tools_kwargs: got {tools_kwargs!r}, wanted {{tool: {{create_kwargs: {{…}}, …}}}}"
+        ) from error
 
 
 def _readable(text: str) -> str:

@@ -51,7 +51,13 @@ def says_yes(request: GenerationRequest) -> list[int]:
 
 
 def played(
-    make: Any, hosts: HostsLike | None = None, *, cancelled: bool = False, script: Any = says_yes, **row: Any
+    make: Any,
+    hosts: HostsLike | None = None,
+    *,
+    cancelled: bool = False,
+    script: Any = says_yes,
+    dies_at: int | None = None,
+    **row: Any,
 ) -> Any:
     """Play one episode with the agent that `make(endpoint, hosts)` gives: (result, policy); it can be
     `cancelled` after its first call.
@@ -59,7 +65,7 @@ def played(
 
     async def work() -> tuple[AgentResult | None, Policy]:
         agent: Agent = make(endpoint(), hosts or LocalHosts())
-        with client_of(FakeSession(script, end=END)) as client:
+        with client_of(FakeSession(script, end=END, dies_at=dies_at)) as client:
             policy = policy_of(client)
             playing = asyncio.create_task(agent.run(episode(**row), policy))
             try:
@@ -135,6 +141,21 @@ def test_an_error_of_ours_keeps_its_cause(script: Any) -> None:
     )
     with pytest.raises(LengthReached):
         played(function(path))
+
+
+def test_a_lost_engine_fails_an_agent_that_goes_on_without_its_answer(script: Any) -> None:
+    path = script(
+        """
+        async def run(base_url, row):
+            try:
+                await asyncio.to_thread(ask, base_url, "hi")
+            except httpx.HTTPStatusError:
+                return 1.0
+        """
+    )
+    with pytest.raises(TrajectoryFailed) as caught:
+        played(function(path), dies_at=1)
+    assert caught.value.cause == "infrastructure"
 
 
 def command(path: str, *words: str) -> Any:

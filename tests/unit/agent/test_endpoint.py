@@ -18,7 +18,7 @@ from endpoint_scene import END, SAMPLING, endpoint, ids, policy_of, text
 from spoken_engine import FakeSession, client_of
 
 from hybridflow.agent.endpoint import Recording
-from hybridflow.agent.episode import LengthReached
+from hybridflow.agent.episode import LengthReached, TrajectoryFailed
 from hybridflow.protocol.trajectory import Lineage, rows_of
 from hybridflow.rollout.base import GenerationRequest
 
@@ -114,6 +114,38 @@ def test_a_conversation_with_a_tool_is_one_row_however_the_client_writes_its_his
         "tool",
         "assistant",
     ]
+
+
+def test_a_conversation_by_responses_is_one_row() -> None:
+    async def play(recording: Recording) -> None:
+        tools: list[Any] = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
+        items: list[Any] = [USER]
+        async with openai_of(recording) as client:
+            first = await client.responses.create(model="m", input=items, tools=tools)
+            items += [item.to_dict() for item in first.output]
+            result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "6"}
+            second = await client.responses.create(model="m", input=[*items, result], tools=tools)
+        assert second.output_text == "It is 6" and second.temperature == SAMPLING.temperature
+
+    (row,) = Scene(play).rows
+    assert [segment.sampled for segment in row.segments] == [True, False, True]
+
+
+def test_a_conversation_by_messages_is_one_row() -> None:
+    async def play(recording: Recording) -> None:
+        go = {"model": "m", "max_tokens": 90, "tools": [{"name": "add", "input_schema": {}}]}
+        history: list[Any] = [USER]
+        async with httpx.AsyncClient(timeout=600) as client:
+            for _ in range(2):
+                answer = await client.post(f"{recording.url}/v1/messages", json={**go, "messages": history})
+                content = answer.json()["content"]
+                used = [block["id"] for block in content if block["type"] == "tool_use"]
+                results = [{"type": "tool_result", "tool_use_id": name, "content": "6"} for name in used]
+                history += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+        assert content == [{"type": "text", "text": "It is 6"}]
+
+    (row,) = Scene(play).rows
+    assert [segment.sampled for segment in row.segments] == [True, False, True]
 
 
 @pytest.mark.parametrize("edited, num_rows", [("hello", 1), ("hallo", 2)])
@@ -260,6 +292,34 @@ def test_a_conversation_without_room_is_told_as_that() -> None:
                     long = {"role": "user", "content": "a" * length}
                     await client.chat.completions.create(model="m", messages=[long])
                 assert caught.value.code == "context_length_exceeded"
-        assert isinstance(recording.failure, LengthReached)
+            assert isinstance(recording.failure, LengthReached)
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "short"}])
+        assert recording.failure is None, "the agent has gone on with a shorter one"
 
-    assert len(Scene(play).rows) == 1
+    assert len(Scene(play).rows) == 2
+
+
+def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            for limit, kind in ((4, "finished"), (None, "truncated"), (500, "truncated")):
+                answer = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=limit
+                )
+                assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == kind
+
+    Scene(play, lambda request: range(5, 110))
+
+
+def test_a_trajectory_that_failed_takes_no_further_requests() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            ask = client.chat.completions.create
+            for error, status in ((openai.InternalServerError, 503), (openai.APIStatusError, 410)):
+                with pytest.raises(error) as caught:
+                    await ask(model="m", messages=[{"role": "user", "content": "hi"}])
+                assert caught.value.status_code == status
+        assert isinstance(recording.failure, TrajectoryFailed)
+        assert recording.failure.cause == "infrastructure"
+
+    Scene(play, dies_at=1)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -92,3 +93,58 @@ def test_mistakes_end_in_one_line(tmp_path: Path, files: dict[str, str], said: s
         (tmp_path / name).write_text(content)
     done = run("gsm8k.py", "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out"))
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rows_of_agents_from_local_folders(tmp_path: Path, characters: PreTrainedTokenizerFast) -> None:
+    """Each script writes rows that a run reads, with what its tools and users need."""
+    question = {"question": "How many?", "answer": "#### 1,234"}
+    dapo = {
+        "prompt": [
+            {"role": "user", "content": "Solve the following math problem step by step.\n\nFind x.\n\nAnd y."}
+        ],
+        "reward_model": {"ground_truth": "34"},
+    }
+    search = {"question": "Who?", "golden_answers": ["Ada", "Lovelace"], "data_source": "nq"}
+    talk = {
+        "prompt": [{"role": "user", "content": "Help."}],
+        "single_turn_prompt": "2 + 2?",
+        "single_turn_completion": "4",
+    }
+    raw = {
+        "gsm8k_multiturn_w_tool.py": ([question], [question]),
+        "gsm8k_tool_agent_loop.py": ([question], [question]),
+        "dapo_math.py": ([dapo, dapo], [{"Problem": "Find z.", "Answer": 7}]),
+        "search_r1.py": ([search], [search]),
+        "collabllm.py": ([talk, talk, {**talk, "prompt": dapo["prompt"]}], [{**talk, "prompt": []}]),
+    }
+    written: dict[str, list[dict[str, Any]]] = {}
+    for script, splits in raw.items():
+        folder = tmp_path / script
+        folder.mkdir()
+        for split, rows in zip(("train", "test"), splits):
+            (folder / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        done = run(script, "--local_dataset_path", str(folder), "--local_save_dir", str(folder / "out"))
+        assert done.returncode == 0, done.stderr
+        loaded = load_rows([str(folder / "out" / f"{split}.parquet") for split in ("train", "test")])
+        written[script] = [item.row for item in PromptDataset(loaded, characters, DataConfig())]
+
+    for script, agent in (("gsm8k_multiturn_w_tool.py", None), ("gsm8k_tool_agent_loop.py", "tool_agent")):
+        row = written[script][0]
+        assert row.get("agent_name") == agent and row["data_source"] == "openai/gsm8k"
+        create = row["extra_info"]["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"]
+        assert (
+            create == {"ground_truth": "1234"} and row["extra_info"]["interaction_kwargs"]["name"] == "gsm8k"
+        )
+    train, test = written["dapo_math.py"]
+    assert train["reward_model"]["ground_truth"] == "34" and test["reward_model"]["ground_truth"] == "7"
+    assert train["raw_prompt"][0]["content"].startswith("Find x.\n\nAnd y.\n\nPut the final answer")
+    row = written["search_r1.py"][0]
+    assert list(row["reward_model"]["ground_truth"]["target"]) == ["Ada", "Lovelace"]
+    assert row["data_source"] == "searchR1_nq" and row["agent_name"] == "tool_agent"
+    assert len(written["collabllm.py"]) == 3, "a prompt is there once"
+    user = written["collabllm.py"][0]["extra_info"]["interaction_kwargs"]
+    assert user == {
+        "name": "collabllm",
+        "single_turn_prompt": "2 + 2?",
+        "task_desc": "solving math problems",
+    }

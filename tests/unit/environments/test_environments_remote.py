@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridflow.environments.load import open_environment
 from hybridflow.environments.remote import RemoteEnvironment, RemoteError
 from hybridflow.errors import ConfigError
+from hybridflow.processes import Hosts
 
 WORLD = """
 import json, os, sys, time
@@ -82,6 +86,37 @@ def test_what_goes_wrong_is_told_and_the_process_is_ended(
     after, other = begin(command)
     assert other != pid, "a process that went wrong serves nobody else"
     after.close()
+
+
+def test_it_stays_with_its_worker_and_its_process_ends_with_it(command: list[str]) -> None:
+    hosts = Hosts(1)
+
+    async def play(factory: str) -> list[Any]:
+        hosted = await hosts.create(factory, "remote", {"command": command}, 7, 8, deadline_s=300.0)
+        first = await hosted.call("reset", {"index": 5}, deadline_s=300.0)
+        step = await hosted.call("step", "ab", deadline_s=300.0)
+        await hosted.call("close", deadline_s=300.0)
+        await hosted.close()
+        return [first[0], step.observation]
+
+    async def play_twice() -> list[list[Any]]:
+        factory = "hybridflow.environments.load:open_environment"
+        return [await play(factory), await play(factory)]
+
+    try:
+        (pid, observation), again = asyncio.run(play_twice())
+    finally:
+        hosts.close()
+    assert observation == "abab" and again == [pid, "abab"], "the process is there for the next trajectory"
+    while is_running(pid):
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def test_a_command_that_can_not_be_started_is_named() -> None:

@@ -207,6 +207,37 @@ def test_each_misbehaving_call_costs_its_own_object(hosts: Hosts, file: str) -> 
     assert hosts.counts["deaths"] == before["deaths"] + 3
 
 
+PLAIN = """
+import os
+class Plain:
+    turns = 0
+    def reset(self, row):
+        return "go on"
+    def step(self, text):
+        if text == "exit":
+            os._exit(1)
+        self.turns += 1
+        return str(self.turns)
+"""
+
+
+def test_an_environment_of_any_class_goes_to_a_worker_that_has_not_seen_it(tmp_path: Path) -> None:
+    async def work(hosts: Hosts) -> None:
+        factory = "hybridflow.environments.load:open_environment"
+        hosted = await hosts.create(factory, f"{tmp_path}/plain.py:Plain", {}, 1, 2, deadline_s=LONG)
+        assert await hosted.call("step", "", deadline_s=LONG) == "1"
+        with pytest.raises(ProcessLost):
+            await hosted.call("step", "exit", deadline_s=LONG)
+        assert await hosted.call("step", "", deadline_s=LONG) == "2"
+        assert await hosted.call("score", deadline_s=LONG) is None
+        assert hosted.state is not None
+
+    (tmp_path / "plain.py").write_text(PLAIN)
+    hosts = Hosts(1)
+    asyncio.run(work(hosts))
+    hosts.close()
+
+
 def test_an_error_has_the_traceback_of_its_process(hosts: Hosts, file: str) -> None:
     with pytest.raises(CallRaised) as raised:
         asyncio.run(hosts.create(f"{file}:broken", deadline_s=LONG))
@@ -216,6 +247,14 @@ def test_an_error_has_the_traceback_of_its_process(hosts: Hosts, file: str) -> N
         asyncio.run(hosts.create(f"{file}:Absent", deadline_s=LONG))
     with pytest.raises(CallRaised, match="pickle"):
         asyncio.run(hosts.create(f"{file}:Counter", lambda: 0, deadline_s=LONG))
+
+
+def test_a_file_that_does_not_load_in_time_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    hosts = Hosts(1, start_timeout=0.5)
+    with pytest.raises(CallTooLong, match=r"slow.py:Absent: create: its process was not ready within 0.5"):
+        asyncio.run(hosts.create(f"{tmp_path}/slow.py:Absent", deadline_s=LONG))
+    hosts.close()
 
 
 def test_large_arguments_and_results_travel(hosts: Hosts, file: str) -> None:

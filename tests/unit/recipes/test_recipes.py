@@ -12,13 +12,19 @@ import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import load_config, prepare_config
+from hybridflow.config.needs import uses_agents
 from hybridflow.config.recipes import FOLDER
 from hybridflow.config.tree import flatten, keys_of
+from hybridflow.tools.toolset import Toolset
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-AGENTS = ["calculator", "guess", "search"]
-OTHERS = ["base", "sft", "agent_base", "agent_sft", *AGENTS]
+ENVIRONMENTS = ["calculator", "guess", "search"]
+OTHERS = ["base", "sft", "agent_base", "agent_sft", *ENVIRONMENTS]
 TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in OTHERS)
+AGENTS = {"gsm8k_tools", "retool", "search_r1"}
+"""Recipes with tools or users, whose tiny tasks are others."""
+TWINNED = [name for name in NAMES if name not in AGENTS]
 TEACHER = {"on_policy_distillation"}
 
 
@@ -43,6 +49,22 @@ def test_a_recipe_runs_on_a_users_data(name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", sorted(AGENTS))
+def test_a_recipe_of_agents_says_what_it_takes_and_runs_with_its_files(name: str, tmp_path: Path) -> None:
+    """The command in the header is one that the checks accept, with files that are there."""
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^# (hybridflow train .*(?:\\\n.*)*)$", text, re.MULTILINE)
+    keys = [word for word in command.split() if "=" in word and not word.startswith("data.train_files")]
+    keys = [key.replace("examples/", f"{EXAMPLES}/") for key in keys]
+    config = prepared(name, tmp_path, *keys, "data.task.name=arithmetic_chain")
+    assert uses_agents(config) and "GiB" in text
+    tools = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    for script in re.findall(r"examples/data_preprocess/\w+\.py", text):
+        assert (EXAMPLES.parent / script).is_file()
+    if tools is not None:
+        assert len(Toolset.load(tool_config_path=tools).specs) == 1
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_recipe_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     config = prepared(f"tiny/{name}", tmp_path)
@@ -52,17 +74,17 @@ def test_a_tiny_recipe_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     assert not config.actor_rollout_ref.model.enable_gradient_checkpointing
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_recipe_of_an_environment_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     config = prepared(f"tiny/{name}", tmp_path)
     assert config.data.environment == name and config.data.task.name == f"environment:{name}"
 
 
 def test_each_recipe_has_its_twin() -> None:
-    assert NAMES == TINY
+    assert TWINNED == TINY
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TWINNED)
 def test_a_twin_keeps_the_algorithm(name: str, tmp_path: Path) -> None:
     """What decides which maths runs is the same in both: estimator, loss, filters, correction."""
     whole, tiny = (

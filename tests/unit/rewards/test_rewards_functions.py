@@ -16,7 +16,15 @@ import pytest
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.data.tasks.arithmetic_chain import worked_answer
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.functions import arithmetic_chain, exact_match, gsm8k, length, random, reasoning_gym
+from hybridflow.rewards.functions import (
+    arithmetic_chain,
+    exact_match,
+    gsm8k,
+    length,
+    random,
+    reasoning_gym,
+    search_r1,
+)
 from hybridflow.rewards.functions import math as math_reward
 from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
@@ -69,6 +77,25 @@ def test_exact_match(response: str, truth: Any, options: dict[str, Any], wanted:
 )
 def test_gsm8k(response: str, truth: str, method: str, wanted: float) -> None:
     assert gsm8k.compute_score("openai/gsm8k", response, truth, method=method)["score"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("response", "wanted"),
+    [
+        ("<answer> The  Eiffel-Tower! </answer>", 1.0),
+        ("<answer>Paris</answer> no: <answer>eiffeltower</answer>", 1.0),
+        ("<answer>Eiffel\nTower</answer>", 1.0),
+        ("<answer>Eiffel Tower</answer><answer>Paris</answer>", 0.1),
+        ("Eiffel Tower", 0.0),
+        ("<answer></answer>", 0.1),
+    ],
+)
+def test_search_r1(response: str, wanted: float) -> None:
+    truths = ["Eiffel-Tower", "an Eiffel  tower"]
+    for truth in (truths, tuple(truths), {"target": truths}):
+        found = search_r1.compute_score("x", response, truth, format_score=0.1)
+        assert found == {"score": wanted, "acc": float(wanted == 1.0)}
+    assert search_r1.compute_score("x", "<answer>a cat</answer>", "Cat")["score"] == 1.0
 
 
 def test_gsm8k_format_score_is_for_a_wrong_number() -> None:

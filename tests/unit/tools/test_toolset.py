@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.errors import ConfigError
-from hybridflow.processes import Hosts
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.processes import Hosts, LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import OpenTools, ToolLimits, Toolset, cut
@@ -34,7 +34,10 @@ def tool_file(tmp_path: Path, *entries: dict[str, Any]) -> str:
     return str(path)
 
 
-def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+HERE = LocalHosts()
+
+
+def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = HERE, **kwargs: Any) -> tuple[Any, ...]:
     """Return the answers of each turn, the tools, and their reward."""
 
     async def episode() -> tuple[list[list[ToolAnswer]], OpenTools, float]:
@@ -55,7 +58,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: b
         ToolCall("thread", "{}"),
         ToolCall("echo", r'{"text": "\ud800"}'),  # half a surrogate pair
     ]
-    (answers,), tools, reward = ask(toolset, turn, hosts=None if in_process else hosts)
+    (answers,), tools, reward = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert answers == [
         ToolAnswer("5", 0.5),
         ToolAnswer('{"text": "7"}'),
@@ -94,7 +97,7 @@ def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers(
     limits = ToolLimits(max_parallel_calls=1, deadline_s=0.0)
     toolset = Toolset.load(function_tool_path=SHOP, limits=limits)
     turn = [ToolCall("hang", "{}"), ToolCall("add", '{"a": 1}')]
-    (answers,), tools, _ = ask(toolset, turn, hosts=None if in_process else hosts)
+    (answers,), tools, _ = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert [answer.problem for answer in answers] == ["deadline", "too_many"]
     assert "a turn may have 1" in answers[1].text
     assert tools.counts == {"calls": 2, "deadline": 1, "too_many": 1}
@@ -132,6 +135,41 @@ def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(
     assert toolset.specs["basket"].shared.items == {}  # type: ignore[union-attr]
     with pytest.raises(ToolFailed, match="basket could not begin"):
         ask(toolset, basket={"create_kwargs": {"instance_id": 3}})
+
+
+class Door:
+    """A tool of one trajectory alone, as an environment has them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.schema = {"type": "function", "function": {"name": name, "parameters": {}}}
+
+    async def open(self, create_kwargs: Any) -> None: ...
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        return ToolAnswer("open", 0.25)
+
+    async def close(self, score: bool = False) -> float:
+        return 2.0 * score
+
+
+def test_tools_of_a_trajectory_join_those_of_the_run() -> None:
+    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+
+    async def episode(name: str) -> tuple[list[ToolAnswer], float]:
+        tools = await toolset.open(None, further=[Door(name)])
+        return await tools.call([ToolCall(name, "{}"), ToolCall("add", '{"a": 1}')]), await tools.close()
+
+    answers, reward = asyncio.run(episode("door"))
+    assert answers == [ToolAnswer("open", 0.25), ToolAnswer("2", 0.5)]
+    assert reward == 2.0
+    with pytest.raises(ConfigError, match=r"have the same names: \['add'\]"):
+        asyncio.run(episode("add"))
+
+
+def test_keyword_arguments_of_another_form_are_an_error_of_the_data() -> None:
+    with pytest.raises(DataError, match=r"got .*wanted \{tool: \{create_kwargs"):
+        ask(Toolset.load(function_tool_path=SHOP), basket={"create_kwargs": "wanted=4"})
 
 
 def test_the_schema_of_the_file_wins_and_joins_functions(tmp_path: Path) -> None:

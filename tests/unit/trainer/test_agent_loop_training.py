@@ -75,7 +75,7 @@ def test_a_name_that_there_is_not_is_refused_before_anything_is_built(model: Pat
     wrong = [*keys(tmp_path), "actor_rollout_ref.rollout.agent.default_agent_loop=two_answer"]
     config = ppo_config(model, tmp_path / "run", *wrong)
     with (
-        pytest.raises(ConfigError, match="there is no agent 'two_answer'; wanted .*two_answers"),
+        pytest.raises(ConfigError, match=r"there is no agent 'two_answer'; wanted .*two_answers"),
         build(config),
     ):
         raise AssertionError("not refused")

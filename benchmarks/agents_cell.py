@@ -20,6 +20,7 @@ from learn_settings import write_json
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.environments.demonstrations import WORDS
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
 from hybridflow.observability.logging_setup import setup_logging
@@ -27,8 +28,8 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.sft.build import build as build_sft
 
-WORDS = ("calculator", "expression", "search", "query", "higher", "lower")
-"""Words of the environments that are one token each."""
+HINTS = ("higher", "lower")
+"""Words of guess that are one token each, as those of the tools' names are."""
 KEPT = ("val-core/", "val-aux/agent/", "critic/score/mean")
 
 
@@ -38,7 +39,7 @@ def make_warm_start(cell: Cell) -> None:
     seconds = time.perf_counter()
     folder = cell.warm
     shutil.rmtree(folder, ignore_errors=True)
-    tokenizer = create_tiny_tool_tokenizer(WORDS)
+    tokenizer = create_tiny_tool_tokenizer((*WORDS, *HINTS))
     model = create_tiny_model(folder / "model", tokenizer=tokenizer, seed=cell.seed)
     steps = _snapshots(cell)
     data = _config(cell, model, folder / "look").data

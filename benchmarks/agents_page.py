@@ -58,7 +58,9 @@ def validations(cell: Mapping[str, Any], measure: Measure) -> list[tuple[int, fl
 def problems_of(found: Found, seeds: Sequence[int]) -> list[str]:
     """Return the bars that were missed, and cells that are missing, as sentences."""
     told = [
-        f"{name}: {len(found[name])} of {len(seeds)} seeds" for name in TASKS if len(found[name]) < len(seeds)
+        f"{name}: {len(found[name])} of {len(seeds)} seeds are there"
+        for name in TASKS
+        if len(found[name]) < len(seeds)
     ]
     for measure in MEASURES:
         if not found[measure.task]:

@@ -36,8 +36,8 @@ class Task:
 
 CONTROL = "calculator_random"
 TASKS = {
-    "calculator": Task("calculator", 500),
-    CONTROL: Task("calculator", 500, ("data.environment_options.answers=random",)),
+    "calculator": Task("calculator", 300),
+    CONTROL: Task("calculator", 300, ("data.environment_options.answers=random",)),
     "guess": Task("guess", 60),
     "search": Task("search", 150),
 }

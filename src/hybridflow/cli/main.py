@@ -149,9 +149,10 @@ def _add_try(words: Any) -> None:
 
 
 def _demo_names() -> list[str]:
-    """Return the names of the tiny recipes that need nothing but the demo's own model."""
-    names = {path.stem for path in (Path(__file__).parents[1] / "recipes" / "tiny").glob("*.yaml")}
-    return sorted(names - {"base", "sft", "on_policy_distillation"})
+    """Return the names of the recipes with a tiny twin that needs nothing but the demo's own model."""
+    folder = Path(__file__).parents[1] / "recipes"
+    names = {path.stem for path in (folder / "tiny").glob("*.yaml") if (folder / path.name).is_file()}
+    return sorted(names - {"on_policy_distillation"})
 
 
 @ends_in_status

@@ -20,7 +20,7 @@ from hybridflow.tools.toolset import Toolset
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft"))
-AGENTS = {"gsm8k_tools", "retool", "search_r1"}
+AGENTS = {"collabllm", "gsm8k_tools", "retool", "search_r1"}
 """Recipes with tools or users, whose tiny tasks are others."""
 TWINNED = [name for name in NAMES if name not in AGENTS]
 TEACHER = {"on_policy_distillation"}

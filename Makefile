@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -29,6 +29,9 @@ demo-seeds: setup  ## the demo on three seeds, by PPO and with random rewards; w
 
 learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
 	$(BIN)/python benchmarks/learn.py $(if $(ALGO),--algo $(ALGO))
+
+agents: setup  ## tiny models learn to use tools and to play, on three seeds, resumable; writes benchmarks/results/agents.md
+	$(BIN)/python benchmarks/agents.py
 
 BENCHMARKS := generation grpo_step training weights start transport
 

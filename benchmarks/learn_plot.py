@@ -45,7 +45,7 @@ def plot_all(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> N
         axis.set_visible(False)
     figure.supxlabel("tokens generated, thousands", fontsize=9)
     figure.supylabel("training score", fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_one(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
@@ -54,7 +54,7 @@ def plot_one(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
     _draw(axis, found)
     axis.set_xlabel("tokens generated, thousands")
     axis.set_ylabel("training score")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _draw(axis: Axes, found: Sequence[Mapping[str, Any]]) -> None:
@@ -68,7 +68,7 @@ def _draw(axis: Axes, found: Sequence[Mapping[str, Any]]) -> None:
     axis.grid(color="#dddddd", linewidth=0.4)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -76,9 +76,9 @@ class Cell:
 
 
 def all_names() -> list[str]:
-    """Every tiny recipe that trains by reinforcement, and the control."""
+    """Every tiny recipe with a twin for models of any size, and the control."""
     return [
-        *sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft")),
+        *sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if (FOLDER / path.name).is_file()),
         CONTROL,
     ]
 

@@ -106,10 +106,14 @@ class AgentLoopOutput:
     reward_score: float | None = None
     """Reward of the trajectory; None: the run's reward function scores it."""
     num_turns: int = 0
-    """Messages of the conversation, counted by the loop; the metric agent/num_messages."""
+    """Messages of the conversation, counted by the loop: the metric agent/num_messages, and `num_turns` in
+    the `extra_info` of reward functions.
+    """
     metrics: AgentLoopMetrics | Mapping[str, float] = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    """Numbers become metrics; `messages` is shown in the report, `tool_rewards` goes to reward functions."""
+    """Reward functions find them in their `extra_info`; numbers are metrics too. `messages` is the
+    conversation that the report shows.
+    """
     multi_modal_data: Mapping[str, Any] | None = None
     """Not read, like the next two."""
     routed_experts: Any = None
@@ -245,13 +249,13 @@ class AgentLoopAgent:
             )
         outcome = _outcome(policy.calls, output)
         policy.calls[:] = learned_calls(policy.calls, output)
-        extra = output.extra_fields
+        extra = {"num_turns": output.num_turns, **output.extra_fields}
         return AgentResult(
             reward=output.reward_score,
             outcome=outcome,
-            messages=extra.get("messages") or (),
+            messages=extra.pop("messages", ()),
             metrics=_numbers(output),
-            extra_info={"tool_rewards": extra.get("tool_rewards") or ()},
+            extra_info=extra,
         )
 
 

@@ -110,8 +110,8 @@ class CommandAgent:
     """A command that finds the model by its environment variables.
 
     OPENAI_BASE_URL and ANTHROPIC_BASE_URL are the trajectory's, with keys that mean nothing; HYBRIDFLOW_ROW
-    is a file with the data row as JSON. The reward is the JSON that it writes to the file HYBRIDFLOW_RESULT,
-    or else the last line of its output where that is a number or an object.
+    is a file with the data row as JSON. Its result is the JSON that it writes to the file HYBRIDFLOW_RESULT,
+    or else the last line of its output where that is an object with a "score".
     """
 
     def __init__(self, command: Sequence[str], endpoint: Endpoint) -> None:
@@ -166,11 +166,11 @@ class CommandAgent:
         if files["result.json"].exists():
             return json.loads(files["result.json"].read_text(encoding="utf-8"))
         last = _end_of(files["out"]).rpartition("\n")[2]
-        try:
+        with suppress(ValueError):
             said = json.loads(last)
-        except ValueError:
-            return None
-        return said if isinstance(said, (Real, dict)) else None
+            if isinstance(said, dict) and "score" in said:  # a bare number may be the agent's answer
+                return said
+        return None
 
 
 def _raise_cause(recording: Recording) -> None:
@@ -180,22 +180,23 @@ def _raise_cause(recording: Recording) -> None:
 
 
 def _result(agent: str, returned: Any, recording: Recording) -> AgentResult:
-    """Return what an agent's own value means; TrajectoryFailed where it is none."""
+    """Return what an agent's own value means; TrajectoryFailed where it is none, or a call had no answer."""
+    if isinstance(recording.failure, TrajectoryFailed):
+        raise recording.failure
     metrics = {}
     score = returned
     if isinstance(returned, Mapping):
         numbers = {name: value for name, value in returned.items() if isinstance(value, Real)}
         metrics = {str(name): float(value) for name, value in numbers.items() if name != "score"}
         score = returned.get("score")
-    if score is None:
-        return AgentResult(messages=recording.messages, metrics=metrics)
-    if not isinstance(score, Real) or not math.isfinite(score):
+    if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
         raise TrajectoryFailed(
             "environment",
             f"the agent {agent} returned {returned!r}: wanted a finite number, a dict with one as 'score', "
             "or None for the run's reward function",
         )
-    return AgentResult(reward=float(score), messages=recording.messages, metrics=metrics)
+    reward = None if score is None else float(score)
+    return AgentResult(reward, outcome=recording.outcome, messages=recording.messages, metrics=metrics)
 
 
 def _end_of(file: Path) -> str:

@@ -8,18 +8,20 @@ first observation ──► policy ──► text, tool calls
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from hybridflow.agent.conversation import Conversation, Message
+from hybridflow.agent.conversation import Conversation, Message, messages_of
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
 from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, MethodTool
 from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
-from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.chat_template import ChatTemplate, Difference
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.processes import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
@@ -27,6 +29,8 @@ from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 from hybridflow.tools.toolset import OpenTools, Toolset
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class ChatAgent:
         self._parts = parts
         self._environment = environment
         self._rewarded = rewarded
+        self._has_told = False
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
         """Play one conversation to its end."""
@@ -72,14 +77,28 @@ class ChatAgent:
             play = _Play(parts, policy, tools, environment, self._rewarded)
             try:
                 await play.to_the_end(episode)
-            finally:
-                play.tool_rewards.append(await tools.close(score=True))
-            return await play.result()
+            except BaseException:
+                with suppress(ToolFailed):  # the first failure is the one to tell
+                    await tools.close(score=False)
+                raise
+            result = await play.result(await tools.close(score=True))
+            self._tell_difference(play.difference)
+            return result
         except ToolFailed as error:
             raise TrajectoryFailed("environment", str(error)) from error
         finally:
             if environment is not None:
                 await environment.close()
+
+    def _tell_difference(self, difference: Difference | None) -> None:
+        """Log the first difference; all are counted."""
+        if difference is not None and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "the tokens of a conversation are not those of its chat template: %s; later ones are counted "
+                "only (agent/template_differences)",
+                difference,
+            )
 
     async def _environment_of(self, spec: EnvironmentSpec, episode: Episode) -> HostedEnvironment:
         return await HostedEnvironment.open(
@@ -111,6 +130,8 @@ class _Play:
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers of tools and of the environment, the newest of each name."""
     counts: Counter[str] = field(default_factory=Counter)
+    difference: Difference | None = None
+    """Where the tokens are not what the chat template renders, if that was looked at."""
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(
@@ -121,10 +142,12 @@ class _Play:
         """Take turns until something ends the conversation."""
         row = {**episode.row.row, "raw_prompt": episode.row.row.get("raw_prompt")}
         if self.environment is None:
-            if isinstance(row["raw_prompt"], str) or not self.tools.schemas:
-                self.conversation.begin(episode.prompt)
+            prompt = row["raw_prompt"]
+            if self.tools.schemas and not isinstance(prompt, str):
+                self.conversation.begin(prompt)
             else:
-                self.conversation.begin(row["raw_prompt"])
+                messages = messages_of(prompt) if prompt else []
+                self.conversation.begin_rendered(episode.prompt, messages)
         else:
             self.conversation.begin(await self.environment.reset(row))
         try:
@@ -135,7 +158,6 @@ class _Play:
 
     async def _turn(self) -> bool:
         """Take one turn of the model and its answer; return whether the conversation has ended."""
-        limits = self.parts.multi_turn
         call = len(self.policy.calls)
         output = await self.policy.generate(self.conversation.prompt)
         text, calls, malformed = self._read(output)
@@ -148,12 +170,11 @@ class _Play:
             return True
         # the environment still hears a last answer in words, since its reward may hang on it
         heard = self.environment is not None and not calls and not malformed
-        answered = limits.max_user_turns is not None and self.num_answers >= limits.max_user_turns
-        if answered or (self._is_last(call) and not heard):
+        if self._is_last(call) and not heard:
             self.outcome = TRUNCATED
             return True
-        self.num_answers += 1
         if calls or malformed:
+            self.num_answers += 1
             self.conversation.add(await self._tool_messages(calls, malformed, call))
             return False
         return await self._step(text, call)
@@ -168,13 +189,18 @@ class _Play:
         if self._is_last(call):
             self.outcome = TRUNCATED
             return True
+        self.num_answers += 1
         self.conversation.add(step.observation)
         return False
 
     def _is_last(self, call: int) -> bool:
         """Return whether the model may take no turn after the one of this call."""
-        limit = self.parts.multi_turn.max_assistant_turns
-        return limit is not None and call + 1 >= limit
+        limits = self.parts.multi_turn
+        most_turns = limits.max_assistant_turns
+        most_answers = limits.max_user_turns
+        if most_turns is not None and call + 1 >= most_turns:
+            return True
+        return most_answers is not None and self.num_answers >= most_answers
 
     async def _tool_messages(self, calls: Sequence[ToolCall], malformed: int, call: int) -> list[Message]:
         """Have calls answered; return the messages that tell the model of them."""
@@ -187,12 +213,14 @@ class _Play:
             if answer.problem:
                 self.counts[answer.problem] += 1
             self.tool_rewards.append(answer.reward)
+            if answer.reward:
+                self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + answer.reward
             self._note(answer.metrics)
             messages.append(
                 {
                     "role": "tool",
                     "name": made.name,
-                    "tool_call_id": _call_id(number),
+                    "tool_call_id": made.id or _call_id(number),
                     "content": answer.text,
                 }
             )
@@ -227,8 +255,8 @@ class _Play:
     def _note(self, numbers: Mapping[str, Any]) -> None:
         self.numbers |= {name: float(value) for name, value in numbers.items() if isinstance(value, Real)}
 
-    async def result(self) -> AgentResult:
-        """Return what came of the conversation."""
+    async def result(self, tool_score: float) -> AgentResult:
+        """Return what came of the conversation; `tool_score` is what tools say of the whole of it."""
         reward = None
         turn_rewards: Mapping[int, float] = {}
         if self.environment is not None and self.rewarded:
@@ -239,9 +267,14 @@ class _Play:
         if self.tools.schemas:
             names = ("tool_calls", "malformed", "unknown", "raised", "deadline", "too_many")
             metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
+        mode = self.parts.multi_turn.tokenization_sanity_check_mode
+        if mode != "disable":
+            self.difference = self.conversation.difference(mode)
+            metrics["template_differences"] = float(self.difference is not None)
         facts: dict[str, Any] = {}
         if self.tools.schemas:
             facts["tool_rewards"] = self.tool_rewards
+            facts["tool_score"] = tool_score
         if self.environment is not None:
             facts["turn_scores"] = [self.turn_rewards[call] for call in sorted(self.turn_rewards)]
         return AgentResult(
@@ -259,7 +292,7 @@ def _assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
     if calls:
         message["tool_calls"] = [
             {
-                "id": _call_id(number),
+                "id": call.id or _call_id(number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.chat_template import ChatTemplate, CheckMode, Difference, check_conversation
 from hybridflow.environments.base import Observation
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
@@ -35,6 +35,20 @@ class Conversation:
         self._last_token: int | None = None
         self._ids_only = False
 
+    def difference(self, mode: CheckMode) -> Difference | None:
+        """Return where the ids differ from what the template renders of all messages, or None.
+
+        Nothing is compared of conversations that have no template, or are rendered anew in each turn.
+        """
+        if self._ids_only or self._strip_thinking or mode == "disable":
+            return None
+        return check_conversation(self._template, self.prompt.token_ids, self.messages, self._tools, mode)
+
+    def begin_rendered(self, prompt: Prompt, messages: Sequence[Message]) -> None:
+        """Set the first prompt, which stands for these messages, as it was rendered before."""
+        self.messages += messages
+        self.prompt = prompt
+
     def begin(self, observation: Observation) -> None:
         """Set the first prompt: a text is a user's message; ids and prompts are taken as they are."""
         ids = _ids_of(observation)
@@ -48,7 +62,8 @@ class Conversation:
     def answer(self, output: GenerationOutput, message: Message) -> None:
         """Add what the model has sampled, and the message that it stands for."""
         self.messages.append(message)
-        self._last_token = output.token_ids[-1] if output.finish_reason == "stop" else None
+        ends_its_turn = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        self._last_token = output.token_ids[-1] if ends_its_turn else None
         self.prompt = Prompt((*self.prompt.token_ids, *output.token_ids), self.prompt.media)
 
     def add(self, observation: Observation) -> None:

@@ -31,7 +31,7 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.tokenizer import encode_rendered
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import FailureCause
+from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, FailureCause
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.server.answers import written_message
 from hybridflow.rollout.server.app import API_PATHS, build_api
@@ -182,9 +182,13 @@ class Recording:
         self.limits = endpoint.limits
         self.readers = endpoint.readers
         self.failure: TrajectoryFailed | LengthReached | None = None
-        """First reason of ours for which a request was not answered."""
+        """Reason of ours for which a request was not answered. One that fails the trajectory stays the first;
+        an agent whose conversation is too long may go on with a shorter one.
+        """
         self.messages: list[Message] = []
         """The conversation that was answered last, with its answer."""
+        self.outcome = FINISHED
+        """How the trajectory would end now: truncated where a limit of the run cut the last response."""
         self._endpoint = endpoint
         self._policy = policy
         self._ended = False
@@ -192,8 +196,8 @@ class Recording:
         self._answered: dict[Key, _Answered] = {}
 
     def check_open(self) -> None:
-        """Raise ApiError 410 after the end of the trajectory."""
-        if self._ended:
+        """Raise ApiError 410 where the trajectory has ended or has failed: clients do not try that again."""
+        if self._ended or isinstance(self.failure, TrajectoryFailed):
             raise _has_ended()
 
     async def end(self) -> None:
@@ -224,7 +228,7 @@ class Recording:
 
     @contextmanager
     def admit(self, job: Job) -> Iterator[None]:
-        """Raise ApiError 410 after the end of the trajectory."""
+        """Raise ApiError 410 as `check_open` does."""
         self.check_open()
         yield
 
@@ -253,11 +257,16 @@ class Recording:
         try:
             output = await self._policy.generate(Prompt(tuple(prompt)), sampling=job.sampling[place])
         except LengthReached as error:
-            self.failure = self.failure or error
+            self._fail(error)
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except TrajectoryFailed as error:
-            self.failure = self.failure or error
+            self._fail(error)
             raise ApiError(STATUSES.get(error.cause, 503), str(error), code=error.cause) from error
+        if isinstance(self.failure, LengthReached):
+            self.failure = None
+        cut = output.finish_reason == "length"
+        own_limit = job.sampling[place].max_tokens < self._policy.sampling.max_tokens
+        self.outcome = TRUNCATED if cut and not own_limit else FINISHED
         piece = ChoiceReader(job, self.model, choice).read(output)
         if job.messages:
             self._remember(job, output, piece)
@@ -328,8 +337,12 @@ class Recording:
             yield
         except ApiError as error:
             if error.code == "context_length_exceeded":
-                self.failure = self.failure or LengthReached(error.message)
+                self._fail(LengthReached(error.message))
             raise
+
+    def _fail(self, failure: TrajectoryFailed | LengthReached) -> None:
+        if not isinstance(self.failure, TrajectoryFailed):
+            self.failure = failure
 
 
 def _named_results(messages: Sequence[Message], start: int) -> list[Message]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step
-from hybridflow.environments.load import environment_class
+from hybridflow.environments.load import load_environment
 from hybridflow.processes import CallFailed, CallRaised, CallTooLong, HostsLike, ObjectLike, ProcessLost
-from hybridflow.tools.base import ToolAnswer
+from hybridflow.tools.base import ToolAnswer, answer_of
 from hybridflow.tools.function_tool import tool_methods
 
 FACTORY = "hybridflow.environments.load:open_environment"
@@ -31,8 +31,8 @@ class EnvironmentSpec:
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-        """Load an environment's class; ConfigError where there is none, or its options do not fit."""
-        return cls(name, options, tool_methods(environment_class(name, options)))
+        """Make one, to see that it can be made; ConfigError where it can not."""
+        return cls(name, options, tool_methods(type(load_environment(name, options)())))
 
 
 class HostedEnvironment:
@@ -97,9 +97,10 @@ class HostedEnvironment:
 class MethodTool:
     """A method of an environment that the model calls as a tool."""
 
-    def __init__(self, name: str, schema: Mapping[str, Any], target: ObjectLike) -> None:
-        self.name = name
+    def __init__(self, method: str, schema: Mapping[str, Any], target: ObjectLike) -> None:
+        self.name = schema["function"]["name"]
         self.schema = schema
+        self._method = method
         self._target = target
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
@@ -108,16 +109,13 @@ class MethodTool:
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Call the method; what it raises is told to the model."""
         try:
-            answer = await self._target.call(self.name, deadline_s=deadline_s, **arguments)
+            return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
         except CallTooLong:
             return ToolAnswer(f"{self.name} took too long", problem="deadline")
         except CallRaised as error:
             return ToolAnswer(f"{self.name} failed: {error.message}", problem="raised")
         except ProcessLost as error:
             raise failure_of(error, f"{self.name}() of the environment") from error
-        if isinstance(answer, ToolAnswer):
-            return answer
-        return ToolAnswer(str(answer))
 
     async def close(self, score: bool = False) -> float:
         """Do nothing: the environment is closed by its trajectory."""

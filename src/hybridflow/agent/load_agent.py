@@ -5,7 +5,7 @@ name ──► entry of a YAML file | loop that `register` has named | path/to/f
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
     """Return an agent: an entry of `agent_loop_config_path`, or a loop that `register` has named.
 
     path/to/file.py:NAME (or package.module:NAME) is a class of agent loops, constructed with `agent.options`
-    for each trajectory, or else what makes an agent, called once as NAME(tokenizer, **options). ConfigError
+    for each trajectory, or a class of agents, constructed once as NAME(tokenizer, **options). ConfigError
     where there is no such agent.
     """
     agent = config.actor_rollout_ref.rollout.agent
@@ -47,13 +47,10 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
     found = load_object(name, key=AGENT_KEY)
     if isinstance(found, type) and issubclass(found, AgentLoopBase):
         return AgentLoopAgent(found, agent.options, config, tokenizer)
+    if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
+        raise ConfigError(f"{AGENT_KEY}: {name} is no class with `async def run(self, episode, policy)`")
     with blaming(f"{AGENT_KEY}: {name}"):
         made: Agent = found(tokenizer, **agent.options)
-    if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
-        raise ConfigError(
-            f"{AGENT_KEY}: {name} is no AgentLoopBase, and what it makes has no `async def run(self, "
-            "episode, policy)`"
-        )
     return made
 
 

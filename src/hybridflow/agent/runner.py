@@ -9,19 +9,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from numbers import Real
 
+from hybridflow.agent.collate import ROWS_PER_TRAJECTORY
 from hybridflow.agent.concurrency import Concurrency
 from hybridflow.agent.episode import Agent, AgentResult, Episode, LengthReached, TrajectoryFailed
 from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.config.agent import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
 from hybridflow.protocol.randomness import derive_seed
-from hybridflow.protocol.trajectory import TRUNCATED, FailureCause, Outcome, Trajectory, rows_of
+from hybridflow.protocol.trajectory import (
+    TRUNCATED,
+    Call,
+    FailureCause,
+    Lineage,
+    Outcome,
+    Trajectory,
+    rows_of,
+)
 from hybridflow.rollout.client import LLMClient
 
 logger = logging.getLogger(__name__)
@@ -89,28 +101,31 @@ class Runner:
     async def _once(self, client: LLMClient, episode: Episode) -> Trajectory:
         policy = Policy(client, episode, self._limits, lambda: next(self._ids))
         try:
-            async with asyncio.timeout(self._config.deadline):
+            async with asyncio.timeout(self._config.deadline) as limit:
                 result = await self._agent_of(episode).run(episode, policy)
+            return self._trajectory(episode, policy, result)
         except TrajectoryFailed as error:
             return _failed(episode, error.cause, str(error))
         except LengthReached as error:
             if not policy.calls:
                 return _failed(episode, "data", str(error))
-            result = AgentResult(outcome=TRUNCATED)
-        except TimeoutError:
-            return _failed(
-                episode,
-                "deadline",
-                f"it took more than actor_rollout_ref.rollout.agent.deadline={self._config.deadline:g} s",
-            )
+            return self._trajectory(episode, policy, AgentResult(outcome=TRUNCATED))
+        except TimeoutError as error:
+            told = f"the agent gave up after a time of its own: {error}"
+            if limit.expired():
+                seconds = self._config.deadline
+                told = f"it took more than actor_rollout_ref.rollout.agent.deadline={seconds:g} s"
+            return _failed(episode, "deadline", told)
+        except DataError as error:
+            return _failed(episode, "data", str(error))
         except Exception as error:  # an agent of a user's: anything may come out of it
             return _failed(episode, "environment", "".join(traceback.format_exception(error)).strip())
-        return self._trajectory(episode, policy, result)
 
     def _trajectory(self, episode: Episode, policy: Policy, result: AgentResult) -> Trajectory:
+        """Return what came of an episode; TrajectoryFailed where that cannot be."""
         calls = [call for call in policy.calls if call.accepted]
-        if not calls:
-            return _failed(episode, "environment", "the agent ended without a call to the model")
+        rows = rows_of(calls)
+        _check(result, calls, rows)
         facts = episode.facts
         extra_info = {
             **facts["extra_info"],
@@ -122,13 +137,35 @@ class Runner:
         return Trajectory(
             episode.group,
             episode.sample,
-            rows_of(policy.calls),
+            rows,
             result.outcome,
             reward=result.reward,
             turn_rewards=result.turn_rewards,
             turns=len(calls),
             metrics=result.metrics,
             extra={**facts, "extra_info": extra_info, "solution_str": text},
+        )
+
+
+def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) -> None:
+    """Raise TrajectoryFailed for a result that no row can be made of."""
+    if not isinstance(result, AgentResult):
+        raise TrajectoryFailed(
+            "environment", f"the agent returned {type(result).__name__}, wanted an AgentResult"
+        )
+    if not calls:
+        raise TrajectoryFailed("environment", "the agent ended without a call to the model")
+    if len(rows) > ROWS_PER_TRAJECTORY:
+        raise TrajectoryFailed(
+            "data", f"{len(rows)} rows came of its calls, and at most {ROWS_PER_TRAJECTORY} are possible"
+        )
+    rewards = [reward for reward in (result.reward, *result.turn_rewards.values()) if reward is not None]
+    if not all(isinstance(reward, Real) and math.isfinite(reward) for reward in rewards):
+        raise TrajectoryFailed("environment", f"its rewards are {rewards}, wanted finite numbers")
+    strange = [call for call in result.turn_rewards if not 0 <= call < len(calls)]
+    if strange:
+        raise TrajectoryFailed(
+            "environment", f"it has rewards for its calls {strange}, and there were {len(calls)}"
         )
 
 

@@ -158,10 +158,22 @@ def reward_test(options: argparse.Namespace) -> int:
 
 
 def try_environment(options: argparse.Namespace) -> int:
-    """Let a person play one trajectory of an environment."""
-    from hybridflow.cli.try_view import show_try
+    """Let a person, or a model, play one trajectory of an environment."""
+    from hybridflow.cli.try_view import read_options, read_row, show_try
 
-    show_try(options.environment, options.options, options.seed, options.row)
+    given = read_options(options.options)
+    row = read_row(options.row, options.seed)
+    if options.model is None:
+        show_try(options.environment, given, options.seed, row)
+        return 0
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
+
+    setup_logging()
+    with progress.shown(), progress.phase("importing torch and transformers"):
+        from hybridflow.cli.try_model import show_model
+
+    show_model(options.environment, given, options.seed, row, options.model)
     return 0
 
 

@@ -135,11 +135,12 @@ def _add_merge(words: Any) -> None:
 
 
 def _add_try(words: Any) -> None:
-    trial = words.add_parser("try", help="talk to an environment yourself, in the terminal")
+    trial = words.add_parser("try", help="play an environment in the terminal, or watch a model do so")
     trial.add_argument("environment", help="a built-in one (guess, calculator, …), or path/to/file.py:Name")
     trial.add_argument(
         "--options", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of its constructor"
     )
+    trial.add_argument("--model", help="a Hugging Face folder or hub name; without it you play")
     trial.add_argument("--seed", type=int, default=0, help="seed of the environment (default: %(default)s)")
     trial.add_argument(
         "--row", default="{}", help="the data row that the environment reads: a JSON object, or a file of it"
@@ -148,9 +149,10 @@ def _add_try(words: Any) -> None:
 
 
 def _demo_names() -> list[str]:
-    """Return the names of the tiny recipes that need nothing but the demo's own model."""
-    names = {path.stem for path in (Path(__file__).parents[1] / "recipes" / "tiny").glob("*.yaml")}
-    return sorted(names - {"base", "sft", "on_policy_distillation"})
+    """Return the names of the recipes with a tiny twin that needs nothing but the demo's own model."""
+    folder = Path(__file__).parents[1] / "recipes"
+    names = {path.stem for path in (folder / "tiny").glob("*.yaml") if (folder / path.name).is_file()}
+    return sorted(names - {"on_policy_distillation"})
 
 
 @ends_in_status

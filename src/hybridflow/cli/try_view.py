@@ -28,16 +28,13 @@ from hybridflow.tools.parsers.hermes import HermesParser
 WRITTEN_CALL = re.compile(r"\s*([A-Za-z_]\w*)\(")
 
 
-def show_try(spec: str, options: list[str], seed: int, row: str) -> None:
-    """Play one trajectory; `options` are key=value words, and `row` a JSON object or a file that holds one.
-
-    Raises ConfigError for words that can not be read, and for what the environment raises.
-    """
-    environment = load_environment(spec, _options(options), key="environment")()
+def show_try(spec: str, options: Mapping[str, Any], seed: int, row: Mapping[str, Any]) -> None:
+    """Let a person play one trajectory. Raises ConfigError for what the environment raises."""
+    environment = load_environment(spec, options, key="environment")()
     environment.seed = seed
     environment.step_seed = seed
     with asyncio.Runner() as runner:
-        Conversation(environment, runner).play(_row(row, seed))
+        Conversation(environment, runner).play(row)
 
 
 class Conversation:
@@ -158,16 +155,19 @@ def _written_call(line: str) -> ToolCall | None:
         return None
 
 
-def _options(pairs: list[str]) -> dict[str, Any]:
-    """Return `key=value` words as keyword arguments; values are read as YAML."""
+def read_options(pairs: list[str]) -> dict[str, Any]:
+    """Return `key=value` words as keyword arguments, with values in YAML; ConfigError for other words."""
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         raise ConfigError(f"--options: got {wrong[0]!r}, wanted key=value, as in largest=5")
     return {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def _row(text: str, seed: int) -> dict[str, Any]:
-    """Return the data row that `reset` reads, with the fields that every row has."""
+def read_row(text: str, seed: int) -> dict[str, Any]:
+    """Return the data row in a JSON object, or in a file of one, with the fields that every row has.
+
+    Raises ConfigError where there is no JSON object.
+    """
     wanted = f"--row: got {text!r}, wanted a JSON object or a file that holds one"
     try:
         given = json.loads(text if text[:1] in "{[" else Path(text).read_text(encoding="utf-8"))

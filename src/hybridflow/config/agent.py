@@ -59,9 +59,9 @@ class MultiTurnConfig:
 class RetriesConfig:
     """Further tries of a trajectory that has failed, by cause; each draws anew."""
 
-    infrastructure: int = key(3, "An engine or a process broke.", minimum=0)
-    environment: int = key(1, "A tool, an environment or an agent raised.", minimum=0)
-    deadline: int = key(0, "Time ran out.", minimum=0)
+    infrastructure: int = key(3, "An engine or a process broke under it.", minimum=0)
+    environment: int = key(1, "A tool, an environment or an agent raised an error.", minimum=0)
+    deadline: int = key(0, "A call, a response or the whole of it took too long.", minimum=0)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
     (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
+    (ROLLOUT + r"multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
+    (r"data\.tool_config_path", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     (ROLLOUT + r"response_length", r"data.max_response_length"),
     (ROLLOUT + r"prompt_length", r"data.max_prompt_length"),
     # optimizer
@@ -106,7 +108,7 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"optim\.clip_grad", r"trainer.grad_clip"),
     (r"model\.partial_pretrain", r"model.path"),
     (r"data\.micro_batch_size", r"data.micro_batch_size_per_gpu"),
-    (r"data\.multiturn\.messages_key", r"data.messages_key"),
+    (r"data\.multiturn\.(messages_key|tools_key|enable_thinking_key)", r"data.\1"),
     (r"checkpoint\.contents", r"checkpoint.save_contents"),
     (r"trainer\.checkpoint\.(save_contents|load_contents)", r"checkpoint.\1"),
 )

@@ -153,5 +153,13 @@ class SFTDataConfig(BaseDataConfig):
         "tokens there, drop leaves it out.",
     )
     messages_key: str = key("messages", "Column with the list of messages.")
+    tools_key: str = key(
+        "tools",
+        "Column with the tools of a conversation, which go to the chat template: schemas or their JSON.",
+    )
+    enable_thinking_key: str = key(
+        "enable_thinking",
+        "Column that says for a conversation whether the model thinks: the chat template's enable_thinking.",
+    )
     prompt_key: str = key("prompt", "Column with the prompt, in data without a column of messages.")
     response_key: str = key("response", "Column with the response, in data without a column of messages.")

@@ -230,6 +230,11 @@ ROLLOUTS: tuple[Rule, ...] = (
         OFF,
         "a conversation is rendered once, and later turns by the template's own text between them",
     ),
+    off(
+        ROLLOUT + r"multi_turn\.tool_server",
+        "name the tool's class and its address in a file (multi_turn.tool_config_path), such as "
+        "hybridflow.tools.search_tool.SearchTool with retrieval_service_url",
+    ),
     off(ROLLOUT + r"agent\.custom_async_server(\..+)?", "set rollout.name, or rollout.server.address"),
     off(ROLLOUT + r"agent\.agent_loop_manager_class", "set agent.default_agent_loop=path/to/file.py:NAME"),
     off(

@@ -8,7 +8,6 @@ from hybridflow.config.verl_rule import (
     FUSED_BACKEND,
     HYDRA,
     LATER,
-    OFF,
     OFF_OR_ONE,
     OPTIMIZER,
     PROFILERS,
@@ -27,11 +26,6 @@ SFT_RULES: tuple[Rule, ...] = (
         "sequences are always packed up to the token limit",
     ),
     only(r"data\.pad_mode", (None, "no_padding"), "sequences are always packed"),
-    only(
-        r"data\.(multiturn\.)?(tools_key|enable_thinking_key)",
-        (*OFF, "tools", "enable_thinking"),
-        "columns of tools and of thinking are not read in this version",
-    ),
     ignored(
         r"data\.multiturn\..+",
         "rows with a column of messages (data.messages_key) are always conversations of several turns",

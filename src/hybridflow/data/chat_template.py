@@ -25,6 +25,7 @@ CheckMode = Literal["strict", "ignore_strippable", "disable"]
 
 PLACEHOLDERS = ("Qzx1vA", "Kwy2uB")
 """Two, as what follows an answer must not depend on it."""
+PROBE = "Vbn3wC"
 WINDOW = 8
 """Tokens on each side of a boundary that are looked at for a merge."""
 SHOWN = 12
@@ -65,21 +66,34 @@ class ChatTemplate:
         ids = encode_rendered(self.tokenizer, self._text_after_answer(messages, tools, final=final))
         if last_token is None:
             return ids
+        plain_end = encode_rendered(self.tokenizer, self._plain_end)
+        # the end may be of several tokens, which the model writes
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, plain_end, strict=False))
+        end = [token for token, _ in pairs]
+        if last_token in end:
+            return ids[end.index(last_token) + 1 :]
         if ids[:1] == [last_token]:
             return ids[1:]
-        if not self._marks_in(self._plain_end):
+        if self._marks.isdisjoint(plain_end):
             return ids  # nothing ends a turn but the next one's beginning
         place = next((place for place, token in enumerate(ids) if token in self._marks), -1)
         return ids[place + 1 :]
 
     def check(self, tools: Tools | None = None) -> None:
         """Raise DataError where the template does not go on after an answer with a user's message, or, with
-        `tools`, with a tool's result.
+        `tools`, with a tool's result, or leaves out what it says.
         """
-        self.after_answer(None, [{"role": "user", "content": "1"}], tools)
+        probes = [{"role": "user", "content": PROBE}]
         if tools:
             name = tools[0].get("function", tools[0]).get("name", "tool")
-            self.after_answer(None, [{"role": "tool", "content": "1", "name": name}], tools)
+            probes.append({"role": "tool", "content": PROBE, "name": name})
+        self.after_answer(None, [], final=True)
+        for probe in probes:
+            if PROBE not in self._text_after_answer([probe], tools, final=False):
+                raise DataError(
+                    f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} leaves out "
+                    f"messages of {probe['role']}, so the model would not see them: use a template with them"
+                )
 
     def boundary_merges(self, answer: Sequence[int], given: Sequence[int]) -> bool:
         """Return whether answer and given tokens, tokenised as one text, would have a token across both."""
@@ -94,12 +108,18 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools | None = None, *, add_generation_prompt: bool
     ) -> str:
         """Return the text of a conversation; raises what the template raises."""
-        options = dict(self.options)
+        return render_chat(
+            self.tokenizer, messages, self.arguments(tools), add_generation_prompt=add_generation_prompt
+        )
+
+    def arguments(self, tools: Tools | None = None) -> dict[str, Any]:
+        """Return the arguments of `apply_chat_template` beside the messages."""
+        arguments = dict(self.options)
         if tools:
-            options["tools"] = list(tools)
+            arguments["tools"] = list(tools)
         if self.template is not None:
-            options["chat_template"] = self.template
-        return render_chat(self.tokenizer, messages, options, add_generation_prompt=add_generation_prompt)
+            arguments["chat_template"] = self.template
+        return arguments
 
     @cached_property
     def _marks(self) -> frozenset[int]:
@@ -108,26 +128,23 @@ class ChatTemplate:
         marks = {place for place, token in added if token.content.strip()}
         return frozenset(marks | set(self.tokenizer.all_special_ids))
 
-    def _marks_in(self, text: str) -> list[int]:
-        return [token for token in encode_rendered(self.tokenizer, text) if token in self._marks]
-
     @cached_property
     def _plain_end(self) -> str:
-        """What stands after a plain answer that is the last message."""
-        return self._tail([_plain(placeholder) for placeholder in PLACEHOLDERS], None, final=True)
+        """Text after a plain answer that is the last message."""
+        return self._text_after_answer([], None, final=True)
 
     def _text_after_answer(self, messages: Sequence[Message], tools: Tools | None, *, final: bool) -> str:
         problem: Exception | None = None
         for turns in zip(*(_turns(messages, placeholder) for placeholder in PLACEHOLDERS), strict=True):
-            answers = [turn[:1] for turn in turns]
             try:
                 tail = self._tail(turns, tools, final=final)
-                closing = self._closing(self._tail(answers, tools, final=True), answers[0][0])
+                closing = self._closing([turn[:1] for turn in turns], tools)
             except Exception as error:  # a template is a program of the model's: anything may come out of it
                 problem = error
                 continue
             if tail.startswith(closing):
                 return tail.removeprefix(closing)
+            problem = DataError("it writes a call in another way once more follows")
         roles = ", ".join(str(message.get("role")) for message in messages) or "nobody"
         raise DataError(
             f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} cannot go on after an "
@@ -148,18 +165,16 @@ class ChatTemplate:
             raise DataError("what it writes after an answer depends on the answer")
         return tails.pop()
 
-    def _closing(self, tail: str, answer: Message) -> str:
-        """Return the part of `tail`, the text after the placeholder, that belongs to the answer's call."""
-        if "tool_calls" not in answer:
+    def _closing(self, answers: Sequence[Sequence[Message]], tools: Tools | None) -> str:
+        """Return the text after the placeholder that belongs to the answer: the end of a call."""
+        if "tool_calls" not in answers[0][0]:
             return ""
+        tail = self._tail(answers, tools, final=True)
         if tail.endswith(self._plain_end):
             return tail.removesuffix(self._plain_end)
-        last = self._marks_in(tail)[-1]  # a call may end its turn with a token of its own
-        return tail[: tail.rindex(text_of(self.tokenizer, [last]))]
-
-
-def _plain(placeholder: str) -> list[Message]:
-    return [{"role": "assistant", "content": placeholder}]
+        # a call may end its turn with a token of its own
+        marks = [token for token in encode_rendered(self.tokenizer, tail) if token in self._marks]
+        return tail[: tail.rindex(text_of(self.tokenizer, marks[-1:]))]
 
 
 def _turns(messages: Sequence[Message], placeholder: str) -> Iterator[list[Message]]:
@@ -180,7 +195,7 @@ def _turns(messages: Sequence[Message], placeholder: str) -> Iterator[list[Messa
         calls[-1] = _call(named[-1], placeholder, as_text)
         answer = {"role": "assistant", "content": content, "tool_calls": calls}
         yield [answer, *named, *messages[len(results) :]]
-    yield [*_plain(placeholder), *messages]
+    yield [{"role": "assistant", "content": placeholder}, *messages]
 
 
 def _call(result: Message, argument: str, as_text: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hybridflow.config.data import DataConfig
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.messages import SHAREGPT, check_messages
 from hybridflow.data.prompts import PromptRow
@@ -81,7 +82,8 @@ def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataCo
                 )
             if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked):
                 raise ValueError("the messages before the answer are not the prompt of the row")
-        ids, mask = encode_conversation(tokenizer, messages, config.apply_chat_template_kwargs)
+        template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
+        ids, mask = encode_conversation(template, messages)
     if 1 not in mask:
         raise ValueError("the answer is empty")
     end = len(mask) - mask[::-1].index(1)

@@ -9,6 +9,7 @@ transformers) and the datasets read it in the same way.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -70,7 +71,31 @@ def _checked(number: int, message: object) -> Message:
                 raise ValueError(
                     f"message {number} ({role}) has a part of type {part['type']!r}: {TEXT_ONLY}"
                 )
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    checked = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "tool_calls" in checked:
+        checked["tool_calls"] = _without_nulls(checked["tool_calls"])
+    return checked
+
+
+def check_tools(tools: object) -> list[dict[str, Any]]:
+    """The tools of a row as a list of schemas, without the keys that a columnar file fills with nulls.
+
+    Takes a list, or the JSON of one. Raises TypeError or ValueError where it is neither.
+    """
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+        raise TypeError(f"tools are {type(tools).__name__}, wanted a list of schemas, or its JSON")
+    checked: list[dict[str, Any]] = _without_nulls(list(tools))
+    return checked
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def _from_sharegpt(number: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.data import SFTDataConfig
+from hybridflow.data.chat_template import ChatTemplate, Tools
 from hybridflow.data.files import Row, Rows, as_rows
-from hybridflow.data.messages import Message, check_messages, prompt_of
+from hybridflow.data.messages import Message, check_messages, check_tools, prompt_of
 from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import require_conversations
-from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_chat
+from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered
 from hybridflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -115,8 +116,7 @@ class SFTDataset:
         """Return token ids and loss mask of a row; TypeError or ValueError where it is no conversation."""
         config = self.config
         if self.messages_column is not None:
-            messages = check_messages(row[self.messages_column])
-            return encode_conversation(self.tokenizer, messages, config.apply_chat_template_kwargs)
+            return self._conversation(check_messages(row[self.messages_column]), row)
         response = row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
@@ -125,8 +125,15 @@ class SFTDataset:
         prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts)
         if isinstance(prompt, str):
             return encode_pair(self.tokenizer, prompt, response)
-        messages = [*prompt, {"role": "assistant", "content": response}]
-        return encode_conversation(self.tokenizer, messages, config.apply_chat_template_kwargs)
+        return self._conversation([*prompt, {"role": "assistant", "content": response}], row)
+
+    def _conversation(self, messages: Sequence[Message], row: Row) -> tuple[list[int], list[int]]:
+        options = dict(self.config.apply_chat_template_kwargs)
+        thinking = row.get(self.config.enable_thinking_key)
+        if thinking is not None:
+            options["enable_thinking"] = bool(thinking)
+        tools = check_tools(row.get(self.config.tools_key) or [])
+        return encode_conversation(ChatTemplate(self.tokenizer, options), messages, tools)
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
@@ -149,59 +156,105 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[
 
 
 def encode_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], template_options: dict[str, Any] | None = None
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation by the chat template, and a mask, 1 on the assistant's.
 
     Where the template marks these tokens ({% generation %}) its marks count; else they are the text that each
-    assistant turn adds to the text rendered before it. Raises ValueError where the template rewrites earlier
-    turns, so that this cannot be told.
+    assistant turn adds to the text rendered before it. Where the template rewrites earlier turns (those of
+    Qwen3 take thoughts away), the ids are those that a rollout of several turns would have. Raises ValueError
+    where neither can be told.
     """
-    template = tokenizer.chat_template
-    if isinstance(template, str) and _GENERATION_TAG.search(template):
+    tokenizer = template.tokenizer
+    source = tokenizer.chat_template
+    if isinstance(source, str) and _GENERATION_TAG.search(source):
         encoded: Any = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **(template_options or {}),
+            **template.arguments(tools),
         )
         ids = list(encoded["input_ids"])
         mask = list(encoded["assistant_masks"])
     else:
-        text = render_chat(tokenizer, messages, template_options, add_generation_prompt=False)
-        ids, mask = _mask_spans(tokenizer, text, assistant_spans(tokenizer, messages, text, template_options))
+        text = template.render(messages, tools, add_generation_prompt=False)
+        try:
+            spans = assistant_spans(template, messages, text, tools)
+        except RewrittenTurn as problem:
+            try:
+                ids, mask = _encode_by_turn(template, messages, tools)
+            except DataError:
+                raise problem from None
+        else:
+            ids, mask = _mask_spans(tokenizer, text, spans)
     return ids, _end_at_end_token(tokenizer, ids, mask)
 
 
+class RewrittenTurn(ValueError):
+    """The template renders a turn differently when more messages follow."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"the chat template renders the text up to message {number} differently when more messages "
+            "follow, so the assistant's tokens cannot be told apart: split the conversation into one row "
+            "per answer, or use a template with {% generation %} marks"
+        )
+
+
 def assistant_spans(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    text: str,
-    template_options: dict[str, Any] | None = None,
+    template: ChatTemplate, messages: Sequence[Message], text: str, tools: Tools | None = None
 ) -> list[tuple[int, int]]:
     """Return (begin, end), in characters, of each assistant's turn in `text`, the rendered conversation.
 
-    Raises ValueError where the text rendered so far is no beginning of the whole.
+    Raises RewrittenTurn where the text rendered so far is no beginning of the whole.
     """
     spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render_chat(tokenizer, messages[:number], template_options, add_generation_prompt=True)
-        through = render_chat(
-            tokenizer, messages[: number + 1], template_options, add_generation_prompt=False
-        )
-        if not through.startswith(before) or not text.startswith(through):
-            raise ValueError(
-                f"the chat template renders the text up to message {number} differently when more messages "
-                "follow, so the assistant's tokens cannot be told apart: split the conversation into one row "
-                "per answer, or use a template with {% generation %} marks"
-            )
-        spans.append((len(before), len(through)))
-    if not spans:
-        raise ValueError("no message has the role assistant: there is nothing to learn")
+    for number in _answers(messages):
+        before, answer = _answer_text(template, messages, number, tools)
+        if not text.startswith(before + answer):
+            raise RewrittenTurn(number)
+        spans.append((len(before), len(before + answer)))
     return spans
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not numbers:
+        raise ValueError("no message has the role assistant: there is nothing to learn")
+    return numbers
+
+
+def _answer_text(
+    template: ChatTemplate, messages: Sequence[Message], number: int, tools: Tools | None
+) -> tuple[str, str]:
+    """Return the text before message `number` and the text that it adds, when it is the last."""
+    before = template.render(messages[:number], tools, add_generation_prompt=True)
+    through = template.render(messages[: number + 1], tools, add_generation_prompt=False)
+    if not through.startswith(before):
+        raise RewrittenTurn(number)
+    return before, through[len(before) :]
+
+
+def _encode_by_turn(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools | None
+) -> tuple[list[int], list[int]]:
+    """Return ids and mask with each answer as it was when it was the last, as a rollout keeps it."""
+    answers = _answers(messages)
+    ids = template.begin(messages[: answers[0]], tools)
+    mask = [0] * len(ids)
+    end = template.after_answer(None, [], tools, final=True)
+    for number, following in zip(answers, [*answers[1:], len(messages)], strict=True):
+        answer = encode_rendered(template.tokenizer, _answer_text(template, messages, number, tools)[1])
+        if not end or answer[-len(end) :] != end:
+            raise RewrittenTurn(number)
+        final = following == len(messages)
+        # the first token of the end is the answer's own: a model stops with it
+        answer = answer[: -len(end)] + end[:1]
+        given = template.after_answer(end[0], messages[number + 1 : following], tools, final=final)
+        ids += answer + given
+        mask += [1] * len(answer) + [0] * len(given)
+    return ids, mask
 
 
 def _mask_spans(

@@ -8,17 +8,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from math import prod
 from typing import Any, Literal
 
 from hybridflow.environments.base import Environment, Step
 from hybridflow.environments.demonstrations import demonstrate_call
 from hybridflow.errors import ConfigError
 from hybridflow.tools import tool
-
-TERM = re.compile(r"([+-]?)(\d{1,9}(?:\*\d{1,9}){0,9})")
-LONGEST = 200
-"""Characters of the longest expression that the calculator reads."""
+from hybridflow.tools.calculator import calculate
 
 
 class Calculator(Environment):
@@ -52,21 +48,21 @@ class Calculator(Environment):
 
     @tool
     def calculator(self, expression: str) -> str:
-        """Work out a sum of products.
+        """Compute an arithmetic expression.
 
         Args:
-            expression: Whole numbers with +, - and *, for example 3 * 4 + 5.
+            expression: Numbers with + - * / and parentheses, for example 3 * 4 + 5.
         """
         value = calculate(expression)
         if self.answers == "random":
             chance = random.Random(f"{self.step_seed} {expression}")
-            value = chance.randrange(self.products * 10 ** (2 * self.digits))
-        return str(value)
+            value = str(chance.randrange(self.products * 10 ** (2 * self.digits)))
+        return value
 
     def step(self, text: str) -> Step:
         """Compare the last number of the answer with the result, and end."""
         numbers = re.findall(r"-?\d+", text)
-        right = numbers[-1:] == [str(calculate(self.expression))]
+        right = numbers[-1:] == [calculate(self.expression)]
         return Step(reward=float(right), done=True, extra={"acc": float(right)})
 
     def demonstrate(self, rng: random.Random, well_formed: float = 0.3) -> list[dict[str, str]]:
@@ -76,12 +72,3 @@ class Calculator(Environment):
         call = ("calculator", "expression", self.expression)
         value = self.calculator(self.expression)
         return demonstrate_call(question, call, value, f"#### {value}", rng, well_formed)
-
-
-def calculate(expression: str) -> int:
-    """Return the value of a sum of products of whole numbers; raises ValueError for anything else."""
-    bare = expression.replace(" ", "")
-    terms = TERM.findall(bare)
-    if not bare or len(bare) > LONGEST or "".join(sign + factors for sign, factors in terms) != bare:
-        raise ValueError(f"can not read {expression[:LONGEST]!r}, wanted whole numbers with +, - and *")
-    return sum(int(f"{sign}1") * prod(map(int, factors.split("*"))) for sign, factors in terms)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,30 +19,24 @@ ENVIRONMENTS = {
     "calculator": "hybridflow.environments.calculator:Calculator",
     "guess": "hybridflow.environments.guess:Guess",
     "reasoning_gym": "hybridflow.environments.reasoning_gym:ReasoningGym",
+    "remote": "hybridflow.environments.remote:RemoteEnvironment",
     "search": "hybridflow.environments.search:Search",
+    "world": "hybridflow.environments.remote:World",
 }
 """Built-in environments, each imported when it is asked for."""
+_MADE: dict[type[Any], type[Environment]] = {}
 
 
 def load_environment(
     spec: str, options: Mapping[str, Any] | None = None, *, key: str = "data.environment"
 ) -> Callable[[], Environment]:
-    """Return a factory of the environment that `spec` names, with `options` as arguments of its constructor.
-
-    Raises ConfigError as `environment_class` does; `key` is the configuration key to name.
-    """
-    options = dict(options or {})
-    return partial(_construct, environment_class(spec, options, key=key), options, f"{key}: {spec}")
-
-
-def environment_class(
-    spec: str, options: Mapping[str, Any], *, key: str = "data.environment"
-) -> type[Environment]:
     """Load a built-in environment, or a class as "path/to/file.py:Name" or "package.module:Name".
 
-    A class that is no Environment but has `reset` and `step` is accepted too. Raises ConfigError for an
-    unknown name, for what is no environment, and for `options` that the constructor does not take.
+    A class that is no Environment but has `reset` and `step` is accepted too. `options` are arguments of the
+    constructor, which the factory calls. Raises ConfigError for an unknown name, for what is no environment,
+    and for options that the constructor does not take; `key` is the configuration key to name.
     """
+    options = dict(options or {})
     if ":" not in spec and spec not in ENVIRONMENTS:
         raise ConfigError(
             f"{key}: got {spec!r}, wanted one of {', '.join(ENVIRONMENTS)}, or path/to/file.py:Name or "
@@ -62,9 +55,9 @@ def environment_class(
         inspect.signature(found).bind(**options)
     except TypeError as error:
         raise ConfigError(
-            f"{key}_options={dict(options)} do not fit {spec}{inspect.signature(found)}: {error}"
+            f"{key}_options={options} do not fit {spec}{inspect.signature(found)}: {error}"
         ) from error
-    return found
+    return partial(_construct, found, options, f"{key}: {spec}")
 
 
 def open_environment(
@@ -78,15 +71,20 @@ def open_environment(
 
 
 def _as_environment(found: type[Any]) -> type[Environment]:
-    """Return a subclass with what an Environment has by default, under a name of its module: pickle finds it
-    there.
-    """
-    module = sys.modules[found.__module__]
-    name = f"{found.__qualname__.replace('.', '_')}_as_environment"
-    if not hasattr(module, name):
-        setattr(module, name, type(name, (found, Environment), {"__module__": found.__module__}))
-    made: type[Environment] = getattr(module, name)
-    return made
+    """Return a subclass with what an Environment has by default; its objects pickle by the class itself."""
+    if found not in _MADE:
+        words = {"__module__": found.__module__, "__reduce__": _reduce}
+        _MADE[found] = type(found.__name__, (found, Environment), words)
+    return _MADE[found]
+
+
+def _reduce(environment: Environment) -> tuple[Any, ...]:
+    return _blank, (type(environment).__bases__[0],), environment.__getstate__()
+
+
+def _blank(found: type[Any]) -> Environment:
+    made = _as_environment(found)
+    return made.__new__(made)
 
 
 def _construct(found: type[Environment], options: Mapping[str, Any], whose: str) -> Environment:

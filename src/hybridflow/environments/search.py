@@ -14,6 +14,7 @@ from hybridflow.environments.base import Environment, Step
 from hybridflow.environments.demonstrations import demonstrate_call
 from hybridflow.errors import ConfigError
 from hybridflow.tools import tool
+from hybridflow.tools.bm25 import Bm25
 
 WORDS = tuple("".join(pair) for pair in product(("ba", "ke", "lu", "mi", "no", "ra", "si", "to"), repeat=2))
 """64 words of four letters, which name people and everything about them."""
@@ -46,16 +47,13 @@ class Search(Environment):
 
     @tool
     def search(self, query: str) -> str:
-        """Return the facts that share most words with a query.
+        """Return the facts that fit a query best.
 
         Args:
             query: Words, for example a name and what is asked about it.
         """
-        words = set(query.lower().split())
-        if not words:
-            raise ValueError("the query has no words")
-        ranked = sorted(self.facts, key=lambda fact: -len(words & set(fact.split())))
-        return "\n".join(ranked[: self.topk])
+        found = Bm25(self.facts).search(query, self.topk)
+        return "\n".join(self.facts[number] for number, _ in found) or "nothing found"
 
     def step(self, text: str) -> Step:
         """Compare the answer with the fact, and end."""

@@ -1,4 +1,4 @@
-"""verl's protocol of an interaction: one object serves many trajectories, each under an id.
+"""verl's protocol of an interaction: an object that can serve many trajectories, each under an id.
 
 start_interaction ──► id ──► generate_response(id, messages), once a turn ──► finalize_interaction(id)
 """

@@ -6,7 +6,6 @@ row: extra_info.interaction_kwargs {name, …} ──► the interaction of that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from hybridflow.environments.base import Environment, Step
@@ -16,31 +15,32 @@ from hybridflow.interactions.load import load_interactions
 DEFAULT_NAME = "gsm8k"
 """Interaction of a row that names none, as in verl."""
 
-_interactions = cache(load_interactions)
-"""Interactions of a file, shared by all trajectories of a process."""
-
 
 class InteractionEnvironment(Environment):
-    """The interactions of the YAML file `config_path`; raises ConfigError as `load_interactions` does."""
+    """The interactions of the YAML file `config_path`; raises ConfigError as `load_interactions` does.
+
+    A trajectory has an interaction of its own, with which it can go from process to process.
+    """
 
     def __init__(self, config_path: str) -> None:
-        self.interactions = _interactions(config_path)
+        self.config_path = config_path
+        load_interactions(config_path)
         self.instance: str | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Begin with the row's own prompt. Raises DataError for the name of no interaction."""
         self.kwargs = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
         name = self.kwargs.setdefault("name", DEFAULT_NAME)
-        if name not in self.interactions:
+        interactions = load_interactions(self.config_path)
+        if name not in interactions:
             raise DataError(
-                f"extra_info.interaction_kwargs.name: got {name!r}, wanted one of "
-                f"{', '.join(self.interactions)}"
+                f"extra_info.interaction_kwargs.name: got {name!r}, wanted one of {', '.join(interactions)}"
             )
         prompt = row["raw_prompt"]
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         self.messages = [dict(message) for message in prompt]
-        self.interaction = self.interactions[name]
+        self.interaction = interactions[name]()
         self.instance = await self.interaction.start_interaction(None, **self.kwargs)
         return list(self.messages)
 

@@ -8,6 +8,8 @@ interaction:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ KEY = "multi_turn.interaction_config_path"
 METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
-def load_interactions(path: str) -> dict[str, BaseInteraction]:
-    """Construct all interactions of a YAML file, by name; a `class_name` may also be path/to/file.py:Name.
+@cache
+def load_interactions(path: str) -> Mapping[str, Callable[[], BaseInteraction]]:
+    """Return what constructs each interaction of a YAML file, by name; a process reads the file once.
 
-    Raises ConfigError for a file of another form, two entries of one name, and a class that does not load.
+    A `class_name` may also be path/to/file.py:Name. Raises ConfigError for a file of another form, two
+    entries of one name, and a class that does not load.
     """
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -33,18 +37,18 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries) or not entries:
         raise ConfigError(f"{KEY}: {path} has no list `interaction` of entries with name, class_name, config")
-    found: dict[str, BaseInteraction] = {}
+    found: dict[str, Callable[[], BaseInteraction]] = {}
     for entry in entries:
-        interaction = _construct(entry, path)
-        if interaction.config["name"] in found:
-            raise ConfigError(
-                f"{KEY}: {path} has two interactions with the name {interaction.config['name']}"
-            )
-        found[interaction.config["name"]] = interaction
+        cls = _class_of(entry, path)
+        name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
+        if name in found:
+            raise ConfigError(f"{KEY}: {path} has two interactions with the name {name}")
+        config = {**(entry.get("config") or {}), "name": name}
+        found[name] = partial(_construct, cls, config, f"{KEY}: {path}: {name}")
     return found
 
 
-def _construct(entry: dict[str, Any], path: str) -> BaseInteraction:
+def _class_of(entry: Mapping[str, Any], path: str) -> type[BaseInteraction]:
     spec = str(entry.get("class_name"))
     if ":" not in spec:
         spec = ":".join(spec.rpartition(".")[::2])
@@ -54,9 +58,9 @@ def _construct(entry: dict[str, Any], path: str) -> BaseInteraction:
     missing = [name for name in METHODS if not hasattr(cls, name)]
     if not isinstance(cls, type) or missing:
         raise ConfigError(f"{KEY}: {path}: {spec} is no class with {', '.join(missing or METHODS)}")
-    name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
-    config = {**(entry.get("config") or {}), "name": name}
-    with blaming(f"{KEY}: {path}: {spec}"):
-        interaction: BaseInteraction = cls(config)
-    interaction.config = config
-    return interaction
+    return cls
+
+
+def _construct(cls: type[BaseInteraction], config: Mapping[str, Any], whose: str) -> BaseInteraction:
+    with blaming(whose):
+        return cls(dict(config))

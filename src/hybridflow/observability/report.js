@@ -21,6 +21,10 @@ const CARDS = [
   { title: "Value loss", match: /^critic\/vf_loss$/ },
   { title: "Clipped tokens", match: /^actor\/pg_clipfrac/ },
   { title: "Truncated responses", match: /^response_length\/clip_ratio$/ },
+  { title: "Turns of a trajectory", match: /^agent\/num_turns\/(mean|max)$/, unit: "calls to the model" },
+  { title: "Tool calls of a trajectory, by what came of them", match: /^agent\/tools\//, label: (name) => name.slice(12) },
+  { title: "Failed trajectories, by cause", match: /^training\/num_failed\//, label: (name) => name.slice(20) },
+  { title: "Trajectories tried again, by cause", match: /^agent\/num_retried\//, label: (name) => name.slice(18) },
   { title: "Learning rate", match: /^(actor|critic|train)\/lr$/ },
 ];
 const LABELS = {
@@ -66,6 +70,10 @@ function metricTiles() {
   if (validation && isNumber(last(validation))) tiles.push(tile(validation.replace(/^val-core\//, ""), format(last(validation)), change(validation)));
   const loss = names.find((name) => name === "train/loss");
   if (loss && isNumber(last(loss))) tiles.push(tile("training loss, last step", format(last(loss))));
+  for (const [title, counts] of Object.entries(DATA.counts)) {
+    const causes = Object.entries(counts).filter(([, count]) => count > 0), total = causes.reduce((sum, [, count]) => sum + count, 0);
+    if (total) tiles.push(tile(title, `${total}: ${causes.map(([cause, count]) => `${count} ${cause}`).join(", ")}`, null, true));
+  }
   const seconds = (DATA.metrics["timing_s/step"] ?? []).filter(isNumber);
   if (seconds.length) tiles.push(tile("time in steps", duration(seconds.reduce((sum, value) => sum + value, 0)), null, true));
   if (names.includes("perf/throughput")) tiles.push(tile("throughput, last step", `${format(last("perf/throughput"))} tokens/s`, null, true));

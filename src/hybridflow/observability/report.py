@@ -4,7 +4,7 @@
     report.html
 
 What is missing is left out, with a note on the page. The page's own source stands beside this file
-(report.html, report.css and three scripts); the data is embedded as JSON.
+(report.html, report.css and four scripts); the data is embedded as JSON.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 MAX_SAMPLE_STEPS = 20
 MAX_ROWS = 64  # a step
 MAX_TOKENS = 2048  # a response
-MAX_TEXT = 20_000  # characters of a prompt or response
+MAX_TEXT = 20_000  # characters of a prompt, a response or a conversation
 MAX_POINTS = 3000  # steps of a curve
 
 KINDS = {"samples": "rollout", "validation": "validation"}
 """What the samples in a folder of the run are."""
 
-_PARTS = {"CSS": ("report.css",), "SCRIPT": ("report_charts.js", "report_samples.js", "report.js")}
+SCRIPTS = ("report_charts.js", "report_conversation.js", "report_samples.js", "report.js")
+_PARTS = {"CSS": ("report.css",), "SCRIPT": SCRIPTS}
+
+COUNTED = {"failed trajectories": "training/num_failed/", "trajectories tried again": "agent/num_retried/"}
+"""Prefixes of metrics that count by cause, by the names of their sums over the run."""
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -75,9 +79,21 @@ def collect(run: Path) -> dict[str, Any]:
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
         "steps": steps,
         "metrics": {name: [_number(metrics[step].get(name)) for step in steps] for name in names},
+        "counts": {title: _sums(metrics, prefix) for title, prefix in COUNTED.items()},
         "samples": samples,
         "notes": notes,
     }
+
+
+def _sums(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """Return the sums over all steps of the metrics with a prefix, by the rest of their names."""
+    sums: dict[str, float] = {}
+    for values in metrics.values():
+        for name, value in values.items():
+            if name.startswith(prefix):
+                cause = name.removeprefix(prefix)
+                sums[cause] = sums.get(cause, 0.0) + value
+    return sums
 
 
 def _names_of_run(config: Mapping[str, Any]) -> list[str]:
@@ -210,11 +226,38 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
             kept["tokens_cut"] = max(
                 0, max((len(values) for values in value.values()), default=0) - MAX_TOKENS
             )
+        elif name == "messages" and isinstance(value, list):
+            kept["messages"] = _messages(value)
         elif isinstance(value, str) and len(value) > MAX_TEXT:
             kept[name] = value[:MAX_TEXT] + f"… (cut; {len(value)} characters in all)"
         else:
             kept[name] = _finite(value)
     return kept
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation as far as MAX_TEXT characters reach: role, name, content and calls as text."""
+    kept: list[dict[str, Any]] = []
+    left = MAX_TEXT
+    for number, message in enumerate(messages):
+        if left <= 0:
+            kept.append({"role": "…", "content": f"{len(messages) - number} more messages", "calls": []})
+            break
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        texts = [f"{call.get('name')}({_text(call.get('arguments'))})" for call in calls]
+        content = _text(message.get("content"))
+        role = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
+        kept.append({"role": role, "content": content[:left], "calls": [text[:left] for text in texts]})
+        left -= len(content) + sum(map(len, texts))
+    return kept
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _finite(value: Any) -> Any:

@@ -54,12 +54,13 @@ function startSamples(samples) {
     state.rows.forEach((row, index) => {
       if (row.uid != null && row.uid !== group) {
         group = row.uid;
-        nodes.push(el("div", { class: "group-head", title: row.prompt }, lastLine(row.prompt)));
+        const rewards = groupRewards(row.uid, samples[state.kind][state.stepIndex].rows);
+        nodes.push(el("div", { class: "group-head", title: row.prompt }, lastLine(row.prompt), rewards ? el("div", {}, rewards) : null));
       }
       nodes.push(el("button", { type: "button", class: "sample-item", "aria-current": String(index === state.row), onclick: () => choose(index) },
         el("span", { class: "line" }, shortened(row.response)),
         el("span", { class: "meta" }, scoreChip(row.score, worst, best), row.finish_reason && row.finish_reason !== "stop" ? el("span", { class: "chip" }, row.finish_reason) : null,
-          row.num_tokens != null ? `${row.num_tokens} tokens` : null)));
+          row.lineage ? el("span", { class: "chip" }, `row ${row.lineage + 1}`) : null, row.num_tokens != null ? `${row.num_tokens} tokens` : null)));
     });
     list.replaceChildren(...(nodes.length ? nodes : [el("div", { class: "empty" }, "No sample fits the filter.")]));
   }
@@ -81,7 +82,8 @@ function startSamples(samples) {
     tooltip.hide();
     const row = state.rows[state.row];
     if (!row) { detail.replaceChildren(el("div", { class: "empty" }, "Nothing to show.")); return; }
-    const hidden = new Set(["prompt", "response", "tokens", "tokens_cut", "step"]);
+    const rows = siblings(row, samples[state.kind][state.stepIndex].rows), messages = rows.find((one) => one.messages)?.messages;
+    const hidden = new Set(["prompt", "response", "tokens", "tokens_cut", "step", "messages"]);
     const facts = Object.entries(row).filter(([name, value]) => !hidden.has(name) && value != null && value !== "")
       .map(([name, value]) => el("span", {}, el("span", { class: "muted" }, name.replaceAll("_", " ")), Number.isInteger(value) ? String(value) : typeof value === "number" ? format(value) : typeof value === "string" ? value : JSON.stringify(value)));
     const choices = COLOURS.filter(([name]) => hasColour(row.tokens, name));
@@ -90,15 +92,20 @@ function startSamples(samples) {
       choices.map(([name, label]) => el("option", { value: name, selected: name === state.colour }, label)), el("option", { value: "none", selected: state.colour === "none" }, "nothing"));
     detail.replaceChildren(
       el("div", { class: "facts" }, facts),
-      el("div", { class: "block-head" }, "prompt"), el("div", { class: "text" }, row.prompt ?? ""),
-      el("div", { class: "block-head" }, el("span", {}, "response"),
-        choices.length ? el("span", { class: "control" }, scaleOf(row, state.colour), "tokens by", colour) : el("span", {}, "no token-level data in this file")),
-      responseNode(row, state.colour, choices.length > 0));
+      ...(messages ? [el("div", { class: "block-head" }, "conversation"), conversation(messages)] : []),
+      ...(rows.length > 1 ? [el("div", { class: "block-head" }, el("span", {}, `${rows.length} rows of one trajectory`), choices.length ? el("span", { class: "control" }, scaleOf(row, state.colour), "tokens by", colour) : null),
+        el("div", { class: "lineages" }, rows.map((one) => el("div", { class: one === row ? "lineage chosen" : "lineage" }, rowNodes(one, state.colour, choices.length > 0, el("span", {}, `row ${one.lineage + 1}`)))))]
+        : rowNodes(row, state.colour, choices.length > 0, choices.length ? el("span", { class: "control" }, scaleOf(row, state.colour), "tokens by", colour) : el("span", {}, "no token-level data in this file"))));
   }
 
   document.getElementById("samples-section").hidden = !kinds.length;
   if (kinds.length) { fillSteps(); refresh(); }
 }
+
+const rowNodes = (row, colour, tokenLevel, aside) => [
+  el("div", { class: "block-head" }, "prompt"), el("div", { class: "text" }, row.prompt ?? ""),
+  el("div", { class: "block-head" }, el("span", {}, "response"), aside), responseNode(row, colour, tokenLevel),
+];
 
 function hasColour(tokens, name) {
   if (!tokens?.text) return false;
@@ -115,9 +122,9 @@ function responseNode(row, colour, tokenLevel) {
   const range = colour === "advantages" ? largest(tokens.advantages) : colour === "difference" ? largest(tokens.text.map((_, index) => difference(tokens, index))) : 1;
   const spans = tokens.text.map((text, index) => {
     const span = el("span", { class: "token" }, visible(text));
-    if (colour === "mask") {
-      if (tokens.response_mask && !tokens.response_mask[index]) span.classList.add("off");
-      else if (tokens.loss_mask && !tokens.loss_mask[index]) span.classList.add("narrowed");
+    if (tokens.response_mask && !tokens.response_mask[index]) span.classList.add("given");
+    else if (colour === "mask") {
+      if (tokens.loss_mask && !tokens.loss_mask[index]) span.classList.add("narrowed");
     } else if (colour && colour !== "none") span.style.background = background(colour, colour === "difference" ? difference(tokens, index) : tokens[colour][index], range);
     span.addEventListener("pointermove", (event) => tooltip.show(event, `token ${index}: ${JSON.stringify(text)}`, tokenFacts(tokens, index)));
     span.addEventListener("pointerleave", () => tooltip.hide());
@@ -144,7 +151,7 @@ function background(colour, value, range) {
 }
 
 function scaleOf(row, colour) {
-  if (colour === "mask") return el("span", { class: "scale" }, el("span", { class: "token off" }, "not sampled"), el("span", { class: "token narrowed" }, "not learned from"));
+  if (colour === "mask") return el("span", { class: "scale" }, el("span", { class: "token given" }, "given, not sampled"), el("span", { class: "token narrowed" }, "not learned from"));
   if (!colour || colour === "none") return null;
   if (colour.endsWith("log_probs")) return el("span", { class: "scale" }, "0", el("i", { style: "background:linear-gradient(90deg, transparent, rgba(var(--heat), .42) 30%, rgba(var(--heat), .75))" }), `≤ −${HEAT_RANGE} nats`);
   const range = colour === "advantages" ? largest(row.tokens.advantages) : largest(row.tokens.text.map((_, index) => difference(row.tokens, index)));

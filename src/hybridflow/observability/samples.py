@@ -1,11 +1,14 @@
 """Prompts and responses of a step, as JSONL files that people and the report read.
 
-    scored batch ──sample_rows──► one dict a response ──SampleWriter──► {folder}/{step}.jsonl
+    scored batch ──sample_rows──► one dict a row ──SampleWriter──► {folder}/{step}.jsonl
 
 A row holds step, prompt, response, score, ground_truth, extra_info, finish_reason, data_source, the further
 scores that the reward returned, and last uid and row_id. With `token_level` it also holds `tokens`, a dict of
 equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs, advantages,
 response_mask, loss_mask (those that the batch has).
+
+A row of an agent also holds trajectory_id, and lineage, its number among the rows of the trajectory. The
+first row has the whole conversation as `messages`. The score is that of the trajectory.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def sample_rows(
     """Return the first `max_rows` rows of a scored batch as plain dicts; None: all.
 
     `decode` turns token ids into text with special tokens (a tokenizer's `decode`). The score is the sum of
-    token_level_scores [B, R] over the response.
+    token_level_scores [B, R] over all rows of the trajectory.
     """
     count = len(batch)
     if max_rows is not None:
@@ -96,6 +99,7 @@ def sample_rows(
     prompt_width = columns["prompts"].shape[1]
     attended = columns["attention_mask"].bool()
     pieces: dict[int, str] = {}
+    scores = _scores(batch)
     rows = []
     for index in range(count):
         prompt = columns["prompts"][index][attended[index, :prompt_width]].tolist()
@@ -106,9 +110,10 @@ def sample_rows(
             "response": decode(response),
             "num_tokens": len(response),
         }
-        if "token_level_scores" in columns:
-            row["score"] = float(columns["token_level_scores"][index].sum())
+        if scores:
+            row["score"] = scores[index]
         row |= _non_tensors(batch, index)
+        row |= _place_in_trajectory(batch, index)
         if token_level:
             row["tokens"] = _token_columns(columns, index, here, response, decode, pieces)
         if "uid" in batch.non_tensor_batch:
@@ -117,6 +122,34 @@ def sample_rows(
             row["row_id"] = int(columns["row_id"][index])
         rows.append(row)
     return rows
+
+
+def _scores(batch: DataProto) -> list[float]:
+    """Return the score of each row's trajectory; nothing where there are no scores."""
+    if "token_level_scores" not in batch:
+        return []
+    scores = [float(values.sum()) for values in batch.batch["token_level_scores"]]
+    if "trajectory_id" not in batch:
+        return scores
+    ids = batch.batch["trajectory_id"].tolist()
+    totals = dict.fromkeys(ids, 0.0)
+    for trajectory, score in zip(ids, scores, strict=True):
+        totals[trajectory] += score
+    return [totals[trajectory] for trajectory in ids]
+
+
+def _place_in_trajectory(batch: DataProto, index: int) -> dict[str, Any]:
+    """Return the conversation of an agent's trajectory, and which of its rows this one is."""
+    if "trajectory_id" not in batch or "extra_info" not in batch.non_tensor_batch:
+        return {}
+    info = batch.non_tensor_batch["extra_info"][index]
+    if not isinstance(info, Mapping) or "messages" not in info:
+        return {}
+    lineage = int(batch.batch["lineage"][index])
+    place = {"trajectory_id": int(batch.batch["trajectory_id"][index]), "lineage": lineage}
+    if info["messages"] and lineage == 0:
+        return {**place, "messages": info["messages"]}
+    return place
 
 
 def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
@@ -140,6 +173,10 @@ def _truth(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
         row["ground_truth"] = columns["reward_model"][index].get("ground_truth")
     if "extra_info" in columns and columns["extra_info"][index]:
         row["extra_info"] = columns["extra_info"][index]
+        if isinstance(row["extra_info"], Mapping):
+            row["extra_info"] = {
+                name: value for name, value in row["extra_info"].items() if name != "messages"
+            }
     return row
 
 

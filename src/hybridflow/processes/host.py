@@ -30,7 +30,7 @@ class Request:
     """One call, of a factory or of a method."""
 
     factory: str
-    """Function that makes the object: "package.module:name" or "path/to/file.py:name"; "" to call a method."""
+    """Maker of the object, "package.module:name" or "path/to/file.py:name"; "" to call a method."""
     method: str
     arguments: bytes
     """Pickle of (args, kwargs)."""

@@ -91,6 +91,11 @@ class Hosted:
             request = Request("", method, _pack(args, kwargs), self.state)
             return await self._hosts.run(self, request, deadline_s)
 
+    def value(self) -> Any:
+        """Return a copy of the object, which is one that travels."""
+        assert self.state is not None, f"{self.kind} does not travel"
+        return pickle.loads(self.state)
+
     async def close(self) -> None:
         """Forget the object; where it holds a worker, that one is free for others."""
         async with self._lock:
@@ -132,7 +137,8 @@ class Hosts:
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> Hosted:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function".
 
-        Raises CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
+        The deadline counts from when the factory is loaded; what it loads itself is part of its call. Raises
+        CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
         that is a text, are of one kind: if one of them cannot travel, the others wait while `max_kept`
         objects hold workers.
         """
@@ -169,7 +175,7 @@ class Hosts:
         for worker in workers:
             if not worker.calling:  # else its call notices, and closes the socket
                 worker.socket.close()
-        for future in self._waiting:
+        for future in list(self._waiting):
             with contextlib.suppress(RuntimeError):  # its event loop is closed
                 future.get_loop().call_soon_threadsafe(self._serve)
 
@@ -197,7 +203,7 @@ class Hosts:
         """Give free workers to calls that wait, in the order in which they came."""
         self._workers -= {worker for worker in self._workers if worker.given_up and worker.has_ended()}
         no_more_stay = self._num_kept() >= self._max_kept and not self._closed
-        for future, kind in list(self._waiting.items()):
+        for future, kind in self._waiting.items():
             if future.done() or (no_more_stay and kind in self._kinds_that_stay):
                 continue
             try:
@@ -212,8 +218,12 @@ class Hosts:
     def _free_worker(self) -> _Worker | None:
         if self._closed:
             raise ProcessLost("the pool of processes is closed")
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.has_ended():
+                return worker
+            self.counts["deaths"] += 1
+            self._give_up(worker)
         if self._num_shared() >= self._num_workers:
             return None
         worker = _Worker()
@@ -244,15 +254,16 @@ class Hosts:
                 f"{what}: its process was not ready within {self._start_timeout:g} seconds; keep the imports "
                 "of the file light"
             ) from None
-        except (OSError, ChannelBroken) as error:
+        except ChannelBroken as error:
+            self.counts["deaths"] += 1
+            raise ProcessLost(
+                f"{what} wrote bytes of its own into the socket of its process, which only the library uses "
+                f"({error})"
+            ) from error
+        except OSError as error:
             self.counts["deaths"] += 1
             if has_begun or last_try:
-                if isinstance(error, ChannelBroken):
-                    how = (
-                        f"wrote bytes of its own into its socket, which only the library writes to ({error})"
-                    )
-                else:
-                    how = await asyncio.to_thread(worker.ending)
+                how = await asyncio.to_thread(worker.ending)
                 raise ProcessLost(f"{what}: its process {how}") from error
         except asyncio.CancelledError:
             self.counts["kills"] += 1
@@ -261,6 +272,7 @@ class Hosts:
             worker.calling = False
             if reply is None:
                 self._give_up(worker)
+                self._serve()
         return reply
 
     def _settle(self, hosted: Hosted, worker: _Worker, reply: Reply) -> None:
@@ -268,7 +280,7 @@ class Hosts:
         if reply.kept:
             if hosted.kind not in self._kinds_that_stay:
                 logger.warning(
-                    "objects of %s do not pickle (%s): each stays in a process of its own, at most %d at a time",
+                    "objects of %s do not pickle (%s): each has a process of its own, at most %d at a time",
                     hosted.kind,
                     reply.kept,
                     self._max_kept,
@@ -285,11 +297,12 @@ class Hosts:
             self._release(worker)
 
     def _release(self, worker: _Worker) -> None:
-        if self._closed or self._num_shared() > self._num_workers:
+        """Let a worker serve whoever waits, or the next call, unless there are enough for that."""
+        self._idle.append(worker)
+        self._serve()
+        if worker in self._idle and (self._closed or self._num_shared() > self._num_workers):
+            self._idle.remove(worker)
             self._give_up(worker)
-        else:
-            self._idle.append(worker)
-            self._serve()
 
     def _give_up(self, worker: _Worker) -> None:
         if worker.kept:
@@ -298,7 +311,6 @@ class Hosts:
         worker.given_up = True
         worker.terminate()
         worker.socket.close()
-        self._serve()
 
     def _num_kept(self) -> int:
         return sum(worker.kept is not None for worker in self._workers)

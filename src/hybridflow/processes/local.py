@@ -6,8 +6,11 @@ create(factory) ──► the object ──call(method)──► awaited if it i
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from hybridflow.data.plugin import load_object
@@ -19,6 +22,9 @@ class ObjectLike(Protocol):
 
     async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Return a method's result. Raises CallRaised, CallTooLong or ProcessLost."""
+
+    def value(self) -> Any:
+        """Return the object itself, which has to be able to travel."""
 
     async def close(self) -> None:
         """Forget the object."""
@@ -47,6 +53,10 @@ class LocalObject:
         """
         return await _in_time(getattr(self._target, method), method, args, kwargs, deadline_s)
 
+    def value(self) -> Any:
+        """Return the object."""
+        return self._target
+
     async def close(self) -> None:
         """Do nothing: nobody else has the object."""
 
@@ -63,15 +73,42 @@ class LocalHosts:
         """Do nothing: there is no process to end."""
 
 
+async def _in_thread(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function in a thread that keeps neither an event loop nor the interpreter from ending."""
+    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:  # whoever awaits it is told
+            _settle(answer, error=error)
+        else:
+            _settle(answer, result)
+
+    threading.Thread(target=work, name="a tool or an environment", daemon=True).start()
+    return await asyncio.wrap_future(answer)
+
+
+def _settle(
+    answer: concurrent.futures.Future[Any], result: Any = None, error: BaseException | None = None
+) -> None:
+    with suppress(concurrent.futures.InvalidStateError, RuntimeError):  # nobody waits for it any longer
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+
 async def _in_time(
     function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], deadline_s: float
 ) -> Any:
+    deadline = asyncio.timeout(deadline_s)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            return await asyncio.to_thread(function, *args, **kwargs)
-    except TimeoutError as error:
-        raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
-    except Exception as error:  # a user's code: anything may come out of it
+            return await _in_thread(function, args, kwargs)
+    except Exception as error:  # a user's code: anything may come out of it, a TimeoutError of its own too
+        if deadline.expired():
+            raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
         raise CallRaised.by(error) from error

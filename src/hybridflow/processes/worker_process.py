@@ -76,8 +76,9 @@ class WorkerProcess:
 
 def kill_all(workers: list[Any] | set[Any]) -> None:
     """End workers, all at the same time, and forget them."""
-    for worker in workers:
-        worker.terminate()  # all at once, before any is waited for
-    for worker in workers:
-        worker.kill()
+    ending = list(workers)
     workers.clear()
+    for worker in ending:
+        worker.terminate()  # all at once, before any is waited for
+    for worker in ending:
+        worker.kill()

@@ -26,7 +26,7 @@ class ToolFailed(HybridFlowError):
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What the model reads in answer to a call."""
+    """Answer to a call, which the model reads."""
 
     text: str = ""
     reward: float = 0.0

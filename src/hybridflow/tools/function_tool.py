@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +30,15 @@ TYPES: dict[Any, str] = {
     Mapping: "object",
 }
 LISTS = (list, tuple, set, Sequence)
-HEADER = re.compile(r"(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*")
-GOOGLE = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-SPHINX = re.compile(r":(\w+)(?:\s+[^:]*?(\w+))?:\s*(.*)")
+SECTION = re.compile(r"^(?:(?:Args|Arguments|Parameters|Returns|Yields|Raises|Examples?):\s*$|:\w+)", re.M)
+GOOGLE_BLOCK = re.compile(r"^(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\n)*)", re.M)
+GOOGLE = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:(.*(?:\n[ \t]+.*|\n(?=\n))*)", re.M)
+SPHINX = re.compile(r"^:param\s+(?:[^:\n]*\s)?(\w+):(.*(?:\n[ \t]+.*)*)", re.M)
 
 
 @dataclass(frozen=True)
 class ToolMark:
-    """What `@tool` leaves on a function; what is None is taken from the function itself."""
+    """Mark that `@tool` leaves on a function; a field that is None is taken from the function itself."""
 
     name: str | None = None
     description: str | None = None
@@ -156,7 +158,8 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
     if hint is Any:
         return {}
     if origin is Literal:
-        return {"type": TYPES.get(type(inner[0]), "string"), "enum": list(inner)}
+        kinds = {TYPES[type(value)] for value in inner if type(value) in TYPES}
+        return {"enum": list(inner)} | ({"type": kinds.pop()} if len(kinds) == 1 else {})
     if origin in (Union, types.UnionType):
         options = [_json_type(each, where) for each in inner]
         if all(set(option) == {"type"} for option in options):
@@ -173,31 +176,7 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return the text before the arguments, and the description of each argument."""
-    description: list[str] = []
-    arguments: dict[str, str] = {}
-    section = ""
-    indent = 0
-    current = ""
-    for line in text.splitlines():
-        sphinx = SPHINX.fullmatch(line)
-        depth = len(line) - len(line.lstrip())
-        if sphinx:
-            section = "sphinx"
-            current = sphinx[2] if sphinx[1] == "param" else ""
-            arguments |= {current: sphinx[3]} if current else {}
-        elif HEADER.fullmatch(line):
-            section = line.strip()
-            current = ""
-            indent = 0
-        elif not section:
-            description.append(line)
-        elif section in ("Args:", "Arguments:", "Parameters:") and (entry := GOOGLE.fullmatch(line.strip())):
-            indent = indent or depth
-            if depth == indent:
-                current = entry[1]
-                arguments[current] = entry[2]
-            elif current:
-                arguments[current] += " " + line.strip()
-        elif current and line.strip():
-            arguments[current] += " " + line.strip()
-    return "\n".join(description).strip(), {name: each.strip() for name, each in arguments.items()}
+    description = SECTION.split(text, maxsplit=1)[0].strip()
+    block = GOOGLE_BLOCK.search(text)
+    found = GOOGLE.findall(textwrap.dedent(block[1]) if block else "") + SPHINX.findall(text)
+    return description, {name: " ".join(words.split()) for name, words in found}

@@ -18,7 +18,7 @@ PENALTY = -0.05
 
 @dataclass
 class Instance:
-    """What belongs to one trajectory."""
+    """State of one trajectory."""
 
     ground_truth: Any
     reward: float = 0.0

@@ -1,16 +1,14 @@
-"""Objects that stand for a tool of one trajectory, in a worker process or in this one.
+"""Tools where they run, in a worker process or in this one.
 
-create ──► execute for each call ──► finish, which gives the reward and forgets the trajectory
+call_function(path, arguments, …) ──────────────► ToolAnswer
+make_tool(path, config, schema, create_kwargs) ─► ToolInstance: execute for each call, then finish
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
-import json
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.data.plugin import load_object
@@ -19,49 +17,16 @@ from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
 
-@functools.cache
-def _load(spec: str) -> Any:
-    return load_object(spec, key="tool")
-
-
-class FunctionInstance:
-    """A function; it pickles as its name, because each process imports a user's file by itself."""
-
-    def __init__(self, spec: str) -> None:
-        self.spec = spec
-
-    async def execute(self, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]) -> ToolAnswer:
-        """Call the function; a synchronous one in a thread, so that an event loop goes on meanwhile."""
-        function: Callable[..., Any] = _load(self.spec)
-        if inspect.iscoroutinefunction(function):
-            return answer_of(await function(**arguments, **execute_kwargs))
-        return answer_of(await asyncio.to_thread(function, **arguments, **execute_kwargs))
-
-
 class ToolInstance:
-    """One trajectory's instance of a `BaseTool`, whose class is `spec`: "module:Class"."""
+    """One trajectory's instance of a `BaseTool`, which may serve other trajectories, too."""
 
-    def __init__(self, spec: str, tool: BaseTool) -> None:
-        self.spec = spec
-        self.tool = tool
-        self.instance_id = ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # as bytes: they are read only when the module of the user's class is there
-        return {"spec": self.spec, "rest": pickle.dumps((self.instance_id, self.tool))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.spec = state["spec"]
-        _load(self.spec)
-        self.instance_id, self.tool = pickle.loads(state["rest"])
-
-    async def create(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Begin the trajectory: verl's tools read `create_kwargs` in either of two ways."""
-        made = await self.tool.create(None, create_kwargs=dict(create_kwargs), **create_kwargs)
-        self.instance_id = made if isinstance(made, str) else made[0]
+    def __init__(self, tool: BaseTool, instance_id: str) -> None:
+        self._tool = tool
+        self._instance_id = instance_id
 
     async def execute(self, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]) -> ToolAnswer:
-        return answer_of(await self.tool.execute(self.instance_id, arguments, **execute_kwargs))
+        """Answer a call."""
+        return answer_of(await self._tool.execute(self._instance_id, arguments, **execute_kwargs))
 
     async def finish(
         self, score: bool, calc_reward_kwargs: Mapping[str, Any], release_kwargs: Mapping[str, Any]
@@ -70,12 +35,29 @@ class ToolInstance:
         try:
             if not score:
                 return 0.0
-            return finite_reward(await self.tool.calc_reward(self.instance_id, **calc_reward_kwargs))
+            return finite_reward(await self._tool.calc_reward(self._instance_id, **calc_reward_kwargs))
         finally:
-            await self.tool.release(self.instance_id, **release_kwargs)
+            await self._tool.release(self._instance_id, **release_kwargs)
 
 
-def make_tool(spec: str, config: str, schema: str) -> ToolInstance:
-    """Return an instance with a tool of its own, whose configuration and schema are given as JSON."""
-    tool = _load(spec)(json.loads(config), OpenAIFunctionToolSchema.model_validate_json(schema))
-    return ToolInstance(spec, tool)
+async def call_function(
+    path: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]
+) -> ToolAnswer:
+    """Call "module:function"; a synchronous one in a thread, so that an event loop goes on meanwhile."""
+    function = load_object(path, key="tool")
+    if inspect.iscoroutinefunction(function):
+        return answer_of(await function(**arguments, **execute_kwargs))
+    return answer_of(await asyncio.to_thread(function, **arguments, **execute_kwargs))
+
+
+async def begin_trajectory(tool: BaseTool, create_kwargs: Mapping[str, Any]) -> ToolInstance:
+    """Return a new instance; verl's tools read `create_kwargs` in either of two ways."""
+    made = await tool.create(None, create_kwargs=dict(create_kwargs), **create_kwargs)
+    return ToolInstance(tool, made if isinstance(made, str) else made[0])
+
+
+async def make_tool(
+    path: str, config: dict[str, Any], schema: OpenAIFunctionToolSchema, create_kwargs: Mapping[str, Any]
+) -> ToolInstance:
+    """Return an instance of a tool "module:Class" that serves one trajectory alone."""
+    return await begin_trajectory(load_object(path, key="tool")(config, schema), create_kwargs)

@@ -37,7 +37,7 @@ class OpenAIFunctionSchema(BaseModel):
 
 
 class OpenAIFunctionToolSchema(BaseModel):
-    """What the model is told of a tool."""
+    """Description of a tool, as the model reads it."""
 
     type: str = "function"
     function: OpenAIFunctionSchema
@@ -51,7 +51,7 @@ def schema_with(name: str, description: str, **arguments: dict[str, Any]) -> Ope
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. Our loops read `text`; a tool that answers with pictures is an error."""
+    """Answer of a tool. Our loops read `text`; a tool that answers with pictures is an error."""
 
     text: str | None = None
     image: list[Any] | None = None

@@ -6,8 +6,7 @@ function_tool_path, tool_config_path ──load──► ToolSpec for each tool:
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from yaml import YAMLError
 
 from hybridflow.data.plugin import blaming, load_module, load_object
 from hybridflow.errors import ConfigError
+from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.function_tool import mark_of, schema_of
-from hybridflow.tools.instances import FunctionInstance, ToolInstance, make_tool
+from hybridflow.tools.instances import ToolInstance, begin_trajectory, call_function, make_tool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
 ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
@@ -35,12 +35,18 @@ class ToolSpec:
     schema: Mapping[str, Any]
     source: str
     """Where it comes from, for messages."""
-    factory: Callable[..., FunctionInstance | ToolInstance]
-    """Makes the object that stands for it in a trajectory, in this process or in another one."""
-    arguments: tuple[str, ...]
+    factory: Callable[..., Awaitable[ToolInstance | ToolAnswer]]
+    """Begins a trajectory with the row's `create_kwargs`, or makes one call of a function."""
+    arguments: tuple[Any, ...]
+    """First arguments of the factory."""
     in_process: bool
     shared: BaseTool | None = None
     """The one object in this process that serves all trajectories, where the tool runs here."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it begins and ends with a trajectory; a function does not."""
+        return self.factory is not call_function
 
 
 def load_functions(location: str, key: str = "multi_turn.function_tool_path") -> list[ToolSpec]:
@@ -60,8 +66,8 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
                 schema["function"]["name"],
                 schema,
                 f"{location}:{name}",
-                FunctionInstance,
-                (f"{location}:{name}",),
+                call_function,
+                (f"{_absolute(location)}:{name}",),
                 mark.in_process,
             )
         )
@@ -72,8 +78,8 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
     return specs
 
 
-def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> list[ToolSpec]:
-    """Return the tools of a YAML file: `tools: [{class_name, config, tool_schema, mcp}]`.
+def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> Iterator[ToolSpec]:
+    """Give the tools of a YAML file: `tools: [{class_name, config, tool_schema, mcp}]`.
 
     Each tool is made once here, so that what is wrong with it is known before the run. Raises ConfigError.
     """
@@ -86,10 +92,8 @@ def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> list[To
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{key}: {path} has no list `tools` of tools with a class_name")
-    specs = []
     for number, entry in enumerate(entries):
-        specs += _load_entry(entry, f"{key}: {path}, tool {number}")
-    return specs
+        yield from _load_entry(entry, f"{key}: {path}, tool {number}")
 
 
 def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
@@ -114,20 +118,23 @@ def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
     return [_spec_of(tool, spec, where) for tool in tools]
 
 
-def _spec_of(tool: BaseTool, spec: str, where: str) -> ToolSpec:
-    in_process = bool(tool.config.get("in_process", type(tool).in_process))
+def _spec_of(tool: BaseTool, path: str, source: str) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
-    arguments = (spec, json.dumps(tool.config), json.dumps(schema))
-    shared = tool if in_process else None
-    return ToolSpec(tool.name, schema, where, make_tool, arguments, in_process, shared)
+    if tool.config.get("in_process", type(tool).in_process):
+        return ToolSpec(tool.name, schema, source, begin_trajectory, (tool,), True, tool)
+    arguments = (path, tool.config, tool.tool_schema)
+    return ToolSpec(tool.name, schema, source, make_tool, arguments, False)
 
 
 def _object_spec(class_name: str) -> str:
     """Return "module:Class" of "package.module.Class"; a path to a file has its colon already."""
-    if ":" in class_name:
-        return class_name
-    module, _, name = class_name.rpartition(".")
-    return f"{module}:{name}"
+    module, _, name = class_name.rpartition(":" if ":" in class_name else ".")
+    return f"{_absolute(module)}:{name}"
+
+
+def _absolute(location: str) -> str:
+    """Return the whole path of a file, because worker processes may run in another folder."""
+    return str(Path(location).expanduser().resolve()) if location.endswith(".py") else location
 
 
 def _read_schema(schema: Any, where: str) -> OpenAIFunctionToolSchema | None:

@@ -10,27 +10,29 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 import jsonschema
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.processes import CallRaised, CallTooLong, HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed
-from hybridflow.tools.instances import FunctionInstance, ToolInstance
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Kwargs = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """What is allowed to the calls of one turn."""
+    """Limits on the calls of one turn."""
 
     max_parallel_calls: int = 1
     """Calls of one turn that are made; those beyond are answered with a sentence."""
@@ -42,97 +44,62 @@ class ToolLimits:
     """Seconds that a call may take, and that a tool may take to begin and to end a trajectory."""
 
 
-class HostedObject(Protocol):
-    """An object in a worker process (`hybridflow.processes.Hosted`), or in this one."""
-
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class ObjectHosts(Protocol):
-    """What makes objects in worker processes (`hybridflow.processes.Hosts`)."""
-
-    async def create(self, factory: str, *args: Any, deadline_s: float) -> HostedObject: ...
-
-
-class LocalObject:
-    """An object of this process; a call that is cancelled at its deadline may leave a thread behind."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        async with asyncio.timeout(deadline_s):
-            return await getattr(self._value, method)(*args)
-
-    async def close(self) -> None:
-        """There is nothing to free."""
-
-
 class HostedTool:
     """One tool of one trajectory (a `Tool`), wherever it runs."""
 
-    def __init__(self, spec: ToolSpec, hosts: ObjectHosts | None, kwargs: Kwargs, deadline_s: float) -> None:
+    def __init__(self, spec: ToolSpec, hosts: HostsLike, kwargs: Kwargs, deadline_s: float) -> None:
         self.name = spec.name
         self.schema = spec.schema
         self._spec = spec
         self._hosts = hosts
         self._kwargs = kwargs
         self._deadline_s = deadline_s
-        self._object: HostedObject | None = None
+        self._object: ObjectLike | None = None
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Begin the trajectory; a function has nothing to begin, and is made for each of its calls."""
-        if self._spec.factory is FunctionInstance:
-            return
-        try:
-            self._object = await self._make()
-            await self._object.call("create", create_kwargs, deadline_s=self._deadline_s)
-        except Exception as error:  # a user's code: anything may come out of it
-            raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
+        """Begin the trajectory, where the tool has a state."""
+        if self._spec.stateful:
+            try:
+                self._object = await self._make(create_kwargs, deadline_s=self._deadline_s)
+            except Exception as error:  # a user's code: anything may come out of it
+                raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
         """Answer a call; what the tool raises is an answer."""
-        execute_kwargs = self._kwargs.get("execute_kwargs", {})
-        hosted = None
+        kwargs = self._kwargs.get("execute_kwargs", {})
         try:
-            hosted = self._object or await self._make()
-            answer: ToolAnswer = await hosted.call(
-                "execute", arguments, execute_kwargs, deadline_s=deadline_s
-            )
+            if self._object is None:
+                made = await self._make(arguments, kwargs, deadline_s=deadline_s)
+                answer: ToolAnswer = made.value()
+            else:
+                answer = await self._object.call("execute", arguments, kwargs, deadline_s=deadline_s)
         except Exception as error:  # a user's code: anything may come out of it
             logger.debug("the tool %s failed", self.name, exc_info=True)
-            if _is_late(error):
+            if isinstance(error, CallTooLong):
                 return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
             return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
-        finally:
-            if hosted is not None and hosted is not self._object:
-                await hosted.close()
         return answer
 
     async def close(self, score: bool = False) -> float:
         """End the trajectory, and return its reward by the tool."""
-        hosted = self._object
-        if hosted is None:
+        made = self._object
+        if made is None:
             return 0.0
         self._object = None
         ends = [self._kwargs.get(name, {}) for name in ("calc_reward_kwargs", "release_kwargs")]
         try:
-            return float(await hosted.call("finish", score, *ends, deadline_s=self._deadline_s))
+            return float(await made.call("finish", score, *ends, deadline_s=self._deadline_s))
         except Exception as error:  # a user's code: anything may come out of it
             raise ToolFailed(f"the tool {self.name} could not end: {_words(error)}") from error
         finally:
-            await hosted.close()
+            await made.close()
 
-    async def _make(self) -> HostedObject:
-        spec = self._spec
-        if spec.shared is not None:
-            return LocalObject(ToolInstance(spec.arguments[0], spec.shared))
-        if self._hosts is None or spec.in_process:
-            return LocalObject(spec.factory(*spec.arguments))
-        factory = f"{spec.factory.__module__}:{spec.factory.__name__}"
-        return await self._hosts.create(factory, *spec.arguments, deadline_s=self._deadline_s)
+    async def _make(self, *further: Mapping[str, Any], deadline_s: float) -> ObjectLike:
+        hosts = self._hosts
+        if self._spec.in_process:
+            hosts = LocalHosts()
+        factory = f"{self._spec.factory.__module__}:{self._spec.factory.__name__}"
+        return await hosts.create(factory, *self._spec.arguments, *further, deadline_s=deadline_s)
 
 
 class OpenTools:
@@ -162,7 +129,7 @@ class OpenTools:
         Nothing is raised: a call that cannot be made, or fails, has an answer that says so.
         """
         most = self._limits.max_parallel_calls
-        answers = list(await asyncio.gather(*(self._answer(call) for call in calls[:most])))
+        answers = await _all(self._answer(call) for call in calls[:most])
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
         self.counts["calls"] += len(answers)
@@ -176,13 +143,7 @@ class OpenTools:
 
         Raises ToolFailed, after all have ended.
         """
-        ends = await asyncio.gather(
-            *(tool.close(score) for tool in self._tools.values()), return_exceptions=True
-        )
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return sum(end for end in ends if not isinstance(end, BaseException))
+        return sum(await _all(tool.close(score) for tool in self._tools.values()))
 
     async def _answer(self, call: ToolCall) -> ToolAnswer:
         tool = self._tools.get(call.name)
@@ -206,7 +167,8 @@ class OpenTools:
 class Toolset:
     """The tools of a run."""
 
-    specs: Sequence[ToolSpec] = ()
+    specs: Mapping[str, ToolSpec] = field(default_factory=dict)
+    """The tools by their names."""
     limits: ToolLimits = field(default_factory=ToolLimits)
 
     @classmethod
@@ -221,37 +183,41 @@ class Toolset:
 
         Raises ConfigError for what cannot be loaded, and for a name that two of them have.
         """
-        specs = []
-        if function_tool_path:
-            specs += load_functions(function_tool_path)
-        if tool_config_path:
-            specs += load_classes(tool_config_path)
-        sources: dict[str, str] = {}
-        for spec in specs:
-            if spec.name in sources:
-                raise ConfigError(
-                    f"two tools are called {spec.name!r}: {sources[spec.name]}, and {spec.source}"
-                )
-            sources[spec.name] = spec.source
-            _check_schema(spec)
-        return cls(specs, limits or ToolLimits())
+        functions = load_functions(function_tool_path) if function_tool_path else []
+        classes = load_classes(tool_config_path) if tool_config_path else []
+        specs: dict[str, ToolSpec] = {}
+        toolset = cls(specs, limits or ToolLimits())
+        try:
+            for spec in chain(functions, classes):
+                other = specs.setdefault(spec.name, spec)
+                if other is not spec:
+                    raise ConfigError(
+                        f"two tools are called {spec.name!r}: {other.source}, and {spec.source}"
+                    )
+                _check_schema(spec)
+        except BaseException:
+            toolset.close()
+            raise
+        return toolset
 
     async def open(
         self,
-        hosts: ObjectHosts | None,
+        hosts: HostsLike,
         tools_kwargs: Mapping[str, Kwargs] | None = None,
         further: Sequence[Tool] = (),
     ) -> OpenTools:
         """Begin one trajectory.
 
-        `hosts` makes objects in worker processes; without it everything runs in this process. `tools_kwargs`
+        `hosts` makes objects in worker processes or, `LocalHosts`, in this one. `tools_kwargs`
         is the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
         release_kwargs}}. `further` are tools of the trajectory alone, such as methods of its environment.
-        Raises ToolFailed, and ConfigError where one of them has the name of a tool of the run.
+        Raises ToolFailed, DataError for `tools_kwargs` of another form, and ConfigError where one of
+        `further` has the name of a tool of the run.
         """
-        kwargs = {name: _without_none(given) for name, given in (tools_kwargs or {}).items()}
+        kwargs = _read_kwargs(tools_kwargs)
         tools: list[Tool] = [
-            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s) for spec in self.specs
+            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
+            for spec in self.specs.values()
         ]
         both = {tool.name for tool in tools} & {tool.name for tool in further}
         if both:
@@ -262,9 +228,18 @@ class Toolset:
 
     def close(self) -> None:
         """Free what tools in this process hold, at the end of the run."""
-        for spec in self.specs:
+        for spec in self.specs.values():
             if spec.shared is not None:
                 spec.shared.close()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait until all have ended, and raise the first error only then, so that none goes on unseen."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str:
@@ -282,9 +257,17 @@ def cut(text: str, length: int, side: Literal["left", "middle", "right"]) -> str
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
-def _without_none(given: Kwargs | None) -> Kwargs:
-    """Return the keyword arguments of one tool; a column of a table is None in rows without them."""
-    return {name: each for name, each in (given or {}).items() if each is not None}
+def _read_kwargs(tools_kwargs: Any) -> dict[str, Kwargs]:
+    """Return a row's keyword arguments by tool; a column of a table is None in rows without them."""
+    try:
+        return {
+            name: {key: dict(each) for key, each in (given or {}).items() if each is not None}
+            for name, given in (tools_kwargs or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"extra_info.tools_kwargs: got {tools_kwargs!r}, wanted {{tool: {{create_kwargs: {{…}}, …}}}}"
+        ) from error
 
 
 def _readable(text: str) -> str:
@@ -320,9 +303,5 @@ def _malformed(call: ToolCall, what: str) -> ToolAnswer:
     return ToolAnswer(f"The arguments of {call.name} {what}.", problem="malformed")
 
 
-def _is_late(error: Exception) -> bool:
-    return isinstance(error, TimeoutError) or type(error).__name__ == "CallTooLong"
-
-
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CallRaised) else f"{type(error).__name__}: {error}"

@@ -175,7 +175,9 @@ def test_a_loop_of_several_turns_from_a_yaml_file(file: Path, tmp_path: Path) ->
         sampled = [segment.sampled for segment in row.segments]
         assert sampled == [True, False, True] and row.segments[1].token_ids == (40, 41)
         assert found.metrics == {"num_messages": 4.0, "tool_calls": 0.5, "found": 2.0}
-        assert found.extra["extra_info"]["tool_rewards"] == [0.25] and found.turns == 2
+        info = found.extra["extra_info"]
+        assert info["tool_rewards"] == [0.25] and info["note"] == "words" and info["num_turns"] == 4
+        assert found.turns == 2
     assert agent._make.func.times_made == 1  # type: ignore[attr-defined]
 
 
@@ -293,7 +295,7 @@ def test_an_agent_of_one_s_own_and_names_that_there_are_not(file: Path, tmp_path
     )
     mine: Any = load_agent_loop(f"{file}:Mine", config(options={"size": 3}), TOKENIZER)
     assert mine.size == 3
-    with pytest.raises(ConfigError, match="no `async def run"):
+    with pytest.raises(ConfigError, match="is no class with `async def run"):
         load_agent_loop(f"{file}:nothing", config(options={"size": 3}), TOKENIZER)
     with pytest.raises(ConfigError, match="there is no agent 'tol_agent'; wanted single_turn_agent"):
         load_agent_loop("tol_agent", config(), TOKENIZER)

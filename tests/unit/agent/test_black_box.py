@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import sys
 import textwrap
@@ -12,19 +11,17 @@ from typing import Any
 
 import psutil
 import pytest
-from spoken_engine import LIMITS, FakeSession, client_of, episode
+from endpoint_scene import END, endpoint, ids, policy_of, text
+from spoken_engine import FakeSession, client_of, episode
 
 from hybridflow.agent.black_box import CommandAgent, FunctionAgent
-from hybridflow.agent.endpoint import Endpoint
 from hybridflow.agent.episode import Agent, AgentResult, LengthReached, TrajectoryFailed
 from hybridflow.agent.policy import Policy
-from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
-from hybridflow.rollout.server.model import ServedModel
+from hybridflow.protocol.trajectory import rows_of
+from hybridflow.rollout.base import GenerationRequest
 
-TOKENIZER = create_tiny_tokenizer()
 ASK = """
 import asyncio, json, os, subprocess, sys, time
 import httpx
@@ -49,20 +46,28 @@ def script(tmp_path: Path) -> Any:
     return write
 
 
-def played(make: Any, hosts: HostsLike | None = None, *, cancelled: bool = False) -> Any:
+def says_yes(request: GenerationRequest) -> list[int]:
+    return ids("yes")
+
+
+def played(
+    make: Any,
+    hosts: HostsLike | None = None,
+    *,
+    cancelled: bool = False,
+    script: Any = says_yes,
+    dies_at: int | None = None,
+    **row: Any,
+) -> Any:
     """Play one episode with the agent that `make(endpoint, hosts)` gives: (result, policy); it can be
     `cancelled` after its first call.
     """
-    say = TOKENIZER("yes", add_special_tokens=False)["input_ids"]
-    model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len)
-    endpoint = Endpoint(model, ChatTemplate(TOKENIZER))
-    numbers = itertools.count()
 
     async def work() -> tuple[AgentResult | None, Policy]:
-        agent: Agent = make(endpoint, hosts or LocalHosts())
-        with client_of(FakeSession(lambda request: say, end=TOKENIZER.eos_token_id)) as client:
-            policy = Policy(client, episode(), LIMITS, lambda: next(numbers))
-            playing = asyncio.create_task(agent.run(episode(), policy))
+        agent: Agent = make(endpoint(), hosts or LocalHosts())
+        with client_of(FakeSession(script, end=END, dies_at=dies_at)) as client:
+            policy = policy_of(client)
+            playing = asyncio.create_task(agent.run(episode(**row), policy))
             try:
                 while cancelled and not policy.calls:
                     await asyncio.sleep(0.01)
@@ -138,6 +143,21 @@ def test_an_error_of_ours_keeps_its_cause(script: Any) -> None:
         played(function(path))
 
 
+def test_a_lost_engine_fails_an_agent_that_goes_on_without_its_answer(script: Any) -> None:
+    path = script(
+        """
+        async def run(base_url, row):
+            try:
+                await asyncio.to_thread(ask, base_url, "hi")
+            except httpx.HTTPStatusError:
+                return 1.0
+        """
+    )
+    with pytest.raises(TrajectoryFailed) as caught:
+        played(function(path), dies_at=1)
+    assert caught.value.cause == "infrastructure"
+
+
 def command(path: str, *words: str) -> Any:
     return lambda endpoint, hosts: CommandAgent([sys.executable, path, *words], endpoint)
 
@@ -151,7 +171,7 @@ def test_a_command_gives_its_reward_by_a_line_or_a_file(script: Any, word: str, 
         assert ask(os.environ["OPENAI_BASE_URL"], "hi") == "yes"
         if sys.argv[1] == "file":
             json.dump({"score": 0.25}, open(os.environ["HYBRIDFLOW_RESULT"], "w"))
-        print("done" if sys.argv[1] == "nothing" else "0.5")
+        print(0.5 if sys.argv[1] == "nothing" else json.dumps({"score": 0.5}))
         """
     )
     result, policy = played(command(path, word))
@@ -185,3 +205,33 @@ def test_an_agent_that_is_not_there_is_a_mistake_of_the_keys(tmp_path: Path) -> 
         played(lambda endpoint, hosts: CommandAgent(["no-such-agent"], endpoint))
     with pytest.raises(ConfigError, match="no file"):
         played(function(str(tmp_path / "none.py")))
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
+
+
+def multiplies(request: GenerationRequest) -> list[int]:
+    """A call of the tool, then the number that it gave."""
+    prompt = text(request.prompt_token_ids)
+    if "tool\n" in prompt:
+        return ids("It is " + prompt.rpartition("tool\n")[2].partition("<|im_end|>")[0])
+    return ids('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>')
+
+
+@pytest.mark.parametrize(
+    "package, make, reward",
+    [
+        ("openai", function(str(EXAMPLES / "openai_script.py")), None),
+        ("openai", command(str(EXAMPLES / "openai_script.py")), None),
+        ("langgraph.prebuilt", function(str(EXAMPLES / "langgraph_agent.py")), 1.0),
+        ("agents", command(str(EXAMPLES / "openai_agents_agent.py")), 1.0),
+    ],
+    ids=["openai-function", "openai-command", "langgraph", "openai-agents"],
+)
+def test_the_examples_play_two_turns_that_are_one_row(package: str, make: Any, reward: float | None) -> None:
+    pytest.importorskip(package)
+    question = [{"role": "user", "content": "What is 6 times 7?"}]
+    result, policy = played(make, script=multiplies, raw_prompt=question, reward_model={"ground_truth": "42"})
+    assert result.reward == reward and result.messages[-1]["content"] == "It is 42"
+    (row,) = rows_of(policy.calls)
+    assert [segment.sampled for segment in row.segments] == [True, False, True]

@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 from spoken_engine import LIMITS, client_of, episode, says
 
+from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.conversation import Conversation
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.toolset import ToolLimits, Toolset
 
 TOKENIZER = create_tiny_tokenizer()
@@ -65,6 +69,11 @@ class Shop(Environment):
             raise ValueError("too hot")
         self.bought += [product] * count
         return f"you have {len(self.bought)}"
+
+    @tool("look")
+    def show_all(self):
+        """Look at what was bought."""
+        return self.bought, 0.5, {"looks": 1}
 
     def step(self, text):
         return Step(done=True, reward=len(self.bought))
@@ -211,17 +220,19 @@ def shopping(*turns: str) -> Answer:
 
 def test_methods_of_an_environment_are_tools(world: Path, hosts: Hosts) -> None:
     (found,) = played(
-        shopping(call("buy", product="tea", count=2), call("buy", product="milk"), "done"),
+        shopping(call("buy", product="tea", count=2), call("buy", product="milk"), call("look"), "done"),
         environment=f"{world}:Shop",
         hosts=hosts,
         extra_info={"wish": "tea and milk"},
         max_tokens=200,
         max_model_len=1000,
     )
-    assert found.reward == 3.0 and found.turns == 3
+    assert found.reward == 3.5 and found.turns == 4, "the calls' rewards count"
     given = text_of(found, sampled=False)
-    assert ["you have 2" in given[0], "you have 3" in given[1]] == [True, True]
-    assert found.metrics["tools/tool_calls"] == 2 and found.metrics["tools/raised"] == 0
+    assert "you have 2" in given[0] and "you have 3" in given[1] and '["tea", "tea", "milk"]' in given[2]
+    assert found.metrics["tools/tool_calls"] == 3 and found.metrics["tools/raised"] == 0
+    assert found.metrics["environment/looks"] == 1
+    assert found.extra["extra_info"]["tool_rewards"] == [0.0, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +258,34 @@ def test_a_call_that_goes_wrong_is_told_to_the_model_and_counted(
     )
     assert found.outcome.kind == "finished" and found.metrics[f"tools/{problem}"] == 1
     assert told in text_of(found, sampled=False)[0]
+
+
+def test_the_end_of_a_turn_is_given_after_a_stop_text(world: Path, hosts: Hosts) -> None:
+    """A text that ends a response leaves no end token, so that the template's own is what the model reads."""
+    conversation = Conversation(ChatTemplate(TOKENIZER, {}))
+    conversation.begin("1 to 9?")
+    ids = list(TOKENIZER("5", add_special_tokens=False)["input_ids"])
+    output = GenerationOutput(0, ids, [0.0], "stop", [0], stop_reason="5")
+    conversation.answer(output, {"role": "assistant", "content": "5"})
+    conversation.add("lower")
+    assert "assistant\n5<|im_end|>\n<|im_start|>user\nlower" in TOKENIZER.decode(
+        conversation.prompt.token_ids
+    )
+
+
+def test_a_templated_text_begins_a_conversation_with_tools(tmp_path: Path, hosts: Hosts) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    tools = Toolset.load(function_tool_path=str(tmp_path / "tools.py"))
+    (found,) = played(
+        shopping(call("double", number=21), "42"),
+        tools=tools,
+        hosts=hosts,
+        prompt=TOKENIZER("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n")["input_ids"],
+        raw_prompt="<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n",
+        max_tokens=200,
+        max_model_len=1000,
+    )
+    assert found.outcome.kind == "finished" and found.turns == 2
 
 
 def test_token_ids_are_taken_as_they_are(world: Path, hosts: Hosts) -> None:
@@ -303,3 +342,24 @@ def test_tools_of_the_run_without_an_environment(tmp_path: Path, hosts: Hosts) -
     assert "42" in text_of(found, sampled=False)[0] and found.metrics["tools/tool_calls"] == 1
     roles = [message["role"] for message in found.extra["extra_info"]["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+def test_options_that_a_constructor_refuses_are_named_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="guess: got largest=0"):
+        EnvironmentSpec.of("guess", {"largest": 0})
+    (tmp_path / "users.yaml").write_text("interaction: []")
+    with pytest.raises(ConfigError, match="has no list `interaction`"):
+        EnvironmentSpec.of(INTERACTIONS, {"config_path": str(tmp_path / "users.yaml")})
+
+
+@pytest.mark.parametrize("text, differs", [("5", 0.0), (" 5", 1.0)])
+def test_tokens_are_compared_with_the_template_where_that_is_asked(
+    world: Path, hosts: Hosts, caplog: pytest.LogCaptureFixture, text: str, differs: float
+) -> None:
+    """The text of a message is stripped, so that the template renders other tokens than were sampled."""
+    strict = MultiTurnConfig(tokenization_sanity_check_mode="strict", max_assistant_turns=1)
+    (found,) = played(
+        lambda _: text, environment=f"{world}:Shop", hosts=hosts, multi_turn=strict, extra_info={"wish": "?"}
+    )
+    assert found.metrics["template_differences"] == differs
+    assert ("not those of its chat template" in caplog.text) == bool(differs)

@@ -5,7 +5,6 @@ is one row with what follows.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,38 +14,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from spoken_engine import LIMITS, FakeSession, client_of, episode
+from endpoint_scene import END, SAMPLING, endpoint, ids, policy_of, text
+from spoken_engine import FakeSession, client_of
 
-from hybridflow.agent.endpoint import Endpoint, Recording
-from hybridflow.agent.episode import LengthReached
-from hybridflow.agent.policy import Policy
-from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.agent.endpoint import Recording
+from hybridflow.agent.episode import LengthReached, TrajectoryFailed
 from hybridflow.protocol.trajectory import Lineage, rows_of
-from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.base import GenerationRequest
 
-TOKENIZER = create_tiny_tokenizer()
-END = TOKENIZER.eos_token_id
-TOKENIZER.chat_template = (
-    "{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': "
-    "c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CALL = '<tool_call>{"arguments" :{"b":[1, 2],"a":3},  "name":"add"}</tool_call>'
 """Written as no template writes it."""
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "strict": True}}]
 USER: dict[str, Any] = {"role": "user", "content": "add them"}
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-def text(token_ids: Sequence[int]) -> str:
-    return str(TOKENIZER.decode(token_ids))
 
 
 def says(request: GenerationRequest) -> list[int]:
@@ -62,11 +41,9 @@ class Scene:
         self,
         play: Callable[[Recording], Awaitable[None]],
         script: Callable[[GenerationRequest], Sequence[int]] = says,
-        sampling: SamplingParams | None = None,
         **session: Any,
     ) -> None:
         self.requests: list[GenerationRequest] = []
-        self.sampling = sampling or SamplingParams(100, temperature=0.5)
         self.session = FakeSession(self._noted(script), end=END, **session)
         asyncio.run(self._run(play))
 
@@ -79,13 +56,9 @@ class Scene:
         return say
 
     async def _run(self, play: Callable[[Recording], Awaitable[None]]) -> None:
-        model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len, "hermes")
-        endpoint = Endpoint(model, ChatTemplate(TOKENIZER))
-        numbers = itertools.count()
         with client_of(self.session) as client:
-            played = replace(episode(), sampling=self.sampling)
-            self.policy = Policy(client, played, LIMITS, lambda: next(numbers))
-            async with endpoint.record(self.policy) as self.recording:
+            self.policy = policy_of(client)
+            async with endpoint().record(self.policy) as self.recording:
                 await play(self.recording)
             assert client.load == 0, "a request is left behind"
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -141,6 +114,38 @@ def test_a_conversation_with_a_tool_is_one_row_however_the_client_writes_its_his
         "tool",
         "assistant",
     ]
+
+
+def test_a_conversation_by_responses_is_one_row() -> None:
+    async def play(recording: Recording) -> None:
+        tools: list[Any] = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
+        items: list[Any] = [USER]
+        async with openai_of(recording) as client:
+            first = await client.responses.create(model="m", input=items, tools=tools)
+            items += [item.to_dict() for item in first.output]
+            result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "6"}
+            second = await client.responses.create(model="m", input=[*items, result], tools=tools)
+        assert second.output_text == "It is 6" and second.temperature == SAMPLING.temperature
+
+    (row,) = Scene(play).rows
+    assert [segment.sampled for segment in row.segments] == [True, False, True]
+
+
+def test_a_conversation_by_messages_is_one_row() -> None:
+    async def play(recording: Recording) -> None:
+        go = {"model": "m", "max_tokens": 90, "tools": [{"name": "add", "input_schema": {}}]}
+        history: list[Any] = [USER]
+        async with httpx.AsyncClient(timeout=600) as client:
+            for _ in range(2):
+                answer = await client.post(f"{recording.url}/v1/messages", json={**go, "messages": history})
+                content = answer.json()["content"]
+                used = [block["id"] for block in content if block["type"] == "tool_use"]
+                results = [{"type": "tool_result", "tool_use_id": name, "content": "6"} for name in used]
+                history += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+        assert content == [{"type": "text", "text": "It is 6"}]
+
+    (row,) = Scene(play).rows
+    assert [segment.sampled for segment in row.segments] == [True, False, True]
 
 
 @pytest.mark.parametrize("edited, num_rows", [("hello", 1), ("hallo", 2)])
@@ -234,10 +239,9 @@ def test_the_sampling_of_the_run_is_in_force_but_for_limits_and_stops(
 
     with caplog.at_level(logging.WARNING, "hybridflow.agent"):
         scene = Scene(play)
-    own = scene.sampling
     assert [request.sampling for request in scene.requests] == [
-        replace(own, max_tokens=4, stop=("x",)),
-        replace(own, stop=("x",)),
+        replace(SAMPLING, max_tokens=4, stop=("x",)),
+        replace(SAMPLING, stop=("x",)),
     ]
     (warning,) = [record.message for record in caplog.records]
     assert "temperature, seed" in warning
@@ -288,6 +292,34 @@ def test_a_conversation_without_room_is_told_as_that() -> None:
                     long = {"role": "user", "content": "a" * length}
                     await client.chat.completions.create(model="m", messages=[long])
                 assert caught.value.code == "context_length_exceeded"
-        assert isinstance(recording.failure, LengthReached)
+            assert isinstance(recording.failure, LengthReached)
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "short"}])
+        assert recording.failure is None, "the agent has gone on with a shorter one"
 
-    assert len(Scene(play).rows) == 1
+    assert len(Scene(play).rows) == 2
+
+
+def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            for limit, kind in ((4, "finished"), (None, "truncated"), (500, "truncated")):
+                answer = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=limit
+                )
+                assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == kind
+
+    Scene(play, lambda request: range(5, 110))
+
+
+def test_a_trajectory_that_failed_takes_no_further_requests() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            ask = client.chat.completions.create
+            for error, status in ((openai.InternalServerError, 503), (openai.APIStatusError, 410)):
+                with pytest.raises(error) as caught:
+                    await ask(model="m", messages=[{"role": "user", "content": "hi"}])
+                assert caught.value.status_code == status
+        assert isinstance(recording.failure, TrajectoryFailed)
+        assert recording.failure.cause == "infrastructure"
+
+    Scene(play, dies_at=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Trajec
 from hybridflow.agent.policy import Policy
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
+from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Trajectory
@@ -116,6 +118,7 @@ def raises(error: Exception) -> Play:
     [
         (TrajectoryFailed("infrastructure", "lost"), "failed", "infrastructure"),
         (TrajectoryFailed("data", "no such prompt"), "failed", "data"),
+        (DataError("a row of another form"), "failed", "data"),
         (ZeroDivisionError("a mistake"), "failed", "environment"),
         (LengthReached("no room"), "truncated", None),
     ],
@@ -142,6 +145,29 @@ def test_failures_are_tried_again_by_their_cause_with_other_draws(cause: str, tr
     (found,), runner = played(play, episode(), config=config)
     assert found.outcome.cause == cause and len(seeds) == len(set(seeds)) == tries
     assert runner.retried == Counter({cause: tries - 1}) - Counter()
+
+
+@pytest.mark.parametrize(
+    "result, told",
+    [
+        (None, "wanted an AgentResult"),
+        (AgentResult(reward=float("nan")), "wanted finite numbers"),
+        (AgentResult(reward="high"), "wanted finite numbers"),  # type: ignore[arg-type]
+        (AgentResult(reward=1.0, turn_rewards={3: 1.0}), r"calls \[3\], and there were 1"),
+    ],
+)
+def test_a_result_that_is_none_fails_its_trajectory_and_not_the_run(result: object, told: str) -> None:
+    async def play(episode: Episode, policy: Policy) -> object:
+        await policy.generate(episode.prompt)
+        return result
+
+    (found,), _ = played(play, episode())
+    assert found.outcome.cause == "environment" and re.search(told, found.outcome.detail)
+
+
+def test_an_agents_own_timeout_is_told_as_its_own() -> None:
+    (found,), _ = played(raises(TimeoutError("no answer of the shop")), episode())
+    assert found.outcome.cause == "deadline" and "no answer of the shop" in found.outcome.detail
 
 
 def test_a_retry_that_goes_well_is_the_trajectory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.cli.try_view import read_calls
+from hybridflow.models.tiny import create_tiny_model
 from hybridflow.tools.parsers import ToolCall
 
 SHOP = """
@@ -44,6 +47,7 @@ class Shop(Environment):
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a command sets up its own
     monkeypatch.chdir(tmp_path)
     Path("shop.py").write_text(SHOP)
 
@@ -116,6 +120,17 @@ def test_a_line_that_holds_no_call(line: str) -> None:
 def test_two_calls_of_one_line() -> None:
     line = '<tool_call>{"name": "a"}</tool_call> <tool_call>{"name": "b"}</tool_call>'
     assert read_calls(line) == [ToolCall("a", "{}"), ToolCall("b", "{}")]
+
+
+def test_a_model_plays_and_its_tokens_are_shown(play, tmp_path: Path) -> None:
+    model = create_tiny_model(tmp_path / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    status, out, _ = play(f"guess --options guesses=2 --seed 5 --model {model}")
+    assert status == 0
+    assert out.startswith("<|im_start|>user\n1 to 20?<|im_end|>\n<|im_start|>assistant\n")
+    assert len(re.findall(r"\[\d+ tokens, stop\]", out)) == 2
+    assert "\n<|im_start|>user\na number<|im_end|>\n<|im_start|>assistant\n" in out
+    last = out.splitlines()[-1]
+    assert last.startswith("finished, reward 0 (turn 1: 0, turn 2: 0)") and "num_guesses 2" in last
 
 
 def test_it_starts_without_heavy_libraries() -> None:

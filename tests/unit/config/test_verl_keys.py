@@ -331,8 +331,9 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.rollout.data_parallel_size=2",
     "actor_rollout_ref.model.lora.rank=16",
     "actor.peft.peft_type=dora",
-    "rollout.multi_turn.enable=True",
-    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    "rollout.multi_turn.tool_server=http://tools:8080",
+    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager",
     "reward_model.enable=True",
     "reward.reward_model.enable=True",
     "reward_model.reward_manager=batch",
@@ -504,7 +505,6 @@ SFT_MUST_BE_REFUSED = [
     ("engine.dtype", "float16"),
     ("engine.tp_comm_overlap", True),
     ("model.strategy", "megatron"),
-    ("data.tools_key", "functions"),
     ("optim.optimizer", "adam"),
 ]
 
@@ -573,7 +573,7 @@ def test_no_effect_prints_one_line_and_changes_nothing() -> None:
 
 
 def test_status_depends_on_the_value() -> None:
-    path = "actor_rollout_ref.rollout.multi_turn.enable"
+    path = "actor_rollout_ref.rollout.skip_rollout"
     assert [status(PPOConfig, path, value).kind for value in (False, None, True)] == [
         "no effect",
         "no effect",

@@ -11,7 +11,9 @@ from chat_families import FAMILIES, TOOL, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate, check_conversation
+from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.tokenizer import encode_rendered, text_of
 from hybridflow.errors import DataError
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall, parser_of_template
@@ -21,6 +23,8 @@ WORDS = st.text('abc 01+=.#\n"{}', min_size=1, max_size=12).map(lambda text: f"x
 TURNS = st.lists(
     st.tuples(WORDS, st.sampled_from(["user", "tool", "tools"]), WORDS, st.booleans()), max_size=3
 )
+USER = [{"role": "user", "content": "2"}]
+RESULT = [{"role": "tool", "content": "7", "name": "add"}]
 
 
 @functools.cache
@@ -105,8 +109,11 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     assert parser.malformed == 0
 
 
-USER = [{"role": "user", "content": "2"}]
-RESULT = [{"role": "tool", "content": "7", "name": "add"}]
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_first_prompt_is_that_of_the_data(name: str) -> None:
+    template = template_of(name)
+    (row,) = list(PromptDataset([{"prompt": USER}], template.tokenizer, DataConfig()))
+    assert template.begin(USER) == row.prompt_token_ids
 
 
 def after(name: str, stop: str | None, messages: list[dict[str, Any]], *, final: bool = False) -> str:
@@ -171,11 +178,23 @@ def test_what_a_template_cannot_do_is_said_at_the_start(name: str) -> None:
             "does not write the answer",
         ),
         ("{% for m in messages %}{{ m.content + m.content[:2] }}{% endfor %}", "depends on the answer"),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}",
+            "leaves out messages of tool",
+        ),
     ],
 )
 def test_templates_without_a_fixed_end_are_refused(source: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        ChatTemplate(template_of("qwen2.5").tokenizer, template=source).check()
+        ChatTemplate(template_of("qwen2.5").tokenizer, template=source).check([TOOL])
+
+
+def test_an_end_of_several_tokens_is_written_by_the_model() -> None:
+    source = "{% for m in messages %}{{ m.content }}<think><|endoftext|>{% endfor %}"
+    template = ChatTemplate(template_of("qwen2.5").tokenizer, template=source)
+    first, second = encode_rendered(template.tokenizer, "<think><|endoftext|>")
+    assert text_of(template.tokenizer, template.after_answer(second, USER)) == "2<think><|endoftext|>"
+    assert template.after_answer(first, USER) == [second, *template.after_answer(second, USER)]
 
 
 def test_options_and_tools_reach_the_template() -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig, TaskConfig
 from hybridflow.data.build import build_prompt_data
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.demonstrations import DemonstratedPrompts, encode_demonstration
 from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.sft import encode_conversation
@@ -29,7 +30,7 @@ def test_the_answer_is_its_text_and_the_end_token(template: str, request: pytest
     tokenizer = request.getfixturevalue(template)
     ids = encode(tokenizer, TOLD)
     assert tokenizer.decode(ids) == "it is 4<|im_end|>"
-    whole, mask = encode_conversation(tokenizer, TOLD)
+    whole, mask = encode_conversation(ChatTemplate(tokenizer), TOLD)
     assert ids == [token for token, learned in zip(whole, mask, strict=True) if learned], "what SFT learns"
     assert encode(tokenizer, "it is 4") == ids, "text goes by the template, too"
     start = whole.index(ids[0], mask.index(1))

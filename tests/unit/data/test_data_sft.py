@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pytest
+from chat_families import FAMILIES, TOOL
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig, SFTDataConfig
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.files import Rows
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sft import SFTDataset, SFTRow
 from hybridflow.data.tasks import ArithmeticChain
+from hybridflow.data.tokenizer import encode_rendered
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 
@@ -157,3 +162,66 @@ def test_column_mistakes(
     with pytest.raises(DataError, match="has no chat template"):
         SFTDataset([{"messages": CHAT}], characters_without_template, SFTDataConfig())
     assert len(SFTDataset([PAIR], characters_without_template, SFTDataConfig())) == 1
+
+
+ENDS = {"gemma": "<end_of_turn>", "llama2": "</s>", "phi": "<|end|>", "glm4.5": "", "gpt-oss": "<|return|>"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_ids_are_those_of_a_rollout(name: str) -> None:
+    family = FAMILIES[name]
+    template = family.template()
+    tokenizer = template.tokenizer
+    stop: list[int] = []
+    if end := ENDS.get(name, family.ends[0].strip()):
+        tokenizer.eos_token = end
+        stop = encode_rendered(tokenizer, end)
+    talk = CHAT[1:]
+    (row,) = list(SFTDataset([{"messages": talk}], tokenizer, SFTDataConfig()))
+    if name not in ("qwen3", "phi", "gpt-oss"):  # they write an answer in another way once more follows
+        whole = template.render(talk, add_generation_prompt=False)
+        assert row.input_ids == encode_rendered(tokenizer, whole)
+    before = template.render(talk[:1], add_generation_prompt=True)
+    through = template.render(talk[:2], add_generation_prompt=False)
+    opening, _, closing = through[len(before) :].partition("2")
+    closing = " " if closing.startswith(" ") else ""
+    rollout = template.begin(talk[:1])
+    for answer, given in (("2", talk[2:3]), ("no more", [])):
+        rollout += encode_rendered(tokenizer, opening + answer + closing) + stop
+        rollout += template.after_answer(stop[0] if stop else None, given, final=not given)
+    assert row.input_ids == rollout
+
+
+def test_tools_and_thinking_reach_the_template() -> None:
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "1", "b": None}}}
+    messages = [
+        CHAT[1],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        CHAT[2],
+    ]
+    tools = [{**TOOL, "filled": None}]
+    rows = [{"messages": messages, "functions": given} for given in (tools, json.dumps(tools))]
+    first, second = SFTDataset(rows, tokenizer, SFTDataConfig(tools_key="functions"))
+    assert first.input_ids == second.input_ids
+    whole = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert "null" in whole, "a columnar file fills arguments with nulls"
+    whole = whole.replace(', "b": null', "")
+    assert first.input_ids == tokenizer(whole, add_special_tokens=False).input_ids
+    wanted = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call><|im_end|>2<|im_end|>'
+    assert learned(tokenizer, first) == wanted
+    tokenizer.chat_template = "{{ 'T' if enable_thinking else 'F' }}" + str(tokenizer.chat_template)
+    rows = [{"messages": CHAT, "think": think} for think in (True, False, None)]
+    dataset = SFTDataset(rows, tokenizer, SFTDataConfig(enable_thinking_key="think"))
+    assert [tokenizer.decode(row.input_ids[:1]) for row in dataset] == ["T", "F", "F"]
+    with pytest.raises(DataError, match="wanted a list of schemas"):
+        SFTDataset([{"messages": CHAT, "tools": 3}], tokenizer, SFTDataConfig())
+
+
+def test_a_template_that_takes_thoughts_away_is_learned_turn_by_turn() -> None:
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    (row,) = list(SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig()))
+    thought = "<think>\n\n</think>\n\n"
+    assert learned(tokenizer, row) == f"{thought}2<|im_end|>{thought}no more<|im_end|>"
+    assert ChatTemplate(tokenizer).begin(CHAT[:2]) == row.input_ids[: row.loss_mask.index(1)]

@@ -98,20 +98,6 @@ def test_reasoning_gym_scores_with_the_task_s_own_scorer() -> None:
     assert wrong.done and wrong.reward < 1.0 and wrong.extra == {"acc": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("37 * 84 + 52 * 19", 4096), ("-3*2*2+1", -11), ("7", 7), (" 12 - 2 ", 10)],
-)
-def test_the_calculator_calculates(text: str, value: int) -> None:
-    assert Calculator().calculator(text) == str(value)
-
-
-@pytest.mark.parametrize("text", ["", "2 ** 9", "1 / 0", "1 +", "__import__('os')", "9" * 500])
-def test_the_calculator_says_what_it_can_not_read(text: str) -> None:
-    with pytest.raises(ValueError, match=r"can not read .* wanted whole numbers"):
-        Calculator().calculator(text)
-
-
 def test_calculator_rewards_the_tool_s_answer_unless_it_is_by_chance() -> None:
     rewards = {"right": 0.0, "random": 0.0}
     for answers in ("right", "random"):
@@ -136,8 +122,7 @@ def test_search_finds_the_fact_and_rewards_its_word_alone() -> None:
         assert asked == question and second in environment.facts
         assert environment.step(f"#### {answer}").reward == 1.0
         assert environment.step(f"#### {answer} {answer}").reward == 0.0
-    with pytest.raises(ValueError, match="no words"):
-        environment.search(" ")
+    assert environment.search("nobody") == "nothing found"
 
 
 def well_formed(text: str) -> bool:

@@ -93,23 +93,20 @@ def test_gsm8k_goes_on_until_the_answer_is_right(config_path: str, kwargs: dict[
 
 def test_a_row_chooses_its_interaction_and_trajectories_are_apart(config_path: str) -> None:
     first, second = (InteractionEnvironment(config_path) for _ in range(2))
-    shared = first.interactions["custom_solver"]
-    assert shared is second.interactions["custom_solver"]
-    assert shared.config == {"solver_type": "advanced", "timeout": 30, "name": "custom_solver"}
 
     async def run() -> list[Step]:
         await first.reset(row(name="custom_solver", goal="one"))
         await second.reset(row(name="custom_solver", goal="two"))
         steps = [await first.step("a"), await second.step("b"), await first.step("c"), await first.step("d")]
         await first.close()
-        await second.close()
         return steps
 
     steps = asyncio.run(run())
+    assert first.interaction.config == {"solver_type": "advanced", "timeout": 30, "name": "custom_solver"}
+    assert not first.interaction._open and second.interaction._open  # type: ignore[attr-defined]
     assert [step.observation for step in steps] == ["one a", "two b", "one c", "one d"]
     assert [step.done for step in steps] == [False, False, False, True]
     assert steps[-1].extra == {"attempts": 3} and sum(step.reward for step in steps) == 2.0
-    assert not shared._open  # type: ignore[attr-defined]
 
 
 def test_the_environment_is_named_like_every_other(config_path: str) -> None:

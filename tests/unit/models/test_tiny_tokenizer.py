@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hybridflow.data.chat_template import ChatTemplate, check_conversation
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny_tokenizer import TOOL_WORDS, create_tiny_tokenizer, create_tiny_tool_tokenizer
 
 QUESTION = "3 + 4 - 2 + 5 = ?"
 ANSWER = "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"
@@ -82,3 +83,49 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n") and text.endswith(
         "4 = 4<|im_end|>\n"
     )
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"text": "3 + 4"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS, CALL, CALL.replace('"}}', '"}'), "tool add", "<tool_cal>", *TOOL_WORDS]
+)
+def test_round_trip_with_tools(text: str) -> None:
+    tokenizer = create_tiny_tool_tokenizer(["add"])
+    ids = tokenizer.encode(text)
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_tools_change_no_token_of_other_texts_and_calls_are_short() -> None:
+    plain = create_tiny_tokenizer()
+    with_tools = create_tiny_tool_tokenizer(["add", "text"])
+    assert with_tools.get_vocab().items() >= plain.get_vocab().items()
+    assert with_tools.encode(ANSWER) == plain.encode(ANSWER)
+    assert len(with_tools.encode(CALL)) == 13
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tool_template(as_text: bool) -> None:
+    tokenizer = create_tiny_tool_tokenizer(["add"])
+    template = ChatTemplate(tokenizer)
+    arguments: object = '{"text": "3 + 4"}' if as_text else {"text": "3 + 4"}
+    question = {"role": "user", "content": "3 + 4 = ?"}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": arguments}}],
+    }
+    result = {"role": "tool", "content": "7", "name": "add", "tool_call_id": "call00000"}
+    end = tokenizer.eos_token_id
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = [*template.begin([question], tools), *tokenizer.encode(CALL), end]
+    row += [*template.after_answer(end, [result], tools), *tokenizer.encode("7"), end]
+    messages = [question, called, result, {"role": "assistant", "content": "7"}]
+    assert check_conversation(template, row, messages, tools) is None
+    told = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    learned = [token for token, keep in zip(told["input_ids"], told["assistant_masks"], strict=True) if keep]
+    assert tokenizer.decode(learned) == f"{CALL}<|im_end|>7<|im_end|>"
+    shown = ChatTemplate(tokenizer, {"show_tools": True}).begin([question], tools)
+    assert tokenizer.decode(shown).startswith('<|im_start|>system\n[{"type": "function"')

@@ -146,6 +146,23 @@ def test_samples_are_capped_and_the_page_says_so(tmp_path: Path) -> None:
     )
 
 
+def test_conversations_are_text_and_cut(tmp_path: Path) -> None:
+    call = {"id": "a", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call, {"name": "sub", "arguments": "{}"}]},
+        {"role": "tool", "name": "add", "content": [{"type": "text", "text": NASTY}]},
+        {"role": "user", "content": "x" * MAX_TEXT},
+        {"role": "user", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
+    SampleWriter(tmp_path / "samples").write([{"uid": "a", "messages": messages}], 1)
+    shown = collect(tmp_path)["samples"]["samples"][0]["rows"][0]["messages"]
+    assert shown[0] == {"role": "assistant", "content": "", "calls": ['add({"a": 1})', "sub({})"]}
+    assert shown[1]["role"] == "tool add" and "alert(1)" in shown[1]["content"]
+    assert sum(len(message["content"]) for message in shown[:3]) < MAX_TEXT
+    assert shown[3:] == [{"role": "…", "content": "2 more messages", "calls": []}]
+
+
 def test_long_runs_are_thinned_but_keep_their_validations(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, MAX_POINTS + 1002):

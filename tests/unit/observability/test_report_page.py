@@ -12,13 +12,15 @@ import pytest
 
 from hybridflow.observability import report
 from hybridflow.observability.report import collect
+from hybridflow.observability.samples import SampleWriter
 from hybridflow.observability.trackers import build_trackers
 
 SCRIPTS = Path(report.__file__).parent
 BROWSER = """
 class Node {
   constructor() {
-    Object.assign(this, { children: [], style: {}, dataset: {}, text: "", classList: { add() {} } });
+    const classes = [], classList = { add: (name) => classes.push(name) };
+    Object.assign(this, { children: [], style: {}, dataset: {}, text: "", classes, classList });
   }
   append(...nodes) { this.children.push(...nodes); }
   prepend(...nodes) { this.children.unshift(...nodes); }
@@ -49,16 +51,22 @@ byId.data.text = process.argv[1];
 PRINT = """
 console.log(JSON.stringify({
   tiles: byId.tiles.children.map((one) => one.textContent), subtitle: byId.subtitle.textContent,
-  cards: byId.curves.children.map(
+  cards: (byId.curves?.children ?? []).map(
     (one) => one.children[0].children[0].textContent + ": " + one.children[1].textContent),
+  list: (byId["sample-list"]?.children ?? []).map((one) => one.textContent),
+  detail: (byId["sample-detail"]?.children ?? []).map((one) => one.textContent),
+  given: tokensOf(byId["sample-detail"]).filter((one) => one.given).map((one) => one.text),
 }));
+function tokensOf(node) {
+  if (node?.className === "token") return [{ text: node.textContent, given: node.classes.includes("given") }];
+  return (node?.children ?? []).flatMap(tokensOf);
+}
 """
 
 
 def shown(run: Path) -> dict[str, Any]:
     """Tiles, subtitle and cards (title and legend) of the page of a run folder."""
-    files = ("report_charts.js", "report_samples.js", "report.js")
-    source = "\n".join([BROWSER, *((SCRIPTS / name).read_text() for name in files), PRINT])
+    source = "\n".join([BROWSER, *((SCRIPTS / name).read_text() for name in report.SCRIPTS), PRINT])
     data = json.dumps(collect(run))
     done = subprocess.run(
         ["node", "-e", source.replace('"use strict";', ""), data], capture_output=True, text=True, check=False
@@ -95,3 +103,54 @@ def test_tiles_and_cards_say_what_there_is_and_no_more(tmp_path: Path) -> None:
     assert "rewards" in rewards and "score" not in rewards, "two curves with the same values are one"
     assert not [card for card in cards if card.startswith("Clipped")], "a curve of zeros takes no place"
     assert [card for card in cards if card.startswith("Truncated")]
+
+
+def agent_row(trajectory: int, lineage: int, score: float, **more: Any) -> dict[str, Any]:
+    tokens = {"text": list("ab"), "response_mask": [1, 0], "rollout_log_probs": [-1.0, 0.0]}
+    return {
+        "prompt": "user\nWhat is 1 + 1?",
+        "response": "ab",
+        "num_tokens": 2,
+        "score": score,
+        "extra_info": {"num_turns": 2},
+        "trajectory_id": trajectory,
+        "lineage": lineage,
+        "tokens": tokens,
+        "uid": "1-0",
+        **more,
+    }
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_a_run_of_agents_shows_conversations_rows_and_failures(tmp_path: Path) -> None:
+    with build_trackers("jsonl", tmp_path) as trackers:
+        trackers.log({"training/num_failed/deadline": 2.0, "agent/num_turns/mean": 1.5}, 1)
+        failed = {"training/num_failed/deadline": 1.0, "training/num_failed/environment": 3.0}
+        trackers.log(failed | {"agent/num_turns/mean": 2.0, "agent/tools/tool_calls": 1.0}, 2)
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+    messages = [
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"},
+    ]
+    rows = [agent_row(5, 0, 1.0, messages=messages), agent_row(5, 1, 1.0), agent_row(6, 0, 0.0)]
+    SampleWriter(tmp_path / "samples").write(rows, 1)
+    page = shown(tmp_path)
+    assert "failed trajectories|6: 3 deadline, 3 environment" in page["tiles"]
+    cards = [card.split("|")[0] for card in page["cards"]]
+    assert {"Turns of a trajectory", "Failed trajectories, by cause"} <= set(cards)
+    head, first, second, _ = page["list"]
+    assert head == "What is 1 + 1?|2 samples, mean reward 0.5", "a trajectory of two rows is one sample"
+    assert "row 2" in second and "row 2" not in first
+    detail = "\n".join(page["detail"])
+    assert '⚙ add({"a": 1, "b": 1})' in detail and "tool add|2" in detail
+    assert "2 rows of one trajectory" in detail and detail.count("What is 1 + 1?") == 2
+    assert page["given"] == ["b", "b"], "tokens that the policy did not sample are dimmed"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_a_run_of_single_turns_shows_nothing_of_agents(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "response": "ab", "score": 1.0, "uid": "1-0", "num_tokens": 2}
+    SampleWriter(tmp_path / "samples").write([row], 1)
+    page = shown(tmp_path)
+    assert page["list"][0] == "1+1=" and page["tiles"] == []
+    assert page["detail"][1:3] == ["prompt", "1+1="] and len(page["detail"]) == 5

@@ -100,6 +100,18 @@ def test_token_level_columns_are_as_long_as_the_response(batch: DataProto) -> No
     }
 
 
+def test_rows_of_an_agent_have_its_conversation_once_and_its_score(batch: DataProto) -> None:
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2."}]
+    info = [{"messages": messages, "num_turns": 2}, {"messages": messages, "num_turns": 2}]
+    tensors = {"trajectory_id": torch.tensor([7, 7]), "lineage": torch.tensor([0, 1])}
+    batch.non_tensor_batch["extra_info"] = np.array(info, dtype=object)
+    first, second = sample_rows(batch | DataProto.from_dict(tensors), decode)
+    assert first["messages"] == messages and "messages" not in second
+    assert first["extra_info"] == second["extra_info"] == {"num_turns": 2}
+    assert [(row["trajectory_id"], row["lineage"]) for row in (first, second)] == [(7, 0), (7, 1)]
+    assert first["score"] == second["score"] == 1.25, "the score is the trajectory's, wherever it lies"
+
+
 def test_writer_makes_one_file_a_step_and_replaces_it(batch: DataProto, tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path / "samples")
     writer.write(sample_rows(batch, decode), 3)

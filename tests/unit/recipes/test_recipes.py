@@ -19,7 +19,9 @@ from hybridflow.tools.toolset import Toolset
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft"))
+ENVIRONMENTS = ["calculator", "guess", "search"]
+OTHERS = ["base", "sft", "agent_base", "agent_sft", *ENVIRONMENTS]
+TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in OTHERS)
 AGENTS = {"collabllm", "gsm8k_tools", "retool", "search_r1"}
 """Recipes with tools or users, whose tiny tasks are others."""
 TWINNED = [name for name in NAMES if name not in AGENTS]
@@ -72,6 +74,12 @@ def test_a_tiny_recipe_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     assert not config.actor_rollout_ref.model.enable_gradient_checkpointing
 
 
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_recipe_of_an_environment_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    config = prepared(f"tiny/{name}", tmp_path)
+    assert config.data.environment == name and config.data.task.name == f"environment:{name}"
+
+
 def test_each_recipe_has_its_twin() -> None:
     assert TWINNED == TINY
 
@@ -92,13 +100,13 @@ def test_a_twin_keeps_the_algorithm(name: str, tmp_path: Path) -> None:
     assert one.policy_loss == other.policy_loss and one.loss_agg_mode == other.loss_agg_mode
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"tiny/{name}" for name in (*TINY, "base", "sft"))])
+@pytest.mark.parametrize("name", [*NAMES, *(f"tiny/{name}" for name in (*TINY, *OTHERS))])
 def test_a_recipe_says_what_it_is_and_repeats_no_default(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    root = SFTConfig if name == "tiny/sft" else PPOConfig
+    root = SFTConfig if name.endswith("sft") else PPOConfig
     if "/" not in name:
         assert re.search(r"^# .*arXiv \d{4}\.\d{5}", text), "the header names the paper"
-    if name != "tiny/base":
+    if not name.endswith("base"):
         assert re.search(rf"^# hybridflow (train|sft) --recipe {name} ", text, re.MULTILINE), (
             "the header has the command"
         )

@@ -221,7 +221,10 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
 def test_settings_that_do_not_fit_the_model(model: Path) -> None:
     with pytest.raises(ConfigError, match="--max-model-len 9999: the model has 4096 positions"):
         build_service(ServeSettings(str(model), "tiny", max_model_len=9999))
-    with pytest.raises(ConfigError, match="--tool-call-parser owl: there is none of that name, only hermes"):
+    with pytest.raises(
+        ConfigError,
+        match="--tool-call-parser owl: there is none of that name, only code_interpreter, deepseek",
+    ):
         build_service(ServeSettings(str(model), "tiny", tool_parser="owl"))
     with pytest.raises(ConfigError, match="--chat-template"):
         build_service(ServeSettings(str(model), "tiny", chat_template=model / "none.jinja"))

@@ -5,6 +5,7 @@ formats of tool calls.
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -295,6 +296,24 @@ def test_the_opening_makes_a_call(name: str) -> None:
     (call,) = [part for part in parsed(name, TOOL_PARSERS[name]().opening("f") + rest, 3) if part != " "]
     assert isinstance(call, ToolCall) and (call.name, call.arguments) == (wanted.name, wanted.arguments)
     assert TOOL_PARSERS[name]().opening("f").startswith(TOOL_PARSERS[name]().opening(None)[:-1])
+
+
+PIECES = st.sampled_from(
+    [
+        piece
+        for text, _ in CALLS.values()
+        for piece in re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```|\w+|.", text, re.S)
+    ]
+)
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+@settings(deadline=None, max_examples=30)
+@given(st.lists(PIECES, max_size=12).map("".join), st.integers(1, 5))
+def test_any_text_is_read_alike_however_it_is_cut(name: str, text: str, size: int) -> None:
+    whole = parsed(name, text, len(text) or 1)
+    assert parsed(name, text, size) == whole
+    assert any(isinstance(part, ToolCall) for part in whole) or "".join(map(str, whole)) == text
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
+from hybridflow.processes import LocalHosts
 from hybridflow.tools import http_post
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.bm25 import Bm25, passages
@@ -82,7 +83,7 @@ def test_the_calculator_is_a_tool_of_a_run() -> None:
     toolset = Toolset.load(function_tool_path="hybridflow.tools.calculator")
     calls = [ToolCall("calculator", '{"expression": "12*12"}')]
     assert answers(toolset, calls) == [ToolAnswer("144")]
-    assert "for example (3 + 4) * 12" in json.dumps(toolset.specs[0].schema)
+    assert "for example (3 + 4) * 12" in json.dumps(toolset.specs["calculator"].schema)
 
 
 def test_bm25_prefers_rare_words_and_short_documents() -> None:
@@ -116,7 +117,9 @@ def test_gsm8k_rewards_an_answer_that_is_better_and_the_trajectory_by_its_last(t
     toolset = load(tmp_path, "hybridflow.tools.gsm8k_tool.Gsm8kTool", {})
 
     async def episode() -> tuple[list[float], float]:
-        tools = await toolset.open(None, {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}})
+        tools = await toolset.open(
+            LocalHosts(), {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}
+        )
         rewards = []
         for answer in ("71", "72", "#### 72", "72"):
             call = ToolCall("calc_gsm8k_reward", json.dumps({"answer": answer}))
@@ -148,7 +151,7 @@ def service() -> Iterator[Callable[[Answer], str]]:
             def log_message(self, *args: Any) -> None: ...
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/retrieve"
 
@@ -253,10 +256,12 @@ def test_files_in_the_form_that_verl_documents(
     path = tmp_path / "tools.yaml"
     path.write_text(VERL_FILE)
     toolset = Toolset.load(tool_config_path=str(path))
-    assert [spec.name for spec in toolset.specs] == ["search", "code_interpreter", "calc_gsm8k_reward"]
+    assert list(toolset.specs) == ["search", "code_interpreter", "calc_gsm8k_reward"]
 
     async def episode() -> ToolAnswer:
-        tools = await toolset.open(None, {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}})
+        tools = await toolset.open(
+            LocalHosts(), {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}}
+        )
         (answer,) = await tools.call([ToolCall("search", '{"query_list": ["x"]}')])
         await tools.close()
         return answer
@@ -283,7 +288,7 @@ def load(tmp_path: Path, class_name: str, config: dict[str, Any]) -> Toolset:
 
 def answers(toolset: Toolset, calls: list[ToolCall]) -> list[ToolAnswer]:
     async def episode() -> list[ToolAnswer]:
-        tools = await toolset.open(None)
+        tools = await toolset.open(LocalHosts())
         try:
             return await tools.call(calls)
         finally:

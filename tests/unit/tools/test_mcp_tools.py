@@ -19,6 +19,7 @@ import yaml
 pytest.importorskip("mcp.server.mcpserver", reason="the extra mcp is not installed")
 
 from hybridflow.errors import ConfigError
+from hybridflow.processes import LocalHosts
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import ToolLimits, Toolset
@@ -103,7 +104,7 @@ def address(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def answers(toolset: Toolset, *calls: ToolCall) -> list[ToolAnswer]:
     async def episode() -> list[ToolAnswer]:
-        tools = await toolset.open(None)
+        tools = await toolset.open(LocalHosts())
         try:
             return await tools.call(calls)
         finally:
@@ -113,8 +114,8 @@ def answers(toolset: Toolset, *calls: ToolCall) -> list[ToolAnswer]:
 
 
 def check(toolset: Toolset) -> None:
-    assert [spec.name for spec in toolset.specs] == ["price", "find", "process"]
-    function = dict(toolset.specs[0].schema)["function"]
+    assert list(toolset.specs) == ["price", "find", "process"]
+    function = dict(toolset.specs["price"].schema)["function"]
     assert function["description"] == "Say what something costs."
     assert function["parameters"]["required"] == ["item"]
     found = answers(

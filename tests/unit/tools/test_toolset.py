@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from hybridflow.data.plugin import load_object
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.processes import Hosts, LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import OpenTools, ToolLimits, Toolset, cut
@@ -21,31 +21,11 @@ SHOP = str(Path(__file__).with_name("shop.py"))
 LIMITS = ToolLimits(max_parallel_calls=5, deadline_s=60.0)
 
 
-class FakeHosts:
-    """Keeps objects as bytes between calls, as worker processes do."""
-
-    def __init__(self) -> None:
-        self.open = 0
-
-    async def create(self, factory: str, *args: Any, deadline_s: float) -> FakeHosted:
-        self.open += 1
-        return FakeHosted(self, pickle.dumps(load_object(factory, key="test")(*args)))
-
-
-class FakeHosted:
-    def __init__(self, hosts: FakeHosts, state: bytes) -> None:
-        self.hosts = hosts
-        self.state = state
-
-    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        value = pickle.loads(self.state)
-        async with asyncio.timeout(deadline_s):
-            result = await getattr(value, method)(*args)
-        self.state = pickle.dumps(value)
-        return pickle.loads(pickle.dumps(result))
-
-    async def close(self) -> None:
-        self.hosts.open -= 1
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts(1)
+    yield hosts
+    hosts.close()
 
 
 def tool_file(tmp_path: Path, *entries: dict[str, Any]) -> str:
@@ -54,7 +34,10 @@ def tool_file(tmp_path: Path, *entries: dict[str, Any]) -> str:
     return str(path)
 
 
-def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+HERE = LocalHosts()
+
+
+def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = HERE, **kwargs: Any) -> tuple[Any, ...]:
     """Return the answers of each turn, the tools, and their reward."""
 
     async def episode() -> tuple[list[list[ToolAnswer]], OpenTools, float]:
@@ -65,8 +48,8 @@ def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = None, **kwargs: A
     return asyncio.run(episode())
 
 
-@pytest.mark.parametrize("hosts", [None, FakeHosts()])
-def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
+@pytest.mark.parametrize("in_process", [False, True])
+def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: bool) -> None:
     toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
     turn = [
         ToolCall("add", '{"a": 2, "b": 3}'),
@@ -75,7 +58,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
         ToolCall("thread", "{}"),
         ToolCall("echo", r'{"text": "\ud800"}'),  # half a surrogate pair
     ]
-    (answers,), tools, reward = ask(toolset, turn, hosts=hosts)
+    (answers,), tools, reward = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert answers == [
         ToolAnswer("5", 0.5),
         ToolAnswer('{"text": "7"}'),
@@ -85,7 +68,6 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
     ]
     assert tools.counts == {"calls": 5}
     assert reward == 0.0
-    assert hosts is None or hosts.open == 0
 
 
 @pytest.mark.parametrize(
@@ -100,18 +82,22 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Any) -> None:
         (ToolCall("fail", "{}"), "raised", "fail failed: KeyError: 'nothing here'"),
     ],
 )
-def test_a_call_that_fails_is_an_answer(call: ToolCall, problem: str, words: str) -> None:
+def test_a_call_that_fails_is_an_answer(hosts: Hosts, call: ToolCall, problem: str, words: str) -> None:
     toolset = Toolset.load(function_tool_path=SHOP, limits=ToolLimits(max_response_length=1000))
-    ((answer,),), tools, _ = ask(toolset, [call], hosts=FakeHosts())
+    ((answer,),), tools, _ = ask(toolset, [call], hosts=hosts)
     assert answer.problem == problem
     assert words in answer.text
     assert tools.counts == {"calls": 1, problem: 1}
 
 
-def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers() -> None:
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers(
+    hosts: Hosts, in_process: bool
+) -> None:
     limits = ToolLimits(max_parallel_calls=1, deadline_s=0.0)
     toolset = Toolset.load(function_tool_path=SHOP, limits=limits)
-    (answers,), tools, _ = ask(toolset, [ToolCall("hang", "{}"), ToolCall("add", '{"a": 1}')])
+    turn = [ToolCall("hang", "{}"), ToolCall("add", '{"a": 1}')]
+    (answers,), tools, _ = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert [answer.problem for answer in answers] == ["deadline", "too_many"]
     assert "a turn may have 1" in answers[1].text
     assert tools.counts == {"calls": 2, "deadline": 1, "too_many": 1}
@@ -119,11 +105,10 @@ def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers() -> No
 
 @pytest.mark.parametrize("in_process", [False, True])
 def test_verls_tool_keeps_its_state_over_a_trajectory_and_gives_a_reward(
-    tmp_path: Path, in_process: bool
+    hosts: Hosts, tmp_path: Path, in_process: bool
 ) -> None:
     entry = {"class_name": f"{SHOP}:Basket", "config": {"in_process": in_process}}
     toolset = Toolset.load(tool_config_path=tool_file(tmp_path, entry), limits=LIMITS)
-    hosts = FakeHosts()
     kwargs = {
         "create_kwargs": {"wanted": 4},
         "execute_kwargs": {"suffix": "s"},
@@ -137,8 +122,7 @@ def test_verls_tool_keeps_its_state_over_a_trajectory_and_gives_a_reward(
         [ToolAnswer("eggs eggs", 0.0, {"items": 2.0})],
     ]
     assert reward == 2 / 4 + 1.0
-    assert hosts.open == 0
-    shared = toolset.specs[0].shared
+    shared = toolset.specs["basket"].shared
     assert (shared is not None) == in_process
     assert shared is None or (shared.items == {} and shared.wanted)  # type: ignore[attr-defined]
 
@@ -148,9 +132,44 @@ def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(
     toolset = Toolset.load(tool_config_path=tool_file(tmp_path, broken))
     with pytest.raises(ToolFailed, match="basket could not end: ValueError: no scales"):
         ask(toolset)
-    assert toolset.specs[0].shared.items == {}  # type: ignore[union-attr]
+    assert toolset.specs["basket"].shared.items == {}  # type: ignore[union-attr]
     with pytest.raises(ToolFailed, match="basket could not begin"):
         ask(toolset, basket={"create_kwargs": {"instance_id": 3}})
+
+
+class Door:
+    """A tool of one trajectory alone, as an environment has them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.schema = {"type": "function", "function": {"name": name, "parameters": {}}}
+
+    async def open(self, create_kwargs: Any) -> None: ...
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        return ToolAnswer("open", 0.25)
+
+    async def close(self, score: bool = False) -> float:
+        return 2.0 * score
+
+
+def test_tools_of_a_trajectory_join_those_of_the_run() -> None:
+    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+
+    async def episode(name: str) -> tuple[list[ToolAnswer], float]:
+        tools = await toolset.open(None, further=[Door(name)])
+        return await tools.call([ToolCall(name, "{}"), ToolCall("add", '{"a": 1}')]), await tools.close()
+
+    answers, reward = asyncio.run(episode("door"))
+    assert answers == [ToolAnswer("open", 0.25), ToolAnswer("2", 0.5)]
+    assert reward == 2.0
+    with pytest.raises(ConfigError, match=r"have the same names: \['add'\]"):
+        asyncio.run(episode("add"))
+
+
+def test_keyword_arguments_of_another_form_are_an_error_of_the_data() -> None:
+    with pytest.raises(DataError, match=r"got .*wanted \{tool: \{create_kwargs"):
+        ask(Toolset.load(function_tool_path=SHOP), basket={"create_kwargs": "wanted=4"})
 
 
 def test_the_schema_of_the_file_wins_and_joins_functions(tmp_path: Path) -> None:
@@ -212,7 +231,9 @@ def test_long_answers_are_cut_at_the_side_that_verl_names() -> None:
     assert cut("abcdef", 0, "right") == "(truncated)..."
 
 
-def test_the_page_about_tools_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_about_tools_works_as_it_stands(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = Path(__file__).parents[3] / "docs" / "agents" / "tools.md"
     for name, content in re.findall(r"```\w+\n# (\S+)\n(.*?)```", page.read_text(), re.DOTALL):
         (tmp_path / name).write_text(content)
@@ -220,6 +241,6 @@ def test_the_page_about_tools_works_as_it_stands(tmp_path: Path, monkeypatch: py
     limits = ToolLimits(max_parallel_calls=2)
     toolset = Toolset.load(tool_config_path="tools.yaml", function_tool_path="my_tools.py", limits=limits)
     turn = [ToolCall("price", '{"item": "egg"}'), ToolCall("basket", '{"item": "egg"}')]
-    (answers,), _, reward = ask(toolset, turn, hosts=FakeHosts(), basket={"create_kwargs": {"wanted": 2}})
+    (answers,), _, reward = ask(toolset, turn, hosts=hosts, basket={"create_kwargs": {"wanted": 2}})
     assert answers == [ToolAnswer("1 egg: 3 coins"), ToolAnswer("egg", 0.0, {"items": 1.0})]
     assert reward == 0.5

@@ -107,10 +107,12 @@ def test_generation_and_training_agree_to_the_bit_over_turns(model: Path, tmp_pa
     made = config(model, tmp_path / "run", "Echo", *one_token_turns(), "actor_rollout_ref.rollout.exact=true")
     with build(made) as trainer:
         trainer.fit()
-    logged = [step for step in read_metrics(tmp_path / "run" / "metrics.jsonl") if APART in step]
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl").values()
+    logged = [metrics for metrics in steps if APART in metrics]
     assert len(logged) == 2
     assert [step[APART] for step in logged] == [0.0, 0.0]
     assert logged[0]["agent/num_turns/mean"] == 3.0 and "val-core/Echo/reward/mean@1" in logged[-1]
+    assert logged[-1]["val-aux/agent/num_turns/mean"] == 3.0
 
 
 def test_a_run_repeats_itself_whatever_comes_first(model: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class ClientTool(StrictBody):
 
 
 class ToolChoice(StrictBody):
-    """Which tool is to be used."""
+    """The tool that is to be used."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -133,6 +133,7 @@ class LoopServer(uvicorn.Server):
     """Server in an event loop that others use too; signals stay with whoever handles them now."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        _raise_file_limit()
         super().__init__(_server_config(app, grace_s=1))
         bound = listen(host, port)
         self.address = f"http://{host}:{bound.getsockname()[1]}"

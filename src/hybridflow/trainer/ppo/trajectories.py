@@ -164,6 +164,8 @@ class Trajectories:
             if len(failed) == len(trajectories) or not self.agents.are_used:
                 raise RolloutError(told)
             logger.warning("%s: they are left out of its metrics", told)
+            for trajectory in failed:
+                metrics.add_sum(f"agent/num_failed/{trajectory.outcome.cause}", 1.0)
         whole = [trajectory for trajectory in trajectories if not trajectory.failed]
         return collate(whole, self._pad_token_id), metrics
 

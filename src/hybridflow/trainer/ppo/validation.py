@@ -7,6 +7,7 @@ from typing import Any
 from hybridflow.config import PPOConfig
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
+from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.samples import sample_rows
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
@@ -33,21 +34,28 @@ class Validator:
         self.config = config
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return the metrics (`val-core/…`, `val-aux/…`) after `step` steps and write the samples that keys
-        ask for.
+        """Return the metrics (`val-core/…`, `val-aux/…`, those of agents too) after `step` steps and write
+        the samples that keys ask for.
         """
         size = self.config.data.val_batch_size or len(self.dataset)
         parts: list[DataProto] = []
         shown: list[dict[str, Any]] = []
+        numbers = Metrics()
         for start in range(0, len(self.dataset), size):
             prompts = [self.dataset[index] for index in range(start, min(start + size, len(self.dataset)))]
-            part, _ = self.trajectories.for_validation(
+            part, found = self.trajectories.for_validation(
                 prompts, step, first_row=start * self.config.actor_rollout_ref.rollout.val_kwargs.n
             )
             shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
             parts.append(_without_padding(part))
+            numbers.update(found)
         self.samples.validation(shown, step)
-        return self._metrics(DataProto.concat(with_all_columns(parts)))
+        of_agents = {
+            f"val-aux/{name}": value
+            for name, value in numbers.to_floats().items()
+            if name.startswith("agent/")
+        }
+        return self._metrics(DataProto.concat(with_all_columns(parts))) | of_agents
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch

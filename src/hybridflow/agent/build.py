@@ -1,0 +1,194 @@
+"""The agents of a run by their names: the only place where names and keys become agents.
+
+single_turn_agent, tool_agent, environment ──► ChatAgent
+command, path/to/file.py:function ───────────► agents that know a base URL
+other names, path/to/file.py:Class ──────────► agent loops and agents of one's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.episode import Agent, AgentResult, Episode
+from hybridflow.agent.hosted_environment import EnvironmentSpec
+from hybridflow.agent.load_agent import AGENT_KEY, load_agent_loop
+from hybridflow.agent.policy import Policy
+from hybridflow.config import PPOConfig
+from hybridflow.config.checks.rollout import longest_row
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.plugin import load_object
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError, install_extra
+from hybridflow.processes import Hosts, HostsLike, LocalHosts
+from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
+from hybridflow.tools.toolset import ToolLimits, Toolset
+
+if TYPE_CHECKING:  # it needs the packages of a server
+    from hybridflow.agent.black_box import BlackBoxes
+
+SINGLE_TURN = "single_turn_agent"
+TOOL = "tool_agent"
+ENVIRONMENT = "environment"
+COMMAND = "command"
+INTERACTIONS = "hybridflow.interactions.environment:InteractionEnvironment"
+
+
+class AgentBuilder:
+    """Makes each agent once; close it at the end of the run."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._rollout = config.actor_rollout_ref.rollout
+        self._tokenizer = tokenizer
+        self._by_name: dict[str, Agent] = {}
+        workers = self._rollout.agent.num_workers
+        self._hosts: HostsLike = Hosts(workers) if workers else LocalHosts()
+
+    @property
+    def default_name(self) -> str:
+        """Name of the agent that plays rows without an agent_name."""
+        agent = self._rollout.agent
+        if agent.command:
+            return COMMAND
+        if agent.default_agent_loop != SINGLE_TURN:
+            return agent.default_agent_loop
+        if self._config.data.environment:
+            return ENVIRONMENT
+        if self._rollout.multi_turn.enable:
+            return TOOL
+        return SINGLE_TURN
+
+    def agent(self, name: str) -> Agent:
+        """Return the agent of this name; ConfigError or DataError where there can be none."""
+        if name not in self._by_name:
+            self._by_name[name] = self._made(name)
+        return self._by_name[name]
+
+    def close(self) -> None:
+        """End the processes of tools and environments, and what tools hold in this one."""
+        if "_tools" in self.__dict__:
+            self._tools.close()
+        self._hosts.close()
+
+    def _made(self, name: str) -> Agent:
+        if name == SINGLE_TURN:
+            return ChatAgent(self._parts(Toolset()))
+        if name == TOOL:
+            return self._tool_agent()
+        if name == ENVIRONMENT:
+            if not self._config.data.environment:
+                raise ConfigError("a row has agent_name=environment, and there is none: set data.environment")
+            self._check_template([*self._schemas, *self._environment.tools.values()])
+            return ChatAgent(self._parts(self._tools), self._environment)
+        if name == COMMAND:
+            return self._black_boxes.command(self._rollout.agent.command)
+        if ":" in name and not isinstance(load_object(name, key=AGENT_KEY), type):
+            return self._black_boxes.function(name)
+        return load_agent_loop(name, self._config, self._tokenizer)
+
+    @cached_property
+    def _black_boxes(self) -> BlackBoxes:
+        """Makes agents that know a base URL only; ConfigError where a package for that is missing."""
+        missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"an agent that is a function or a command needs {' and '.join(missing)}, which is not "
+                f"installed: {install_extra('serve')}"
+            )
+        from hybridflow.agent.black_box import BlackBoxes
+
+        agent = self._rollout.agent
+        return BlackBoxes(
+            self._tokenizer,
+            self._template,
+            hosts=self._hosts,
+            address=(agent.endpoint_host, agent.endpoint_port),
+            max_model_len=longest_row(self._config)[0],
+            tool_parser=self._parser,
+            deadline_s=agent.deadline,
+        )
+
+    def _tool_agent(self) -> Agent:
+        """Return the agent with the run's tools; rows with interaction_kwargs have a user to talk to."""
+        parts = self._parts(self._tools)
+        self._check_template(self._schemas)
+        plain = ChatAgent(parts)
+        file = self._rollout.multi_turn.interaction_config_path
+        if file is None:
+            return plain
+        spec = EnvironmentSpec.of(INTERACTIONS, {"config_path": file})
+        return _WithInteractions(plain, ChatAgent(parts, spec, rewarded=False))
+
+    @cached_property
+    def _tools(self) -> Toolset:
+        keys = self._rollout.multi_turn
+        limits = ToolLimits(
+            keys.max_parallel_calls,
+            keys.max_tool_response_length,
+            keys.tool_response_truncate_side,
+            self._rollout.agent.call_deadline,
+        )
+        return Toolset.load(
+            tool_config_path=keys.tool_config_path, function_tool_path=keys.function_tool_path, limits=limits
+        )
+
+    @cached_property
+    def _environment(self) -> EnvironmentSpec:
+        assert self._config.data.environment is not None, "asked for only where there is one"
+        return EnvironmentSpec.of(self._config.data.environment, self._config.data.environment_options)
+
+    def _parts(self, tools: Toolset) -> ChatParts:
+        return ChatParts(
+            tokenizer=self._tokenizer,
+            template=self._template,
+            parser=self._parser,
+            tools=tools,
+            hosts=self._hosts,
+            multi_turn=self._rollout.multi_turn,
+            agent=self._rollout.agent,
+        )
+
+    @property
+    def _schemas(self) -> list[Mapping[str, Any]]:
+        return [spec.schema for spec in self._tools.specs.values()]
+
+    def _check_template(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError where the chat template cannot go on after an answer; token ids need none."""
+        if getattr(self._tokenizer, "chat_template", None):
+            self._template.check(list(schemas) or None)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer, self._config.data.apply_chat_template_kwargs)
+
+    @cached_property
+    def _parser(self) -> str:
+        """Name of the format of tool calls: the key's, or the one that the chat template shows."""
+        name = self._rollout.multi_turn.format
+        if name == "auto":
+            template = getattr(self._tokenizer, "chat_template", None) or ""
+            return parser_of_template(template) or "hermes"
+        if name not in TOOL_PARSERS:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.multi_turn.format={name}: wanted auto or one of "
+                f"{', '.join(TOOL_PARSERS)}"
+            )
+        return name
+
+
+class _WithInteractions:
+    """Two agents, one for rows that name an interaction, and one for the others."""
+
+    def __init__(self, plain: Agent, talking: Agent) -> None:
+        self._plain = plain
+        self._talking = talking
+
+    async def run(self, episode: Episode, policy: Policy) -> AgentResult:
+        """Play one conversation."""
+        extra_info = episode.row.row.get("extra_info") or {}
+        agent = self._talking if extra_info.get("interaction_kwargs") else self._plain
+        return await agent.run(episode, policy)

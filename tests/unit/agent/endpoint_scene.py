@@ -1,0 +1,48 @@
+"""A tokenizer whose chat template writes tool calls, and the endpoint of a model that has it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spoken_engine import LIMITS, episode
+
+from hybridflow.agent.endpoint import Endpoint
+from hybridflow.agent.policy import Policy
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.rollout.base import SamplingParams
+from hybridflow.rollout.client import LLMClient
+from hybridflow.rollout.server.model import ServedModel
+
+TOKENIZER = create_tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+TOKENIZER.chat_template = (
+    "{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': "
+    "c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAMPLING = SamplingParams(100, temperature=0.5)
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def text(token_ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(token_ids))
+
+
+def endpoint() -> Endpoint:
+    """An endpoint for agents, which is not open yet."""
+    model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len, "hermes")
+    return Endpoint(model, ChatTemplate(TOKENIZER))
+
+
+def policy_of(client: LLMClient, sampling: SamplingParams = SAMPLING) -> Policy:
+    """The policy of one trajectory."""
+    numbers = itertools.count()
+    return Policy(client, replace(episode(), sampling=sampling), LIMITS, lambda: next(numbers))

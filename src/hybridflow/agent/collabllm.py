@@ -46,7 +46,8 @@ class CollabLLM:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         load_interactions = load_function(INTERACTIONS, key="CollabLLM")
-        self._interactions: dict[str, Any] = load_interactions(interaction_config_path)
+        made = load_interactions(interaction_config_path)
+        self._interactions: dict[str, Any] = {name: make() for name, make in made.items()}
         self._num_repeats = num_repeat_rollouts
         self._max_user_turns = max_user_turns
 
@@ -98,11 +99,9 @@ class CollabLLM:
         conversation.answer(output, self._message(output))
         instance = await user.start_interaction(None, **kwargs)
         try:
-            for turn in range(self._max_user_turns):
+            for _ in range(self._max_user_turns):
                 messages = [dict(message) for message in conversation.messages]
-                done, said, _, _ = await user.generate_response(
-                    instance, messages, **kwargs, num_user_turns=turn
-                )
+                done, said, _, _ = await user.generate_response(instance, messages, **kwargs)
                 if done:
                     break
                 conversation.add(said)

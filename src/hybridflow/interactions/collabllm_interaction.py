@@ -50,17 +50,29 @@ class CollabLLMInteraction(BaseInteraction):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.replies: Sequence[str] = config.get("replies") or ()
+        self._said: dict[str, int] = {}
         own = ("user_model", "replies", "name", "num_retries", "enable_log")
         self.request = {key: value for key, value in config.items() if key not in own}
         if not self.replies and not config.get("user_model"):
             raise ConfigError("CollabLLMInteraction: set user_model in its config, or replies")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation."""
+        instance_id = await super().start_interaction(instance_id)
+        self._said[instance_id] = 0
+        return instance_id
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget a conversation."""
+        del self._said[instance_id]
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Return what the user says next, and whether that is the end; there is no reward."""
         if self.replies:
-            said = int(kwargs["num_user_turns"])
+            said = self._said[instance_id]
+            self._said[instance_id] += 1
             reply = [*self.replies[said:], END][0]
         else:
             content = INSTRUCTION.format(

@@ -111,11 +111,18 @@ def test_an_answer_is_trained_by_what_its_continuations_are_worth(
 
 def test_a_user_may_follow_a_script() -> None:
     user = CollabLLMInteraction({"replies": ["first", "second"]})
-    turns = [
-        asyncio.run(user.generate_response("1", list(TALK), single_turn_prompt="", num_user_turns=turn))
-        for turn in range(3)
+
+    async def turns() -> list[Any]:
+        instance = await user.start_interaction(single_turn_prompt="")
+        said = [await user.generate_response(instance, list(TALK)) for _ in range(3)]
+        await user.finalize_interaction(instance)
+        return said
+
+    assert [(done, said) for done, said, *_ in asyncio.run(turns())] == [
+        (False, "first"),
+        (False, "second"),
+        (True, ""),
     ]
-    assert turns == [(False, "first", 0.0, {}), (False, "second", 0.0, {}), (True, "", 0.0, {})]
     with pytest.raises(ConfigError, match="set user_model"):
         CollabLLMInteraction({})
 

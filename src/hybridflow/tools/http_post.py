@@ -1,11 +1,13 @@
-"""Requests of tools to services: tried again while the service is busy, and so many at once."""
+"""Requests to services: tried again while the service is busy, and so many at once."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import ssl
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -33,7 +35,29 @@ def _ssl_context() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # reads all certificates: once a process
 
 
-async def post(url: str, payload: dict[str, Any], *, timeout: float) -> Any:
+async def ask_model(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    base_url: str | None = None,
+    timeout: float = 60.0,
+    **fields: Any,
+) -> str:
+    """Return what a model behind an OpenAI-compatible endpoint answers to a conversation.
+
+    The endpoint is `base_url`, else OPENAI_BASE_URL of the environment, else OpenAI's; its key is
+    OPENAI_API_KEY. `fields` are further ones of the request. Raises as `post` does.
+    """
+    base_url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
+    request = {"model": model, "messages": list(messages), **fields}
+    answer = await post(f"{base_url.rstrip('/')}/chat/completions", request, timeout=timeout, headers=headers)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def post(
+    url: str, payload: dict[str, Any], *, timeout: float, headers: Mapping[str, str] | None = None
+) -> Any:
     """Return the JSON answer of a service to a JSON request; `timeout` is in seconds, for each try.
 
     Raises httpx.HTTPError where it refuses, or after the last try, and ValueError for an answer that is no
@@ -42,7 +66,7 @@ async def post(url: str, payload: dict[str, Any], *, timeout: float) -> Any:
     async with httpx.AsyncClient(timeout=timeout, verify=_ssl_context()) as client:
         for delay in (*RETRY_DELAYS, None):
             try:
-                response = await client.post(url, json=payload)
+                response = await client.post(url, json=payload, headers=headers)
                 response.raise_for_status()
                 return response.json()
             except httpx.HTTPStatusError as error:

@@ -22,7 +22,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ENVIRONMENTS = ["calculator", "guess", "search"]
 OTHERS = ["base", "sft", "agent_base", "agent_sft", *ENVIRONMENTS]
 TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in OTHERS)
-AGENTS = {"gsm8k_tools", "retool", "search_r1"}
+AGENTS = {"collabllm", "gsm8k_tools", "retool", "search_r1"}
 """Recipes with tools or users, whose tiny tasks are others."""
 TWINNED = [name for name in NAMES if name not in AGENTS]
 TEACHER = {"on_policy_distillation"}

@@ -6,17 +6,17 @@ episodes ──run──► trajectories, told one by one; metrics; counts of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from hybridflow.agent.build import SINGLE_TURN, AgentBuilder
+from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.episode import Agent, Episode, TrajectoryFailed
 from hybridflow.agent.policy import PolicyLimits
 from hybridflow.agent.runner import Ended, Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import longest_row
 from hybridflow.config.needs import uses_agents
-from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.metrics import Metrics
@@ -37,10 +37,14 @@ class Serving(Protocol):
 class Agents:
     """The agents of a run; close them at its end."""
 
-    def __init__(self, config: PPOConfig, tokenizer: Tokenizer) -> None:
-        """Make what the keys ask for; ConfigError where that cannot be had."""
-        self.are_used = uses_agents(config)
-        """Whether the keys ask for agents; the name in a row may, too."""
+    def __init__(self, config: PPOConfig, tokenizer: Tokenizer, names: Collection[str] = ()) -> None:
+        """Make the agents that the keys ask for, and those of these `names`, which rows of the data give.
+
+        ConfigError or DataError where one of them cannot be had.
+        """
+        asked = set(names) - {SINGLE_TURN}
+        self.are_used = bool(asked) or uses_agents(config)
+        """Whether anything is played by agents, and is no single request."""
         self._tokenizer = tokenizer
         self._keys = config.actor_rollout_ref.rollout.agent
         self._builder = AgentBuilder(config, tokenizer)
@@ -50,12 +54,14 @@ class Agents:
             request_deadline=self._keys.request_deadline,
             lost_replicas=self._keys.retries.infrastructure,
         )
-        if self.are_used:
-            self._builder.agent(self._builder.default_name)
-
-    def play(self, rows: Sequence[PromptRow]) -> bool:
-        """Return whether these rows are played by agents, and are not single requests."""
-        return self.are_used or any(row.row.get("agent_name") not in (None, SINGLE_TURN) for row in rows)
+        self._limit = Limit()
+        try:
+            if self.are_used:
+                for name in (self._builder.default_name, *sorted(asked)):
+                    self._builder.agent(name)
+        except BaseException:
+            self.close()
+            raise
 
     def run(
         self, rollout: Serving, episodes: Sequence[Episode], ended: Ended
@@ -67,7 +73,14 @@ class Agents:
             told.append(trajectory)
             ended(place, trajectory)
 
-        runner = Runner(self._agent_of, self._tokenizer, self._limits, self._keys)
+        runner = Runner(
+            self._agent_of,
+            self._tokenizer,
+            self._limits,
+            self._keys,
+            hosts=self._builder.hosts,
+            limit=self._limit,
+        )
         _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
         return _metrics(told, runner), stats
 
@@ -79,7 +92,7 @@ class Agents:
         name = episode.row.row.get("agent_name") or self._builder.default_name
         try:
             return self._builder.agent(name)
-        except (ConfigError, DataError) as error:  # the default was made at the start: this one is a row's
+        except (ConfigError, DataError) as error:  # a name that a dataset class gave later
             raise TrajectoryFailed("data", str(error)) from error
 
 

@@ -46,7 +46,7 @@ class AgentBuilder:
         self._tokenizer = tokenizer
         self._by_name: dict[str, Agent] = {}
         workers = self._rollout.agent.num_workers
-        self._hosts: HostsLike = Hosts(workers) if workers else LocalHosts()
+        self.hosts: HostsLike = Hosts(workers) if workers else LocalHosts()
 
     @property
     def default_name(self) -> str:
@@ -72,7 +72,7 @@ class AgentBuilder:
         """End the processes of tools and environments, and what tools hold in this one."""
         if "_tools" in self.__dict__:
             self._tools.close()
-        self._hosts.close()
+        self.hosts.close()
 
     def _made(self, name: str) -> Agent:
         if name == SINGLE_TURN:
@@ -105,7 +105,7 @@ class AgentBuilder:
         return BlackBoxes(
             self._tokenizer,
             self._template,
-            hosts=self._hosts,
+            hosts=self.hosts,
             address=(agent.endpoint_host, agent.endpoint_port),
             max_model_len=longest_row(self._config)[0],
             tool_parser=self._parser,
@@ -147,7 +147,7 @@ class AgentBuilder:
             template=self._template,
             parser=self._parser,
             tools=tools,
-            hosts=self._hosts,
+            hosts=self.hosts,
             multi_turn=self._rollout.multi_turn,
             agent=self._rollout.agent,
         )

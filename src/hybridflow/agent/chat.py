@@ -8,6 +8,7 @@ first observation ──► policy ──► text, tool calls
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+from hybridflow.tools.parsers.base import NO_JSON
 from hybridflow.tools.toolset import OpenTools, Toolset
 
 logger = logging.getLogger(__name__)
@@ -70,8 +72,11 @@ class ChatAgent:
         environment = None
         methods: list[MethodTool] = []
         if self._environment is not None:
-            environment = await self._environment_of(self._environment, episode)
-            methods = [environment.tool(name, schema) for name, schema in self._environment.tools.items()]
+            spec = self._environment
+            environment = await HostedEnvironment.open(
+                spec.name, spec.options, episode, parts.hosts, parts.agent.call_deadline
+            )
+            methods = [environment.tool(name, schema) for name, schema in spec.tools.items()]
         try:
             tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode), methods)
             play = _Play(parts, policy, tools, environment, self._rewarded)
@@ -99,11 +104,6 @@ class ChatAgent:
                 "only (agent/template_differences)",
                 difference,
             )
-
-    async def _environment_of(self, spec: EnvironmentSpec, episode: Episode) -> HostedEnvironment:
-        return await HostedEnvironment.open(
-            spec.name, spec.options, episode, self._parts.hosts, self._parts.agent.call_deadline
-        )
 
 
 def _tools_kwargs(episode: Episode) -> Mapping[str, Any]:
@@ -262,11 +262,12 @@ class _Play:
         if self.environment is not None and self.rewarded:
             turn_rewards = self.turn_rewards
             whole = await self.environment.score()
-            reward = sum(self.turn_rewards.values()) + (whole or 0.0)
+            reward = sum(self.turn_rewards.values()) + (whole or 0.0) + tool_score
         metrics = {f"environment/{name}": value for name, value in self.numbers.items()}
         if self.tools.schemas:
             names = ("tool_calls", "malformed", "unknown", "raised", "deadline", "too_many")
             metrics |= {f"tools/{name}": float(self.counts[name]) for name in names}
+        metrics["boundary_merges"] = float(self.conversation.num_merges)
         mode = self.parts.multi_turn.tokenization_sanity_check_mode
         if mode != "disable":
             self.difference = self.conversation.difference(mode)
@@ -294,11 +295,19 @@ def _assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:
             {
                 "id": call.id or _call_id(number),
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
+                "function": {"name": call.name, "arguments": _arguments(call)},
             }
             for number, call in enumerate(calls)
         ]
     return message
+
+
+def _arguments(call: ToolCall) -> Any:
+    """Return the arguments as chat templates take them: an object, or the text where it is none."""
+    try:
+        return json.loads(call.arguments)
+    except NO_JSON:
+        return call.arguments
 
 
 def _call_id(number: int) -> str:

@@ -29,6 +29,8 @@ class Conversation:
         self.messages: list[Message] = []
         self.prompt = Prompt(())
         """What the model reads next."""
+        self.num_merges = 0
+        """Places where sampled and given tokens would be joined if they were tokenised as one text."""
         self._template = template
         self._tools = list(tools) or None
         self._strip_thinking = strip_thinking
@@ -83,6 +85,7 @@ class Conversation:
                 self.prompt = Prompt(tuple(self._template.begin(self.messages, self._tools)))
                 return
             given = self._template.after_answer(self._last_token, new, self._tools)
+            self.num_merges += int(self._template.boundary_merges(self.prompt.token_ids, given))
         self.prompt = Prompt((*self.prompt.token_ids, *given), self.prompt.media)
 
 

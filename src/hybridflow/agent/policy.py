@@ -40,12 +40,16 @@ class Policy:
         """`next_id` gives request ids that are unique among all trajectories."""
         self.calls: list[Call] = []
         """The calls that were answered, in the order of their answers."""
+        self.answers: list[GenerationOutput] = []
+        """Their outputs as they were sampled, whatever becomes of the calls."""
         self.limits = limits
         self.sampling = episode.sampling
         self._client = client
         self._seed = episode.seed
         self._next_id = next_id
         self._begun = 0
+        self._running: set[int] = set()
+        self._closed = False
         self._sticky = object()
 
     async def generate(self, prompt: Prompt, *, sampling: SamplingParams | None = None) -> GenerationOutput:
@@ -64,7 +68,13 @@ class Policy:
         self._begun += 1
         output = await self._answer(GenerationRequest(self._next_id(), prompt, sampling, seed))
         self.calls.append(Call(prompt, output))
+        self.answers.append(output)
         return output
+
+    async def close(self) -> None:
+        """End the calls that still run, and take no further ones: the trajectory has ended."""
+        self._closed = True
+        await self._client.abort(list(self._running))
 
     def _room(self, prompt: Prompt) -> int:
         """Return how many tokens an output may have."""
@@ -85,6 +95,10 @@ class Policy:
 
     async def _answer(self, request: GenerationRequest) -> GenerationOutput:
         for attempt in range(self.limits.lost_replicas + 1):
+            if self._closed:
+                raise TrajectoryFailed("cancelled", "its trajectory has ended")
+            running = request.request_id
+            self._running.add(running)
             try:
                 output = await self._client.generate(
                     request, sticky=self._sticky, deadline_s=self.limits.request_deadline
@@ -97,6 +111,8 @@ class Policy:
                 request = replace(request, request_id=self._next_id())
                 await asyncio.sleep(0)
                 continue
+            finally:
+                self._running.discard(running)
             return _checked(output)
         raise AssertionError("the last attempt returns or raises")
 

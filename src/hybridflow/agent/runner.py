@@ -19,12 +19,13 @@ from numbers import Real
 from typing import Any
 
 from hybridflow.agent.collate import ROWS_PER_TRAJECTORY
-from hybridflow.agent.concurrency import Concurrency
+from hybridflow.agent.concurrency import CROWDED, Concurrency, Limit
 from hybridflow.agent.episode import Agent, AgentResult, Episode, LengthReached, TrajectoryFailed
 from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.config.agent import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.processes import HostsLike
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import (
     TRUNCATED,
@@ -52,8 +53,16 @@ class Runner:
     """Plays episodes; one for each call of `RolloutGroup.run`."""
 
     def __init__(
-        self, agent_of: AgentOf, tokenizer: Tokenizer, limits: PolicyLimits, config: AgentConfig
+        self,
+        agent_of: AgentOf,
+        tokenizer: Tokenizer,
+        limits: PolicyLimits,
+        config: AgentConfig,
+        *,
+        hosts: HostsLike,
+        limit: Limit,
     ) -> None:
+        """`hosts` run the code of tools and environments; `limit` is kept from step to step."""
         self.retried: Counter[FailureCause] = Counter()
         """Tries that have failed and were followed by another one, by cause."""
         self.peak = 0
@@ -62,11 +71,14 @@ class Runner:
         self._tokenizer = tokenizer
         self._limits = limits
         self._config = config
+        self._hosts = hosts
+        self._limit = limit
         self._ids = itertools.count()
+        self._told: set[FailureCause] = set()
 
     async def run(self, client: LLMClient, episodes: Sequence[Episode], ended: Ended) -> None:
         """Play all episodes and tell the end of each; a failed one ends nothing but itself."""
-        concurrency = Concurrency(self._config.max_concurrent, lambda: _crowd(client))
+        concurrency = Concurrency(self._limit, self._config.max_concurrent, lambda: self._are_crowded(client))
         adapting = asyncio.create_task(concurrency.adapt())
 
         async def play(place: int, episode: Episode) -> None:
@@ -84,6 +96,11 @@ class Runner:
             with suppress(asyncio.CancelledError):
                 await adapting
 
+    def _are_crowded(self, client: LLMClient) -> bool:
+        """Return whether many requests wait for room in the engines, or many calls for a process."""
+        in_engines = sum(replica.waiting for replica in client.replicas)
+        return in_engines > CROWDED * client.load or self._hosts.waiting > CROWDED * self._limit.value
+
     async def _with_retries(self, client: LLMClient, episode: Episode) -> Trajectory:
         """Play an episode until it has not failed, or its cause allows no further try."""
         retries = self._config.retries
@@ -95,12 +112,20 @@ class Runner:
         for attempt in itertools.count(1):
             trajectory = await self._once(client, episode)
             cause = trajectory.outcome.cause
+            self._tell(trajectory)
             if cause is None or not left.get(cause) or client.failure is not None:
                 return trajectory
             left[cause] -= 1
             self.retried[cause] += 1
             episode = replace(episode, seed=derive_seed(episode.seed, "again", attempt))
         raise AssertionError("an endless loop ends by returning")
+
+    def _tell(self, trajectory: Trajectory) -> None:
+        """Log the first failure of each cause; all are counted."""
+        cause = trajectory.outcome.cause
+        if cause is not None and cause not in self._told:
+            self._told.add(cause)
+            logger.warning("a trajectory has failed (%s): %s", cause, trajectory.outcome.detail)
 
     async def _once(self, client: LLMClient, episode: Episode) -> Trajectory:
         policy = Policy(client, episode, self._limits, lambda: next(self._ids))
@@ -110,7 +135,8 @@ class Runner:
         except TrajectoryFailed as error:
             return _failed(episode, error.cause, str(error))
         except LengthReached as error:
-            if not policy.calls:
+            if not policy.calls or episode.facts["data_source"] is None:
+                # without a source the run's reward function cannot score what the agent did not
                 return _failed(episode, "data", str(error))
             return self._trajectory(episode, policy, AgentResult(outcome=TRUNCATED))
         except TimeoutError as error:
@@ -119,6 +145,8 @@ class Runner:
             return _failed(episode, "data", str(error))
         except Exception as error:  # an agent of a user's: anything may come out of it
             return _failed(episode, "environment", "".join(traceback.format_exception(error)).strip())
+        finally:
+            await policy.close()
 
     def _trajectory(self, episode: Episode, policy: Policy, result: AgentResult) -> Trajectory:
         """Return what came of an episode; TrajectoryFailed where that cannot be."""
@@ -128,11 +156,11 @@ class Runner:
         facts = episode.facts
         extra_info = {
             **facts["extra_info"],
-            "num_turns": len(calls),
+            "num_turns": len(policy.answers),
             "messages": list(result.messages),
             **result.extra_info,
         }
-        text = self._tokenizer.decode(list(calls[-1].output.token_ids), skip_special_tokens=True)
+        text = self._tokenizer.decode(policy.answers[-1].token_ids, skip_special_tokens=True)
         return Trajectory(
             episode.group,
             episode.sample,
@@ -140,7 +168,7 @@ class Runner:
             result.outcome,
             reward=result.reward,
             turn_rewards=result.turn_rewards,
-            turns=len(calls),
+            turns=len(policy.answers),
             metrics=result.metrics,
             extra={**facts, "extra_info": extra_info, "solution_str": text},
         )
@@ -157,6 +185,8 @@ async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float)
         if not task.done():
             task.cancel()
             await asyncio.wait([task], timeout=LEAVE_SECONDS)
+    if task.cancelled() and ended:
+        raise TrajectoryFailed("environment", "the agent ended by a cancellation that came out of it")
     if ended:
         return task.result()
     told = f"it took more than actor_rollout_ref.rollout.agent.deadline={deadline_s:g} s"
@@ -191,9 +221,3 @@ def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) 
 def _failed(episode: Episode, cause: FailureCause, detail: str) -> Trajectory:
     outcome = Outcome("failed", cause, detail)
     return Trajectory(episode.group, episode.sample, (), outcome, extra=episode.facts)
-
-
-def _crowd(client: LLMClient) -> tuple[int, int]:
-    """Return how many requests wait for room in the engines, and how many there are."""
-    waiting = sum(replica.waiting for replica in client.replicas)
-    return waiting, client.load

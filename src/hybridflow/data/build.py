@@ -33,6 +33,16 @@ class PromptData:
     val_dataset: MapDataset[PromptRow] | None
 
     @property
+    def agent_names(self) -> set[str]:
+        """Names of agents that rows of the built-in dataset give in a column `agent_name`."""
+        datasets = [self.val_dataset]
+        if self.train_loader is not None:
+            datasets.append(self.train_loader.dataset)
+        return {
+            name for dataset in datasets if isinstance(dataset, PromptDataset) for name in dataset.agent_names
+        }
+
+    @property
     def reads_batches(self) -> bool:
         """Whether a curriculum sampler is given the finished batches."""
         return self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler)

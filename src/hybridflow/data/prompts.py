@@ -57,6 +57,8 @@ class PromptDataset:
         self.tokenizer = tokenizer
         self.config = config
         self.num_overlong = 0
+        self.agent_names: set[str] = set()
+        """Names in the column `agent_name`."""
         self._kept: list[int] = []
         self._ids = RaggedInts()
         self._check_columns()
@@ -106,6 +108,8 @@ class PromptDataset:
         report = self.report
 
         def encode(index: int, row: Row) -> list[int]:
+            if row.get("agent_name"):
+                self.agent_names.add(str(row["agent_name"]))
             return self.encode(complete_row(row, index, self.config)["raw_prompt"])
 
         for index, ids in report.encoded(self.rows, encode):

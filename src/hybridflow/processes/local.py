@@ -33,6 +33,10 @@ class ObjectLike(Protocol):
 class HostsLike(Protocol):
     """Processes that objects are made in: `Hosts` or `LocalHosts`."""
 
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a free process."""
+
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> ObjectLike:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function"."""
 
@@ -63,6 +67,8 @@ class LocalObject:
 
 class LocalHosts:
     """Objects of this process."""
+
+    waiting = 0
 
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> LocalObject:
         """Make an object. Raises CallRaised and CallTooLong."""

@@ -188,7 +188,9 @@ class EngineReplica:
             self._answer(session, session.add([ticket.request for ticket in new]))
             for ticket in new:
                 ticket.added = True
-        if ended := ended & self._tickets.keys():
+        with self._changed:  # some of them may have been answered, and others have joined
+            ended &= self._tickets.keys()
+        if ended:
             self._answer(session, session.abort(ended))
         if not session.idle:
             self._answer(session, session.step())
@@ -205,7 +207,8 @@ class EngineReplica:
 
     def _grow(self, session: EngineSession) -> None:
         """Give each tap that waits the tokens that are new to it, and no others."""
-        tickets = list(self._tickets.items())
+        with self._changed:  # requests join meanwhile
+            tickets = list(self._tickets.items())
         taps = {
             number: one.tap for number, one in tickets if one.tap is not None and one.tap.wants and one.added
         }

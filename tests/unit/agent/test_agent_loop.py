@@ -22,6 +22,7 @@ from hybridflow.agent.agent_loop import (
     learned_calls,
     sampling_of,
 )
+from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.episode import TrajectoryFailed
 from hybridflow.agent.load_agent import load_agent_loop
 from hybridflow.agent.policy import Policy
@@ -31,6 +32,7 @@ from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.config.convert import convert
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.processes import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
@@ -127,7 +129,8 @@ def three_and_the_end(request: GenerationRequest) -> list[int]:
 
 
 def played(agent: Any, *episodes: Any, script: Callable[..., Any] = three_and_the_end) -> list[Trajectory]:
-    runner = Runner(lambda _: agent, TOKENIZER, LIMITS, AgentConfig(retries=RetriesConfig(environment=0)))
+    config = AgentConfig(retries=RetriesConfig(environment=0))
+    runner = Runner(lambda _: agent, TOKENIZER, LIMITS, config, hosts=LocalHosts(), limit=Limit())
     told: dict[int, Trajectory] = {}
 
     async def work() -> None:

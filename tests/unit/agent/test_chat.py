@@ -15,6 +15,7 @@ from spoken_engine import LIMITS, client_of, episode, says
 
 from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.conversation import Conversation
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.agent.runner import Runner
@@ -133,7 +134,7 @@ def played(
     )
     spec = EnvironmentSpec.of(environment, {}) if environment else None
     limits = replace(LIMITS, max_model_len=max_model_len)
-    runner = Runner(lambda _: ChatAgent(parts, spec), TOKENIZER, limits, config)
+    runner = Runner(lambda _: ChatAgent(parts, spec), TOKENIZER, limits, config, hosts=hosts, limit=Limit())
     told: dict[int, Trajectory] = {}
     episodes = [episode(number, max_tokens=max_tokens, **row) for number in range(samples)]
 

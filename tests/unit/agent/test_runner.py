@@ -7,19 +7,21 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from spoken_engine import LIMITS, FakeSession, client_of, episode
 
-from hybridflow.agent.concurrency import Concurrency
+from hybridflow.agent.concurrency import Concurrency, Limit
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
 from hybridflow.agent.policy import Policy
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.processes import LocalHosts
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.protocol.trajectory import Call, Trajectory
 from hybridflow.rollout.base import GenerationRequest
 
 END = 3
@@ -51,7 +53,9 @@ def played(
     others: tuple[FakeSession, ...] = (),
 ) -> tuple[list[Trajectory], Runner]:
     """Play episodes; give what came of them in their order."""
-    runner = Runner(lambda _: Scripted(play), TOKENIZER, LIMITS, config or AgentConfig())
+    config = config or AgentConfig()
+    limit = Limit(config.max_concurrent)
+    runner = Runner(lambda _: Scripted(play), TOKENIZER, LIMITS, config, hosts=LocalHosts(), limit=limit)
     told: dict[int, Trajectory] = {}
 
     async def work() -> None:
@@ -211,7 +215,10 @@ def test_an_agent_that_does_not_heed_its_deadline_is_left_behind(monkeypatch: py
 
     async def work() -> list[Trajectory]:
         found: list[Trajectory] = []
-        runner = Runner(lambda _: Scripted(play), TOKENIZER, LIMITS, AgentConfig(deadline=0.05))
+        config = AgentConfig(deadline=0.05)
+        runner = Runner(
+            lambda _: Scripted(play), TOKENIZER, LIMITS, config, hosts=LocalHosts(), limit=Limit()
+        )
         with client_of(FakeSession(three_more, end=END)) as client:
             await runner.run(client, [episode()], lambda _, trajectory: found.append(trajectory))
         return found
@@ -301,29 +308,108 @@ def test_two_thousand_trajectories_with_failures_of_every_kind() -> None:
     assert runner.peak <= 2000
 
 
-def test_places_double_until_engines_are_crowded_and_then_shrink_fast_and_grow_slowly() -> None:
-    crowd = (0, 100)
+def test_places_double_until_there_is_a_crowd_and_then_shrink_fast_and_grow_slowly() -> None:
+    crowded = False
+    limit = Limit()
 
     async def scene() -> list[int]:
-        nonlocal crowd
-        places = Concurrency(1000, lambda: crowd)
-        limits = [places.limit]
+        nonlocal crowded
+        places = Concurrency(limit, 1000, lambda: crowded)
+        limits = []
         leave = asyncio.Event()
 
         async def stay() -> None:
             async with places.place():
                 await leave.wait()
 
+        async def settle() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
         staying = [asyncio.create_task(stay()) for _ in range(200)]
-        await asyncio.sleep(0)
-        for waiting in (0, 0, 10, 60, 60, 60, 60, 60, 0):
-            crowd = (waiting, 100)
-            await asyncio.sleep(0)
+        for now in (False, False, True, True, True):
+            crowded = now
+            await settle()
             await places.look()
-            await asyncio.sleep(0)
-            limits.append(places.limit)
+            limits.append(limit.value)
+        leave.set()
+        await asyncio.gather(*staying)
+        await places.look()
+        limits.append(limit.value)
+        crowded = False
+        leave.clear()
+        staying = [asyncio.create_task(stay()) for _ in range(200)]
+        await settle()
+        await places.look()
+        limits.append(limit.value)
         leave.set()
         await asyncio.gather(*staying)
         return limits
 
-    assert asyncio.run(scene()) == [64, 128, 256, 256, 128, 64, 32, 16, 8, 16]
+    found = asyncio.run(scene())
+    assert found[:3] == [128, 256, 128], "200 run, and half of 256 may"
+    assert found[3:5] == [128, 128], "the decrease is waited for: 200 still run"
+    assert found[5:] == [64, 72] and limit.was_crowded, "the next step goes on with what was found"
+
+
+def test_a_cancellation_that_comes_out_of_an_agent_is_a_failure_that_is_told() -> None:
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        await policy.generate(episode.prompt)
+        raise asyncio.CancelledError
+
+    config = AgentConfig(retries=RetriesConfig(environment=0))
+    found, _ = played(play, episode(0), episode(1), config=config)
+    assert [one.outcome.cause for one in found] == ["environment"] * 2
+
+
+def test_calls_that_an_agent_leaves_behind_are_ended(caplog: pytest.LogCaptureFixture) -> None:
+    left: list[asyncio.Task[object]] = []
+
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        left.append(asyncio.create_task(policy.generate(Prompt((90,)))))
+        await policy.generate(episode.prompt)
+        return AgentResult(reward=1.0)
+
+    def endless(request: GenerationRequest) -> list[int]:
+        return three_more(request) if request.prompt_token_ids != (90,) else [9] * 10_000
+
+    async def work() -> Trajectory:
+        session = FakeSession(endless, end=END)
+        told: list[Trajectory] = []
+        runner = Runner(
+            lambda _: Scripted(play), TOKENIZER, LIMITS, AgentConfig(), hosts=LocalHosts(), limit=Limit()
+        )
+        with client_of(session) as client:
+            await runner.run(client, [episode(max_tokens=300)], lambda _, each: told.append(each))
+            with pytest.raises(TrajectoryFailed, match="aborted"):
+                await left[0]
+            assert client.load == 0 and session.idle
+        return told[0]
+
+    assert not asyncio.run(work()).failed
+
+
+def test_an_answer_in_parts_is_one_turn_and_one_text() -> None:
+    """An agent loop that masks a token inside of an answer leaves two calls of it."""
+
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        output = await policy.generate(episode.prompt)
+        (call,) = policy.calls
+        first = replace(output, token_ids=[7], log_probs=[-0.5], policy_versions=[0])
+        last = replace(output, token_ids=[9, END], log_probs=[-0.5] * 2, policy_versions=[0] * 2)
+        policy.calls[:] = [Call(call.prompt, first), Call(Prompt((5, 6, 7, 8)), last)]
+        return AgentResult()
+
+    (found,), _ = played(play, episode())
+    assert found.turns == 1 and found.extra["solution_str"] == TOKENIZER.decode([7, 8, 9])
+
+
+def test_a_conversation_without_room_that_nobody_can_score_has_failed() -> None:
+    async def grows(episode: Episode, policy: Policy) -> AgentResult:
+        prompt = episode.prompt
+        while True:
+            output = await policy.generate(prompt)
+            prompt = Prompt((*prompt.token_ids, *output.token_ids, 9))
+
+    (found,), _ = played(grows, episode(data_source=None))
+    assert found.outcome.cause == "data", "the reward function of the run needs a source"

@@ -11,6 +11,30 @@ from hybridflow.config.root import PPOConfig
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def agent_notes(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each key of agents that is set and has no effect."""
+    rollout = config.actor_rollout_ref.rollout
+    keys = rollout.multi_turn
+    agent = rollout.agent
+    chosen = {
+        f"{ROLLOUT}.agent.command": agent.command,
+        f"{ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop != "single_turn_agent",
+        "data.environment": config.data.environment,
+        f"{ROLLOUT}.multi_turn.enable": keys.enable,
+    }
+    asked = [key for key, value in chosen.items() if value]
+    if len(asked) > 1:
+        yield f"{asked[0]} says which agent plays rows without an agent_name; {', '.join(asked[1:])} do not"
+    tools = keys.tool_config_path or keys.function_tool_path
+    if tools and not keys.enable and not config.data.environment:
+        yield (
+            f"tools ({tools}) are used by rows whose agent_name is tool_agent; for all rows set "
+            f"{ROLLOUT}.multi_turn.enable=true"
+        )
+    if keys.interaction_config_path and config.data.environment:
+        yield f"{ROLLOUT}.multi_turn.interaction_config_path: not read by rows that data.environment plays"
+
+
 def agent_problems(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each problem of the keys of agents."""
     rollout = config.actor_rollout_ref.rollout

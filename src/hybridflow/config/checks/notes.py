@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.arguments import arguments_of_keys
+from hybridflow.config.checks.agent import agent_notes
 from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
@@ -41,6 +42,7 @@ def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             if not get_value(config, switch) and is_given(path, given - {switch}):
                 yield f"{path} is read only with {switch}=true{WITHOUT.get(switch, '')}"
     yield from _rollout(config)
+    yield from agent_notes(config)
     yield from _names(config, given)
     yield from _kl_and_reference(config)
     yield from _features(config)

@@ -70,7 +70,7 @@ def build(
             )
         with (
             closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
-            closing(Agents(config, tokenizer)) as agents,
+            closing(Agents(config, tokenizer, data.agent_names)) as agents,
         ):
             yield from _trainer(config, run, tokenizer, data, rewards, agents)
 

@@ -288,7 +288,7 @@ class Trajectories:
             with self.timer(timers[0]):
                 for answer in demonstration_outputs(demonstrations):
                     ended(answer)
-                if self.agents.play(requests.rows):
+                if self.agents.are_used:
                     episodes = self._episodes(requests, held_out)
                     found, stats = self.agents.run(self.rollout, episodes, scoring.add)
                 else:

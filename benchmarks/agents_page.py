@@ -36,13 +36,13 @@ class Measure:
 
 
 CALLS = tuple(f"{AGENT}/tools/{name}" for name in ("tool_calls", "unknown", "raised", "too_many"))
-ACCURACY = Measure("calculator", "calculator: accuracy", (f"{AGENT}/environment/acc",), 0.4)
+ACCURACY = Measure("calculator", "calculator: accuracy", ("val-core/calculator/reward/mean@1",), 0.4)
 WELL_FORMED_CALLS = Measure("calculator", "calculator: share of well-formed calls", CALLS, 0.4)
 MEASURES = (
     ACCURACY,
     WELL_FORMED_CALLS,
     Measure("guess", "guess: mean number of guesses", (f"{AGENT}/environment/num_guesses",), -1.0),
-    Measure("search", "search: accuracy", (f"{AGENT}/environment/acc",), 0.3),
+    Measure("search", "search: accuracy", ("val-core/search/reward/mean@1",), 0.3),
 )
 MOST_BEFORE = 0.3
 """Well-formed calls before the run, at most."""

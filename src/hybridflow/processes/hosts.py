@@ -78,7 +78,7 @@ class Hosted:
         self.home: _Worker | None = None
         """The worker that has the object, where it cannot travel."""
 
-    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Call a method, which may be async, and return its result.
 
         `deadline_s` counts from when a worker begins. Raises CallRaised if the method raises or its result

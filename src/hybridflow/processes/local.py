@@ -20,7 +20,7 @@ from hybridflow.processes.errors import CallRaised, CallTooLong
 class ObjectLike(Protocol):
     """An object of the user's, wherever it is: `Hosted` or `LocalObject`."""
 
-    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Return a method's result. Raises CallRaised, CallTooLong or ProcessLost."""
 
     def value(self) -> Any:
@@ -46,7 +46,7 @@ class LocalObject:
     def __init__(self, target: Any) -> None:
         self._target = target
 
-    async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Return a method's result; where it is not async, a call that is late leaves a thread behind.
 
         Raises CallRaised and CallTooLong.

@@ -15,7 +15,8 @@ from agents_settings import CONTROL, TASKS
 def validation(value: float) -> dict[str, float]:
     agent = agents_page.AGENT
     return {
-        f"{agent}/environment/acc": value,
+        "val-core/calculator/reward/mean@1": value,
+        "val-core/search/reward/mean@1": value,
         f"{agent}/environment/num_guesses": 6 - 3 * value,
         f"{agent}/tools/tool_calls": value,
     }

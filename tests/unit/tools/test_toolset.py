@@ -157,7 +157,7 @@ def test_tools_of_a_trajectory_join_those_of_the_run() -> None:
     toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
 
     async def episode(name: str) -> tuple[list[ToolAnswer], float]:
-        tools = await toolset.open(None, further=[Door(name)])
+        tools = await toolset.open(HERE, further=[Door(name)])
         return await tools.call([ToolCall(name, "{}"), ToolCall("add", '{"a": 1}')]), await tools.close()
 
     answers, reward = asyncio.run(episode("door"))

@@ -1,6 +1,7 @@
 """How many trajectories run at once: more, step by step, while the engines keep up; else far fewer.
 
-Additive increase, multiplicative decrease, as in TCP's congestion control (Chiu and Jain 1989).
+Additive increase, multiplicative decrease, as in TCP's congestion control (Chiu and Jain 1989), with its slow
+start: until the engines were crowded once, the number doubles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ LEAST = 8
 """Trajectories that run at once in any case."""
 START = 64
 INCREASE = 8
-"""Trajectories more after each look at engines that keep up."""
+"""Trajectories more after each look at engines that keep up, once they have been crowded."""
 DECREASE = 0.5
 """Share that is left after a look at engines that do not."""
 LOOK_SECONDS = 1.0
@@ -33,6 +34,7 @@ class Concurrency:
         self._most = most
         self._waiting = waiting
         self._running = 0
+        self._were_crowded = False
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
@@ -59,8 +61,12 @@ class Concurrency:
         """Set the limit by how crowded the engines are now."""
         waiting, requests = self._waiting()
         if requests and waiting > CROWDED * requests:
+            self._were_crowded = True
             self.limit = max(min(LEAST, self._most), int(self.limit * DECREASE))
         elif self._running >= self.limit:
-            self.limit = min(self._most, self.limit + INCREASE)
+            more = self.limit
+            if self._were_crowded:
+                more = INCREASE
+            self.limit = min(self._most, self.limit + more)
         async with self._changed:
             self._changed.notify_all()

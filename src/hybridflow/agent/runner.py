@@ -12,10 +12,11 @@ import logging
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
+from typing import Any
 
 from hybridflow.agent.collate import ROWS_PER_TRAJECTORY
 from hybridflow.agent.concurrency import Concurrency
@@ -37,6 +38,9 @@ from hybridflow.protocol.trajectory import (
 from hybridflow.rollout.client import LLMClient
 
 logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 10.0
+"""Time for an agent to end after it was cancelled."""
 
 AgentOf = Callable[[Episode], Agent]
 """Gives the agent that plays an episode; TrajectoryFailed where there is none."""
@@ -101,8 +105,7 @@ class Runner:
     async def _once(self, client: LLMClient, episode: Episode) -> Trajectory:
         policy = Policy(client, episode, self._limits, lambda: next(self._ids))
         try:
-            async with asyncio.timeout(self._config.deadline) as limit:
-                result = await self._agent_of(episode).run(episode, policy)
+            result = await _in_time(self._agent_of(episode).run(episode, policy), self._config.deadline)
             return self._trajectory(episode, policy, result)
         except TrajectoryFailed as error:
             return _failed(episode, error.cause, str(error))
@@ -111,11 +114,7 @@ class Runner:
                 return _failed(episode, "data", str(error))
             return self._trajectory(episode, policy, AgentResult(outcome=TRUNCATED))
         except TimeoutError as error:
-            told = f"the agent gave up after a time of its own: {error}"
-            if limit.expired():
-                seconds = self._config.deadline
-                told = f"it took more than actor_rollout_ref.rollout.agent.deadline={seconds:g} s"
-            return _failed(episode, "deadline", told)
+            return _failed(episode, "deadline", f"the agent gave up after a time of its own: {error}")
         except DataError as error:
             return _failed(episode, "data", str(error))
         except Exception as error:  # an agent of a user's: anything may come out of it
@@ -145,6 +144,26 @@ class Runner:
             metrics=result.metrics,
             extra={**facts, "extra_info": extra_info, "solution_str": text},
         )
+
+
+async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float) -> AgentResult:
+    """Return what an agent gives. Raises TrajectoryFailed at the deadline; an agent that does not heed its
+    cancellation is left behind.
+    """
+    task = asyncio.create_task(playing)
+    try:
+        ended, _ = await asyncio.wait([task], timeout=deadline_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=LEAVE_SECONDS)
+    if ended:
+        return task.result()
+    told = f"it took more than actor_rollout_ref.rollout.agent.deadline={deadline_s:g} s"
+    if not task.done():
+        told += f", and did not end within {LEAVE_SECONDS:g} s after it was cancelled"
+        logger.warning("an agent goes on after its deadline: %s", told)
+    raise TrajectoryFailed("deadline", told)
 
 
 def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) -> None:

@@ -18,11 +18,18 @@ from typing import Any
 
 from hybridflow.data.plugin import PLUGIN, load_module
 
+MAX_BYTES = 1 << 26
+"""Longest pickle: the driver holds the state of each of thousands of objects."""
+
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value; whatever its own code raises comes out."""
+    """Pickle a value; whatever its own code raises comes out, and PicklingError where it is too large."""
     written = io.BytesIO()
     _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    if written.tell() > MAX_BYTES:
+        raise pickle.PicklingError(
+            f"a {type(value).__name__} of {written.tell()} bytes: at most {MAX_BYTES} go between processes"
+        )
     return written.getvalue()
 
 

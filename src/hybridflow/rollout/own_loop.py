@@ -20,26 +20,33 @@ LEAVE_SECONDS = 60.0
 
 @contextmanager
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurrent.futures.Future[T]]:
-    """Give a future of what `work` returns or raises; where the context is left before, it is cancelled."""
+    """Give a future of what `work` returns or raises; where the context is left before, it is cancelled.
+
+    Tasks that `work` leaves behind are cancelled; the context is left without those that do not heed it.
+    """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]
     started = concurrent.futures.Future()
 
-    async def main() -> T:
+    async def main() -> None:
         task = asyncio.current_task()
         assert task is not None, "a coroutine that runs is a task's"
         started.set_result((asyncio.get_running_loop(), task))
-        return await work()
+        try:
+            found = await work()
+        except BaseException as error:  # whoever asks for the result is told
+            result.set_exception(error)
+        else:
+            result.set_result(found)
 
     def run() -> None:
         coroutine = main()
         try:
-            found = asyncio.run(coroutine)
-        except BaseException as error:  # whoever asks for the result is told
+            asyncio.run(coroutine)
+        except BaseException as error:
             coroutine.close()
-            result.set_exception(error)
-        else:
-            result.set_result(found)
+            if not result.done():
+                result.set_exception(error)
 
     thread = threading.Thread(target=run, name="event loop of the rollout", daemon=True)
     thread.start()

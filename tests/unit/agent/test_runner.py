@@ -196,6 +196,31 @@ def test_a_trajectory_that_hangs_ends_at_its_deadline() -> None:
     assert "agent.deadline=0.05" in found[0].outcome.detail
 
 
+def test_an_agent_that_does_not_heed_its_deadline_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.agent.runner.LEAVE_SECONDS", 0.05)
+    deaf = 2
+
+    async def play(episode: Episode, policy: Policy) -> AgentResult:
+        nonlocal deaf
+        while deaf:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                deaf -= 1
+        return AgentResult(reward=1.0)
+
+    async def work() -> list[Trajectory]:
+        found: list[Trajectory] = []
+        runner = Runner(lambda _: Scripted(play), TOKENIZER, LIMITS, AgentConfig(deadline=0.05))
+        with client_of(FakeSession(three_more, end=END)) as client:
+            await runner.run(client, [episode()], lambda _, trajectory: found.append(trajectory))
+        return found
+
+    (found,) = asyncio.run(work())
+    assert deaf == 0, "it was cancelled at its deadline, and again when the event loop ended"
+    assert found.outcome.cause == "deadline" and "did not end within" in found.outcome.detail
+
+
 def test_an_agent_without_a_call_has_failed() -> None:
     async def play(episode: Episode, policy: Policy) -> AgentResult:
         return AgentResult(reward=1.0)
@@ -276,7 +301,7 @@ def test_two_thousand_trajectories_with_failures_of_every_kind() -> None:
     assert runner.peak <= 2000
 
 
-def test_places_grow_slowly_and_shrink_fast() -> None:
+def test_places_double_until_engines_are_crowded_and_then_shrink_fast_and_grow_slowly() -> None:
     crowd = (0, 100)
 
     async def scene() -> list[int]:
@@ -301,4 +326,4 @@ def test_places_grow_slowly_and_shrink_fast() -> None:
         await asyncio.gather(*staying)
         return limits
 
-    assert asyncio.run(scene()) == [64, 72, 80, 88, 44, 22, 11, 8, 8, 16]
+    assert asyncio.run(scene()) == [64, 128, 256, 256, 128, 64, 32, 16, 8, 16]

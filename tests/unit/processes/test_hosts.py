@@ -71,6 +71,9 @@ class Counter:
             except OSError:
                 pass
 
+    def makes(self, size):
+        return bytes(size)
+
     def echo(self, data, pid=False):
         return (os.getpid(), data) if pid else data
 
@@ -262,6 +265,16 @@ def test_large_arguments_and_results_travel(hosts: Hosts, file: str) -> None:
         hosted = await counter(hosts, file)
         data = os.urandom(1 << 20) * 8
         assert await hosted.call("echo", data, deadline_s=LONG) == data
+
+    asyncio.run(work())
+
+
+def test_what_is_too_large_is_refused_and_the_object_goes_on(hosts: Hosts, file: str) -> None:
+    async def work() -> None:
+        hosted = await counter(hosts, file)
+        with pytest.raises(CallRaised, match=r"bytes of 7\d{7} bytes: at most 67108864"):
+            await hosted.call("makes", 70 << 20, deadline_s=LONG)
+        assert await hosted.call("add", 2, deadline_s=LONG) == 2
 
     asyncio.run(work())
 

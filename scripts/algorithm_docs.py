@@ -84,10 +84,15 @@ def main(arguments: list[str]) -> int:
     return 1 if problems else 0
 
 
+def algorithms() -> list[str]:
+    """Return the recipes of algorithms: those with a twin for the tiny task, which agents have not."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml") if (RECIPES / "tiny" / path.name).is_file())
+
+
 def pages() -> dict[str, list[str]]:
     """Return the recipes of each page."""
     found: dict[str, list[str]] = {}
-    for recipe in sorted(path.stem for path in RECIPES.glob("*.yaml")):
+    for recipe in algorithms():
         found.setdefault(SAME_PAGE.get(recipe, recipe), []).append(recipe)
     return found
 

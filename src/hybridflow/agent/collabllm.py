@@ -71,12 +71,16 @@ class CollabLLM:
         answer = self._message(output)
         conversations: list[list[Message]] = []
         if outcome is FINISHED and answer["content"]:
-            conversations = await asyncio.gather(
-                *(
-                    self._go_on(policy, prompt, output, self._interactions[name], kwargs)
-                    for _ in range(self._num_repeats)
-                )
-            )
+            user = self._interactions[name]
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    futures = [
+                        tasks.create_task(self._go_on(policy, prompt, output, user, kwargs))
+                        for _ in range(self._num_repeats)
+                    ]
+            except ExceptionGroup as group:  # the others have been cancelled
+                raise group.exceptions[0] from group
+            conversations = [future.result() for future in futures]
         # the future says what the answer was worth, and is not learned from
         policy.calls[1:] = [replace(call, accepted=False) for call in policy.calls[1:]]
         facts = {"conversations": conversations, "num_prompt_messages": len(prompt)}

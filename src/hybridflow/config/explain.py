@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hybridflow.config.needs import responses_per_prompt, rows_per_prompt
+from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 
@@ -82,7 +82,7 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
     data = config.data
     actor = config.actor_rollout_ref.actor
     rows = data.train_batch_size * rows_per_prompt(config)
-    longest = data.max_prompt_length + data.max_response_length
+    longest, why = longest_rows(config)
     minis = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
     per_step = minis * actor.ppo_epochs
     lines = [
@@ -91,7 +91,7 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
         Line(
             "tokens per step, at most",
             f"{rows * longest:,}",
-            f"{rows:,} × (max_prompt_length + max_response_length = {longest:,})",
+            f"{rows:,} × ({why})",
         ),
         Line(
             "mini-batches per step",

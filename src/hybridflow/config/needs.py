@@ -79,6 +79,15 @@ def is_given(path: str, given: Set[str]) -> bool:
     return any(key == path or key.startswith(path + ".") for key in given)
 
 
+def longest_rows(config: PPOConfig) -> tuple[int, str]:
+    """Return the tokens that a row has at most, and the keys behind it: agents go on after a response."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    most = config.actor_rollout_ref.rollout.max_model_len
+    if uses_agents(config) and most is not None and most > longest:
+        return most, f"rollout.max_model_len={most:,}"
+    return longest, f"max_prompt_length + max_response_length = {longest:,}"
+
+
 def uses_agents(config: PPOConfig) -> bool:
     """Return whether the keys ask for more than one response to each prompt of the data: tools, an
     environment, or an agent of one's own.

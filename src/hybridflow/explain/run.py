@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
-from hybridflow.config.needs import responses_per_prompt, rows_per_prompt
+from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement
@@ -83,7 +83,6 @@ class Plan:
 
 def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
     fsdp, _, model = engine_keys(config, role)
-    longest = config.data.max_prompt_length + config.data.max_response_length
     spread = sizes(config, role, world)
     path = ROLE_KEYS[role].updates
     if not path:
@@ -95,7 +94,7 @@ def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
         fsdp,
         model,
         rows=block.ppo_mini_batch_size * rows_per_prompt(config),
-        longest=longest,
+        longest=longest_rows(config)[0],
         max_tokens=block.ppo_max_token_len_per_gpu,
         max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
         keys=f"{path.rpartition('.')[2]}.ppo_",
@@ -269,7 +268,7 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
         rows=min(
             math.ceil(_generated(config) / _generating(plan)), config.actor_rollout_ref.rollout.max_num_seqs
         ),
-        longest=config.data.max_prompt_length + config.data.max_response_length,
+        longest=longest_rows(config)[0],
         own_weights=why,
         standing=alone,
     )

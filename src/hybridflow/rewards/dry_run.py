@@ -82,7 +82,7 @@ def choose_response(
         if forms:
             written = f", written as {' or '.join(forms).replace('{}', 'ANSWER')}"
         words = f"the ground truth of each row{written}: a right reward scores it as right"
-        return words, lambda row, needed: answer_form(config, needed[0]).format(needed[1])
+        return words, lambda row, needed: answer_form(config, needed[0]).format(_one_of(needed[1]))
     if response == EMPTY:
         return "the empty text: a right reward scores it as wrong", lambda row, needed: ""
     if any(response in row for row in rows):
@@ -95,6 +95,15 @@ def choose_response(
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--response {response} cannot be read: {error}") from error
     return f"the text of the file {response}, for every row", lambda row, needed: text
+
+
+def _one_of(ground_truth: Any) -> Any:
+    """Return the first of several right answers, which may be under `target`."""
+    if isinstance(ground_truth, Mapping):
+        ground_truth = ground_truth.get("target", ground_truth)
+    if isinstance(ground_truth, (list, tuple)) and ground_truth:
+        return ground_truth[0]
+    return ground_truth
 
 
 def prompt_text(prompt: object) -> str:

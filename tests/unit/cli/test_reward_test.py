@@ -94,6 +94,16 @@ def test_failures_of_one_kind_are_shown_once(words: list[str], capsys: pytest.Ca
     assert "0 of 5 rows scored, 5 failed" in shown
 
 
+@pytest.mark.parametrize("truth", ["Ada", ["Ada", "Lovelace"], {"target": ["Ada"]}])
+def test_one_of_several_right_answers_is_fed(
+    words: list[str], truth: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"data_source": "searchR1_nq", "prompt": "Who?", "reward_model": {"ground_truth": truth}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    assert main([*words, "reward.function=search_r1"]) == 0
+    assert "<answer>Ada</answer>" in capsys.readouterr().out
+
+
 def test_a_ground_truth_that_scores_nothing_is_remarked(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,15 @@ def test_sizes_of_a_step() -> None:
     assert shown["training steps"] == "9" and shown["optimizer steps in all"] == "72"
 
 
+def test_rows_of_agents_are_as_long_as_a_conversation_may_be() -> None:
+    longer = "actor_rollout_ref.rollout.max_model_len=1024"
+    agents = "actor_rollout_ref.rollout.multi_turn.enable=true"
+    label = "tokens per step, at most"
+    assert values(ppo(longer), rows=200)[label] == f"{256 * 256:,}"
+    assert values(ppo(agents), rows=200)[label] == f"{256 * 256:,}"
+    assert values(ppo(longer, agents), rows=200)[label] == f"{256 * 1024:,}"
+
+
 def test_training_steps_come_from_the_key_the_rows_or_the_task() -> None:
     assert num_training_steps(ppo(), None) is None
     assert num_training_steps(ppo("trainer.total_training_steps=5"), 200) == 5

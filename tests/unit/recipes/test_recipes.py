@@ -65,6 +65,22 @@ def test_a_recipe_of_agents_says_what_it_takes_and_runs_with_its_files(name: str
         assert len(Toolset.load(tool_config_path=tools).specs) == 1
 
 
+def test_files_of_tools_beside_the_recipes_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"contents": "Rome\\nis old"}')
+    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus.jsonl"))
+    names = {
+        path.name: list(Toolset.load(tool_config_path=str(path)).specs)
+        for path in sorted((EXAMPLES / "agents").glob("*_tools.yaml"))
+    }
+    assert names == {
+        "gsm8k_tools.yaml": ["calc_gsm8k_reward"],
+        "local_search_tools.yaml": ["search"],
+        "python_tools.yaml": ["code_interpreter"],
+        "retool_tools.yaml": ["code_interpreter"],
+        "search_tools.yaml": ["search"],
+    }
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_recipe_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     config = prepared(f"tiny/{name}", tmp_path)

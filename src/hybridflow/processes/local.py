@@ -45,17 +45,29 @@ class HostsLike(Protocol):
 
 
 class LocalObject:
-    """An object of this process."""
+    """An object of this process; calls of one object come one after the other."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self._lock = asyncio.Lock()
+        self._late = ""
+        """The method whose late call left a thread behind, which may still change the object."""
 
     async def call(self, method: str, /, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Return a method's result; where it is not async, a call that is late leaves a thread behind.
 
-        Raises CallRaised and CallTooLong.
+        Such an object takes no further calls but `close`. Raises CallRaised and CallTooLong.
         """
-        return await _in_time(getattr(self._target, method), method, args, kwargs, deadline_s)
+        async with self._lock:
+            if self._late and method != "close":
+                raise CallTooLong(f"{method}: the object is still busy with {self._late}, which is too late")
+            function = getattr(self._target, method)
+            try:
+                return await _in_time(function, method, args, kwargs, deadline_s)
+            except CallTooLong:
+                if not inspect.iscoroutinefunction(function):
+                    self._late = method
+                raise
 
     def value(self) -> Any:
         """Return the object."""

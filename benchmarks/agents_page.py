@@ -41,7 +41,7 @@ WELL_FORMED_CALLS = Measure("calculator", "calculator: share of well-formed call
 MEASURES = (
     ACCURACY,
     WELL_FORMED_CALLS,
-    Measure("guess", "guess: mean number of guesses", (f"{AGENT}/environment/num_guesses",), -1.0),
+    Measure("guess", "guess: mean number of guesses", (f"{AGENT}/environment/num_guesses",), -0.8),
     Measure("search", "search: accuracy", ("val-core/search/reward/mean@1",), 0.3),
 )
 MOST_BEFORE = 0.3
@@ -93,8 +93,8 @@ All numbers are of 512 held-out trajectories, sampled at temperature 1.
   counts as well-formed where it is the first turn and the tool can answer it.
 - The control is the same, but the tool answers by chance. Its accuracy is measured with a calculator that is
   right.
-- `guess`: a number from 1 to 10, with at most 6 guesses. The warm-up plays by chance, and most of its turns
-  are no numbers; a game that is lost counts as 6 guesses.
+- `guess`: a number from 1 to 7, with at most 4 guesses. In the warm-up most games are played without a
+  number, and the others heed the hints without a plan; a game that is lost counts as 4 guesses.
 - `search`: facts about people, made up for each question, have to be looked up.
 - More warm-up alone: the same supervised fine-tuning goes on, for as many conversations as the run has
   trajectories.

@@ -38,7 +38,7 @@ CONTROL = "calculator_random"
 TASKS = {
     "calculator": Task("calculator", 300),
     CONTROL: Task("calculator", 300, ("data.environment_options.answers=random",)),
-    "guess": Task("guess", 60),
+    "guess": Task("guess", 100),
     "search": Task("search", 150),
 }
 

@@ -47,15 +47,23 @@ class Guess(Environment):
         return Step(hint, done=done, extra={"num_guesses": self.used, "found": 0})
 
     def demonstrate(self, rng: random.Random, well_formed: float = 0.3) -> list[dict[str, str]]:
-        """Play a game by chance: a share `well_formed` of the turns are numbers, and none heeds the hints."""
+        """Play a game: by guesses that heed the hints with probability `well_formed`, else by no numbers."""
         self.seed = rng.getrandbits(32)
         messages = [{"role": "user", "content": self.reset({})}]
+        knows_how = rng.random() < well_formed
+        low = 1
+        high = self.largest
         while True:
-            text = str(rng.randint(1, self.largest))
-            if rng.random() >= well_formed:
-                text = rng.choice(["what", f"{text}?", f"{text} {text}"])
+            guess = rng.randint(low, high)
+            text = str(guess)
+            if not knows_how:
+                text = rng.choice(["what", f"{guess}?", f"{guess} {guess}"])
             messages.append({"role": "assistant", "content": text})
             answer = self.step(text)
             if answer.done:
                 return messages
+            if answer.observation == "higher":
+                low = guess + 1
+            elif answer.observation == "lower":
+                high = guess - 1
             messages.append({"role": "user", "content": str(answer.observation)})

@@ -42,6 +42,6 @@ def test_bars_that_are_missed_are_named() -> None:
     told = agents_page.problems_of(found, [0, 1])
     assert "guess: 1 of 2 seeds are there" in told
     assert "calculator: accuracy changed by +0.10, wanted +0.40" in told
-    assert "guess: mean number of guesses changed by -0.30, wanted -1.00" in told
+    assert "guess: mean number of guesses changed by -0.30, wanted -0.80" in told
     assert any("0.40 before the run, wanted 0.3 at most" in each for each in told)
     assert any(each.startswith("calculator_random, seed 0") for each in told)

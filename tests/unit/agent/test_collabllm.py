@@ -11,9 +11,11 @@ import yaml
 from spoken_engine import LIMITS, client_of, episode, says
 
 from hybridflow.agent.collabllm import CollabLLM
+from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.processes import LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 
 TOKENIZER = create_tiny_tokenizer()
@@ -48,7 +50,7 @@ def play(tmp_path: Path, answer: str, *, fails: bool, name: str = "moody") -> Tr
     (tmp_path / "user.yaml").write_text(yaml.safe_dump({"interaction": [user]}))
     agent = CollabLLM(TOKENIZER, str(tmp_path / "user.yaml"))
     config = AgentConfig(retries=RetriesConfig(environment=0))
-    runner = Runner(lambda _: agent, TOKENIZER, LIMITS, config)
+    runner = Runner(lambda _: agent, TOKENIZER, LIMITS, config, hosts=LocalHosts(), limit=Limit())
     told: list[Trajectory] = []
     row: dict[str, Any] = {
         "raw_prompt": [{"role": "user", "content": "help"}],

@@ -248,10 +248,10 @@ class AgentLoopAgent:
                 "hybridflow.agent.agent_loop",
             )
         outcome = _outcome(policy.calls, output)
-        policy.calls[:] = learned_calls(policy.calls, output)
         extra = {"num_turns": output.num_turns, **output.extra_fields}
         return AgentResult(
             reward=output.reward_score,
+            calls=learned_calls(policy.calls, output),
             outcome=outcome,
             messages=extra.pop("messages", ()),
             metrics=_numbers(output),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import HybridFlowError
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import FINISHED, FailureCause, Outcome
+from hybridflow.protocol.trajectory import FINISHED, Call, FailureCause, Outcome
 from hybridflow.rollout.base import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class AgentResult:
     """The conversation, for people and for reward functions."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the trajectory, shown as means over trajectories."""
+    calls: Sequence[Call] | None = None
+    """The calls as rows are made of them, where that is not as the policy has recorded them."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Further facts for reward functions, which find them in their `extra_info`."""
 

@@ -40,8 +40,6 @@ class Policy:
         """`next_id` gives request ids that are unique among all trajectories."""
         self.calls: list[Call] = []
         """The calls that were answered, in the order of their answers."""
-        self.answers: list[GenerationOutput] = []
-        """Their outputs as they were sampled, whatever becomes of the calls."""
         self.limits = limits
         self.sampling = episode.sampling
         self._client = client
@@ -68,7 +66,6 @@ class Policy:
         self._begun += 1
         output = await self._answer(GenerationRequest(self._next_id(), prompt, sampling, seed))
         self.calls.append(Call(prompt, output))
-        self.answers.append(output)
         return output
 
     async def close(self) -> None:

@@ -150,17 +150,21 @@ class Runner:
 
     def _trajectory(self, episode: Episode, policy: Policy, result: AgentResult) -> Trajectory:
         """Return what came of an episode; TrajectoryFailed where that cannot be."""
+        if not isinstance(result, AgentResult):
+            raise TrajectoryFailed(
+                "environment", f"the agent returned {type(result).__name__}, wanted an AgentResult"
+            )
         calls = [call for call in policy.calls if call.accepted]
-        rows = rows_of(calls)
+        rows = rows_of(calls if result.calls is None else result.calls)
         _check(result, calls, rows)
         facts = episode.facts
         extra_info = {
             **facts["extra_info"],
-            "num_turns": len(policy.answers),
+            "num_turns": len(calls),
             "messages": list(result.messages),
             **result.extra_info,
         }
-        text = self._tokenizer.decode(policy.answers[-1].token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(list(calls[-1].output.token_ids), skip_special_tokens=True)
         return Trajectory(
             episode.group,
             episode.sample,
@@ -168,7 +172,7 @@ class Runner:
             result.outcome,
             reward=result.reward,
             turn_rewards=result.turn_rewards,
-            turns=len(policy.answers),
+            turns=len(calls),
             metrics=result.metrics,
             extra={**facts, "extra_info": extra_info, "solution_str": text},
         )
@@ -198,10 +202,6 @@ async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float)
 
 def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) -> None:
     """Raise TrajectoryFailed for a result that no row can be made of."""
-    if not isinstance(result, AgentResult):
-        raise TrajectoryFailed(
-            "environment", f"the agent returned {type(result).__name__}, wanted an AgentResult"
-        )
     if not calls:
         raise TrajectoryFailed("environment", "the agent ended without a call to the model")
     if len(rows) > ROWS_PER_TRAJECTORY:

@@ -397,8 +397,8 @@ def test_an_answer_in_parts_is_one_turn_and_one_text() -> None:
         (call,) = policy.calls
         first = replace(output, token_ids=[7], log_probs=[-0.5], policy_versions=[0])
         last = replace(output, token_ids=[9, END], log_probs=[-0.5] * 2, policy_versions=[0] * 2)
-        policy.calls[:] = [Call(call.prompt, first), Call(Prompt((5, 6, 7, 8)), last)]
-        return AgentResult()
+        parts = [Call(call.prompt, first), Call(Prompt((5, 6, 7, 8)), last)]
+        return AgentResult(calls=parts)
 
     (found,), _ = played(play, episode())
     assert found.turns == 1 and found.extra["solution_str"] == TOKENIZER.decode([7, 8, 9])

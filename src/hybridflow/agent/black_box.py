@@ -30,9 +30,11 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.processes import CallFailed, HostsLike
 from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.run import listen
 
 FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
+PORT_KEY = "actor_rollout_ref.rollout.agent.endpoint_port"
 LOAD = "hybridflow.data.plugin:load_object"
 SHOWN = 4000
 """Characters at the end of a command's output that are read."""
@@ -54,7 +56,14 @@ class BlackBoxes:
         tool_parser: str,
         deadline_s: float,
     ) -> None:
-        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block."""
+        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block.
+
+        ConfigError where the port is taken.
+        """
+        try:
+            listen(*address).close()
+        except ConfigError as error:
+            raise ConfigError(f"{PORT_KEY}={address[1]}: {error}") from error
         model = ServedModel("policy", tokenizer, len(tokenizer), max_model_len, tool_parser)
         self._endpoint = Endpoint(model, template, host=address[0], port=address[1])
         self._hosts = hosts

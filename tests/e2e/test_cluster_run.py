@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import echo_world
 import pytest
 from tiny_run import Inputs, metrics_of, small_run
 
@@ -18,12 +19,14 @@ OF_EACH_PROCESS = {"rollout/decode_steps", "rollout/max_rows"}
 
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
-def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(echo_world.KEYS, marks=pytest.mark.slow)])
+def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: tuple[str, ...]) -> None:
     # two processes cannot be exact, and what one in exact mode logs is more
     keys = (
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.rollout.exact=false",
+        *more,
     )
     patient = ("trainer.heartbeat_timeout=600", "trainer.startup_timeout=900")  # on a busy machine
     spread = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", *patient)
@@ -44,5 +47,7 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path) -> None
     for step, metrics in one.items():
         assert sorted(got[step]) == sorted(metrics)
         for name in sorted(metrics.keys() - OF_EACH_PROCESS):
+            if more and name.startswith(echo_world.OF_THE_WAY):
+                continue
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
     assert "2 worker processes on" in done.output

@@ -30,12 +30,16 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.processes import CallFailed, HostsLike
 from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.run import listen
 
 FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
+PORT_KEY = "actor_rollout_ref.rollout.agent.endpoint_port"
 LOAD = "hybridflow.data.plugin:load_object"
 SHOWN = 4000
 """Characters at the end of a command's output that are read."""
+NUM_LOOKS = 10
+"""Most looks for processes that a command has detached."""
 
 
 class BlackBoxes:
@@ -52,7 +56,14 @@ class BlackBoxes:
         tool_parser: str,
         deadline_s: float,
     ) -> None:
-        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block."""
+        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block.
+
+        ConfigError where the port is taken.
+        """
+        try:
+            listen(*address).close()
+        except ConfigError as error:
+            raise ConfigError(f"{PORT_KEY}={address[1]}: {error}") from error
         model = ServedModel("policy", tokenizer, len(tokenizer), max_model_len, tool_parser)
         self._endpoint = Endpoint(model, template, host=address[0], port=address[1])
         self._hosts = hosts
@@ -124,7 +135,7 @@ class CommandAgent:
         self._endpoint = endpoint
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Have the command play one episode; it is ended with its children where this is cancelled."""
+        """Have the command play one episode; what it has started ends with it, also what it has detached."""
         with tempfile.TemporaryDirectory(prefix="hybridflow_agent_") as folder:
             async with self._endpoint.record(policy) as recording:
                 returned = await self._output(Path(folder), recording, episode.row.row)
@@ -157,6 +168,7 @@ class CommandAgent:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
+                _end_detached(f"HYBRIDFLOW_ROW={files['row.json']}")
         if status:
             _raise_cause(recording)
             said = _end_of(files["err"]) or _end_of(files["out"])
@@ -171,6 +183,19 @@ class CommandAgent:
             if isinstance(said, dict) and "score" in said:  # a bare number may be the agent's answer
                 return said
         return None
+
+
+def _end_detached(variable: str) -> None:
+    """Kill the processes that have this variable in their environment; only Linux tells of it."""
+    for _ in range(NUM_LOOKS):  # one may start another while we look
+        found = False
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if os.fsencode(variable) in environment.read_bytes().split(b"\0"):
+                    os.kill(int(environment.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
 
 
 def _raise_cause(recording: Recording) -> None:

@@ -182,7 +182,7 @@ async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float)
     """Return what an agent gives. Raises TrajectoryFailed at the deadline; an agent that does not heed its
     cancellation is left behind.
     """
-    task = asyncio.create_task(playing)
+    task = asyncio.create_task(_without_exit(playing))
     try:
         ended, _ = await asyncio.wait([task], timeout=deadline_s)
     finally:
@@ -198,6 +198,14 @@ async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float)
         told += f", and did not end within {LEAVE_SECONDS:g} s after it was cancelled"
         logger.warning("an agent goes on after its deadline: %s", told)
     raise TrajectoryFailed("deadline", told)
+
+
+async def _without_exit(playing: Coroutine[Any, Any, AgentResult]) -> AgentResult:
+    """Return what an agent gives; RuntimeError where it calls sys.exit(), which would end the event loop."""
+    try:
+        return await playing
+    except SystemExit as error:
+        raise RuntimeError(f"the agent called sys.exit({error.code})") from error
 
 
 def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) -> None:

@@ -126,7 +126,7 @@ async def _in_time(
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
             return await _in_thread(function, args, kwargs)
-    except Exception as error:  # a user's code: anything may come out of it, a TimeoutError of its own too
+    except (Exception, SystemExit) as error:  # a user's code, which may have a TimeoutError of its own too
         if deadline.expired():
             raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
         raise CallRaised.by(error) from error

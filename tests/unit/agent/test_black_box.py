@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import textwrap
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from endpoint_scene import END, endpoint, ids, policy_of, text
+from endpoint_scene import END, TOKENIZER, endpoint, ids, policy_of, text
 from spoken_engine import FakeSession, client_of, episode
 
-from hybridflow.agent.black_box import CommandAgent, FunctionAgent
+from hybridflow.agent.black_box import BlackBoxes, CommandAgent, FunctionAgent
 from hybridflow.agent.episode import Agent, AgentResult, LengthReached, TrajectoryFailed
 from hybridflow.agent.policy import Policy
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import rows_of
@@ -184,18 +186,20 @@ def test_a_command_that_fails_tells_what_it_said(script: Any) -> None:
     assert caught.value.cause == "environment"
 
 
-def test_a_command_ends_with_its_children(script: Any, tmp_path: Path) -> None:
+def test_a_command_ends_with_all_that_it_has_started(script: Any, tmp_path: Path) -> None:
     path = script(
         f"""
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} ")
+        sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        child = subprocess.Popen(sleep)
+        detached = subprocess.Popen(sleep, start_new_session=True)
+        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} {{detached.pid}}")
         ask(os.environ["OPENAI_BASE_URL"], "hi")
         time.sleep(3600)
         """
     )
     played(command(path), cancelled=True)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     assert not left
 
@@ -205,6 +209,21 @@ def test_an_agent_that_is_not_there_is_a_mistake_of_the_keys(tmp_path: Path) -> 
         played(lambda endpoint, hosts: CommandAgent(["no-such-agent"], endpoint))
     with pytest.raises(ConfigError, match="no file"):
         played(function(str(tmp_path / "none.py")))
+
+
+def test_a_port_that_is_taken_is_told_before_the_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"agent.endpoint_port={port}: cannot listen"):
+            BlackBoxes(
+                TOKENIZER,
+                ChatTemplate(TOKENIZER),
+                hosts=LocalHosts(),
+                address=("127.0.0.1", port),
+                max_model_len=100,
+                tool_parser="hermes",
+                deadline_s=60.0,
+            )
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"

@@ -109,7 +109,7 @@ def test_draws_differ_by_call_and_by_sample_and_by_nothing_else() -> None:
     assert sorted(seeds) == before
 
 
-def raises(error: Exception) -> Play:
+def raises(error: BaseException) -> Play:
     async def play(episode: Episode, policy: Policy) -> AgentResult:
         await policy.generate(episode.prompt)
         raise error
@@ -124,10 +124,11 @@ def raises(error: Exception) -> Play:
         (TrajectoryFailed("data", "no such prompt"), "failed", "data"),
         (DataError("a row of another form"), "failed", "data"),
         (ZeroDivisionError("a mistake"), "failed", "environment"),
+        (SystemExit(3), "failed", "environment"),
         (LengthReached("no room"), "truncated", None),
     ],
 )
-def test_each_failure_has_its_cause(error: Exception, kind: str, cause: str | None) -> None:
+def test_each_failure_has_its_cause(error: BaseException, kind: str, cause: str | None) -> None:
     (found,), _ = played(raises(error), episode())
     assert (found.outcome.kind, found.outcome.cause) == (kind, cause)
     assert bool(found.lineages) == (kind == "truncated"), "a trajectory that failed is never a row"

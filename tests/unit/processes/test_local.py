@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -37,6 +38,9 @@ class Judge:
     def own_timeout(self) -> None:
         raise TimeoutError("the judge is away")
 
+    def leaves(self) -> None:
+        sys.exit(3)
+
     async def waits(self) -> None:
         await asyncio.sleep(LONG)
 
@@ -50,6 +54,8 @@ def test_a_call_that_is_late_is_told_from_one_that_raises() -> None:
         assert await judge.call("answers", "yes", deadline_s=LONG) == "YES"
         with pytest.raises(CallRaised, match="TimeoutError: the judge is away"):
             await judge.call("own_timeout", deadline_s=LONG)
+        with pytest.raises(CallRaised, match="SystemExit: 3"):
+            await judge.call("leaves", deadline_s=LONG)
         with pytest.raises(CallTooLong, match="waits ran past its deadline"):
             await judge.call("waits", deadline_s=0.01)
 

@@ -134,6 +134,11 @@ class Hosts:
         self._waiting: dict[asyncio.Future[_Worker], str] = {}  # the kind of object for which a call waits
         self._finalizer = weakref.finalize(self, kill_all, self._workers)  # also when the interpreter ends
 
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait for a free worker process."""
+        return sum(not future.done() for future in self._waiting)
+
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> Hosted:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function".
 

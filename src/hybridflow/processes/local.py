@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -32,6 +32,14 @@ class ObjectLike(Protocol):
 
 class HostsLike(Protocol):
     """Processes that objects are made in: `Hosts` or `LocalHosts`."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait for a free worker process."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Numbers of calls, of worker processes that died, and of those that were ended, by name."""
 
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> ObjectLike:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function"."""
@@ -74,7 +82,10 @@ class LocalObject:
 
 
 class LocalHosts:
-    """Objects of this process."""
+    """Objects of this process, which wait for no other and count nothing."""
+
+    waiting = 0
+    counts: Mapping[str, int] = {}
 
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> LocalObject:
         """Make an object. Raises CallRaised and CallTooLong."""
@@ -85,7 +96,7 @@ class LocalHosts:
         """Do nothing: there is no process to end."""
 
 
-async def _in_thread(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+async def in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function in a thread that keeps neither an event loop nor the interpreter from ending."""
     answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -119,7 +130,7 @@ async def _in_time(
         async with deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            return await _in_thread(function, args, kwargs)
+            return await in_thread(function, *args, **kwargs)
     except Exception as error:  # a user's code: anything may come out of it, a TimeoutError of its own too
         if deadline.expired():
             raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error

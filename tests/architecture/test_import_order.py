@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 
 from sources import imports, sources
 
@@ -63,6 +64,18 @@ def test_a_room_imports_only_from_lines_above() -> None:
         other = target.split(".")[0]
         if other != room and LINE_OF[other] >= LINE_OF[room]:
             wrong.append(f"{found.module}:{found.line} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_of_a_line_below_is_reached_by_its_name() -> None:
+    wrong = []
+    for source in sources():
+        for node in ast.walk(source.tree):
+            named = isinstance(node, ast.Constant) and re.fullmatch(
+                r"hybridflow\.(\w+)[\w.]*:\w+", str(node.value)
+            )
+            if named and LINE_OF[named[1]] > LINE_OF[source.room]:
+                wrong.append(f"{source.module} names {named[0]}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -90,7 +90,7 @@ class ChatAgent:
             self._tell_difference(play.difference)
             return result
         except ToolFailed as error:
-            raise TrajectoryFailed("environment", str(error)) from error
+            raise TrajectoryFailed(error.cause, str(error)) from error
         finally:
             if environment is not None:
                 await environment.close()

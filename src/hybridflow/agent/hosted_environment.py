@@ -13,8 +13,8 @@ from typing import Any
 from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step
 from hybridflow.environments.load import load_environment
-from hybridflow.processes import CallFailed, CallRaised, CallTooLong, HostsLike, ObjectLike, ProcessLost
-from hybridflow.tools.base import ToolAnswer, answer_of
+from hybridflow.processes import CallFailed, HostsLike, ObjectLike
+from hybridflow.tools.base import ToolAnswer, answer_of, answer_of_failure
 from hybridflow.tools.function_tool import tool_methods
 
 FACTORY = "hybridflow.environments.load:open_environment"
@@ -107,15 +107,11 @@ class MethodTool:
         """Do nothing: the environment is open."""
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
-        """Call the method; what it raises is told to the model."""
+        """Call the method; what it raises is told to the model. Raises ToolFailed for a lost process."""
         try:
             return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
-        except CallTooLong:
-            return ToolAnswer(f"{self.name} took too long", problem="deadline")
-        except CallRaised as error:
-            return ToolAnswer(f"{self.name} failed: {error.message}", problem="raised")
-        except ProcessLost as error:
-            raise failure_of(error, f"{self.name}() of the environment") from error
+        except CallFailed as error:
+            return answer_of_failure(self.name, error, deadline_s)
 
     async def close(self, score: bool = False) -> float:
         """Do nothing: the environment is closed by its trajectory."""
@@ -124,8 +120,5 @@ class MethodTool:
 
 def failure_of(error: CallFailed, what: str) -> TrajectoryFailed:
     """Return the failure of a trajectory whose code in a worker process has failed."""
-    if isinstance(error, CallTooLong):
-        return TrajectoryFailed("deadline", f"{what} took too long: {error}")
-    if isinstance(error, ProcessLost):
-        return TrajectoryFailed("infrastructure", f"{what}: its process was lost: {error}")
-    return TrajectoryFailed("environment", f"{what} raised {error}")
+    how = {"deadline": "took too long", "infrastructure": "lost its process"}.get(error.cause, "failed")
+    return TrajectoryFailed(error.cause, f"{what} {how}: {error}")

@@ -64,19 +64,19 @@ class RemoteEnvironment(Environment):
         )
 
     def close(self) -> None:
-        """Leave the process to the next trajectory."""
-        if self._process is not None:
-            _free[self.command].append(self._process)
-            self._process = None
+        """Leave the process to the next trajectory, or end it where it has not answered as it should."""
+        process = self._process
+        self._process = None
+        if process is None:
+            return
+        if process.owes_answer:
+            process.end()
+        else:
+            _free[self.command].append(process)
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._process is not None, "reset comes first"
-        try:
-            return self._process.ask(request, self.deadline_s)
-        except RemoteError:
-            self._process.end()
-            self._process = None
-            raise
+        return self._process.ask(request, self.deadline_s)
 
 
 class World(RemoteEnvironment):
@@ -103,12 +103,15 @@ class _Process:
         except OSError as error:
             raise RemoteError(f"{command[0]} can not be started: {error}") from error
         self._name = " ".join(command)
+        self.owes_answer = False
+        """Whether a request has no answer yet, or none that can be used."""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="answers of a world", daemon=True).start()
 
     def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         """Return the answer to a request. Raises RemoteError; the process is then of no further use."""
         assert self._popen.stdin is not None, "it was started with a pipe"
+        self.owes_answer = True
         try:
             self._popen.stdin.write(json.dumps(request, default=str) + "\n")
             self._popen.stdin.flush()
@@ -122,6 +125,7 @@ class _Process:
             raise RemoteError(f"{self._name} has ended, or wrote no JSON object: {line.strip()[:200]!r}")
         if "error" in answer:
             raise RemoteError(f"{self._name}: {answer['error']}")
+        self.owes_answer = False
         return answer
 
     def end(self) -> None:

@@ -6,7 +6,7 @@ driver ──RewardPool───────► WorkerProcess: keeper ──► 
 
 from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.hosts import Hosted, Hosts
-from hybridflow.processes.local import HostsLike, LocalHosts, LocalObject, ObjectLike
+from hybridflow.processes.local import HostsLike, LocalHosts, LocalObject, ObjectLike, in_thread
 
 __all__ = [
     "CallFailed",
@@ -19,4 +19,5 @@ __all__ = [
     "LocalObject",
     "ObjectLike",
     "ProcessLost",
+    "in_thread",
 ]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the data of a run need torch, and workers start without it
+    from hybridflow.protocol.trajectory import FailureCause
 
 MAX_TRACEBACK = 4000
 """Characters that are kept of a traceback, from its end, where the error stands."""
@@ -10,6 +14,9 @@ MAX_TRACEBACK = 4000
 
 class CallFailed(Exception):
     """A call of an object in a worker process has no result."""
+
+    cause: FailureCause = "environment"
+    """Cause of the failure of a trajectory that cannot do without the result."""
 
 
 class CallRaised(CallFailed):
@@ -20,6 +27,8 @@ class CallRaised(CallFailed):
 
     def __init__(self, type_name: str, message: str, traceback_text: str) -> None:
         super().__init__(f"{type_name}: {message}")
+        if type_name == "DataError":
+            self.cause = "data"
         self.type_name = type_name
         self.message = message
         self.traceback_text = traceback_text
@@ -37,6 +46,10 @@ class CallRaised(CallFailed):
 class CallTooLong(CallFailed):
     """The call ran past its deadline, or found no free process in time."""
 
+    cause = "deadline"
+
 
 class ProcessLost(CallFailed):
     """The process ended during the call, or with the object that it held."""
+
+    cause = "infrastructure"

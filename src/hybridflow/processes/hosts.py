@@ -7,7 +7,8 @@
 A worker remembers nothing between calls, so a few of them serve thousands of objects, and a call that hangs
 costs no other one. What is to be shared by objects, or is large, belongs into a module, which each worker
 loads once. An object that does not pickle (it holds a socket, a lock, a generator, a temporary folder) stays
-in its worker, which serves it alone until it is closed; another worker takes over from that one.
+in its worker, which serves it alone until it is closed; another worker takes over from that one. A task of
+asyncio (a trajectory) that holds one such worker gets the next without waiting for other tasks to let go.
 
 One event loop at a time uses the workers. They are started when they are needed, see `worker_process.py`.
 """
@@ -31,7 +32,7 @@ from hybridflow.processes.worker_process import START_TIMEOUT, WorkerProcess, ki
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 32
-"""Objects that may stay in workers of their own at the same time."""
+"""Tasks whose objects may stay in workers of their own at the same time."""
 WAIT_TIMEOUT = 3600.0
 """Seconds that a call waits for a free worker."""
 NUM_TRIES = 3
@@ -73,6 +74,7 @@ class Hosted:
         self._hosts = hosts
         self._lock = asyncio.Lock()
         self.kind = kind
+        self.owner = asyncio.current_task()
         self.state: bytes | None = None
         """Pickle of the object, where it travels."""
         self.home: _Worker | None = None
@@ -107,7 +109,7 @@ class Hosted:
 
 
 class Hosts:
-    """`num_workers` processes, and `max_kept` more for objects that cannot travel.
+    """`num_workers` processes, and more for objects that cannot travel, of `max_kept` tasks at a time.
 
     `counts` has the numbers of calls, of workers that died ("deaths"), and of those that were ended ("kills")
     at a deadline or because the call was cancelled.
@@ -131,21 +133,21 @@ class Hosts:
         self._workers: set[_Worker] = set()  # with those that are given up, until they have ended
         self._idle: list[_Worker] = []
         self._kinds_that_stay: set[str] = set()
-        self._waiting: dict[asyncio.Future[_Worker], str] = {}  # the kind of object for which a call waits
+        self._waiting: dict[asyncio.Future[_Worker], Hosted] = {}  # the objects whose calls wait
         self._finalizer = weakref.finalize(self, kill_all, self._workers)  # also when the interpreter ends
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a free process."""
-        return len(self._waiting)
+        """Number of calls that wait for a free worker process."""
+        return sum(not future.done() for future in self._waiting)
 
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> Hosted:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function".
 
         The deadline counts from when the factory is loaded; what it loads itself is part of its call. Raises
         CallRaised, CallTooLong or ProcessLost. Objects of one factory and one first argument, where
-        that is a text, are of one kind: if one of them cannot travel, the others wait while `max_kept`
-        objects hold workers.
+        that is a text, are of one kind: if one of them cannot travel, the others wait while objects of
+        `max_kept` other tasks hold workers.
         """
         kind = " ".join([factory, *[word for word in args[:1] if isinstance(word, str)]])[:MAX_KIND]
         hosted = Hosted(self, kind)
@@ -161,7 +163,7 @@ class Hosts:
             tries_left = 1
         reply = None
         while reply is None:
-            worker = hosted.home or await self._take(hosted.kind, what)
+            worker = hosted.home or await self._take(hosted, what)
             tries_left -= 1
             reply = await self._exchange(worker, request, deadline_s, what, last_try=not tries_left)
         self._settle(hosted, worker, reply)
@@ -184,10 +186,10 @@ class Hosts:
             with contextlib.suppress(RuntimeError):  # its event loop is closed
                 future.get_loop().call_soon_threadsafe(self._serve)
 
-    async def _take(self, kind: str, what: str) -> _Worker:
+    async def _take(self, hosted: Hosted, what: str) -> _Worker:
         """Wait for a free worker. Raises CallTooLong, or ProcessLost if there can be none."""
         future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = kind
+        self._waiting[future] = hosted
         self._serve()
         try:
             async with asyncio.timeout(self._wait_timeout):
@@ -197,8 +199,8 @@ class Hosts:
                 self._release(future.result())  # it came as the call was cancelled
             if isinstance(error, TimeoutError):
                 raise CallTooLong(
-                    f"{what} found no free process within {self._wait_timeout:g} seconds; {self._num_kept()} "
-                    "objects that do not pickle hold one each until they are closed"
+                    f"{what} found no free process within {self._wait_timeout:g} seconds; objects that "
+                    f"do not pickle, of {len(self._keepers())} tasks, hold one each until they are closed"
                 ) from None
             raise
         finally:
@@ -207,9 +209,12 @@ class Hosts:
     def _serve(self) -> None:
         """Give free workers to calls that wait, in the order in which they came."""
         self._workers -= {worker for worker in self._workers if worker.given_up and worker.has_ended()}
-        no_more_stay = self._num_kept() >= self._max_kept and not self._closed
-        for future, kind in self._waiting.items():
-            if future.done() or (no_more_stay and kind in self._kinds_that_stay):
+        keepers = self._keepers()
+        no_more_stay = len(keepers) >= self._max_kept and not self._closed
+        for future, hosted in self._waiting.items():
+            # whoever holds a worker has its next one now: two that hold one and wait would wait for ever
+            waits = no_more_stay and hosted.kind in self._kinds_that_stay and hosted.owner not in keepers
+            if future.done() or waits:
                 continue
             try:
                 worker = self._free_worker()
@@ -285,7 +290,8 @@ class Hosts:
         if reply.kept:
             if hosted.kind not in self._kinds_that_stay:
                 logger.warning(
-                    "objects of %s do not pickle (%s): each has a process of its own, at most %d at a time",
+                    "objects of %s do not pickle (%s): each has a process of its own, for at most %d tasks "
+                    "at a time",
                     hosted.kind,
                     reply.kept,
                     self._max_kept,
@@ -317,8 +323,9 @@ class Hosts:
         worker.terminate()
         worker.socket.close()
 
-    def _num_kept(self) -> int:
-        return sum(worker.kept is not None for worker in self._workers)
+    def _keepers(self) -> set[asyncio.Task[Any] | None]:
+        """Return the tasks whose objects hold workers."""
+        return {worker.kept.owner for worker in self._workers if worker.kept}
 
     def _num_shared(self) -> int:
         return sum(worker.kept is None and not worker.given_up for worker in self._workers)

@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -35,7 +35,11 @@ class HostsLike(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a free process."""
+        """Number of calls that wait for a free worker process."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Numbers of calls, of worker processes that died, and of those that were ended, by name."""
 
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> ObjectLike:
         """Make an object by `factory`, "package.module:function" or "path/to/file.py:function"."""
@@ -78,9 +82,10 @@ class LocalObject:
 
 
 class LocalHosts:
-    """Objects of this process."""
+    """Objects of this process, which wait for no other and count nothing."""
 
     waiting = 0
+    counts: Mapping[str, int] = {}
 
     async def create(self, factory: str, *args: Any, deadline_s: float, **kwargs: Any) -> LocalObject:
         """Make an object. Raises CallRaised and CallTooLong."""
@@ -91,7 +96,7 @@ class LocalHosts:
         """Do nothing: there is no process to end."""
 
 
-async def _in_thread(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+async def in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function in a thread that keeps neither an event loop nor the interpreter from ending."""
     answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -125,7 +130,7 @@ async def _in_time(
         async with deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            return await _in_thread(function, args, kwargs)
+            return await in_thread(function, *args, **kwargs)
     except (Exception, SystemExit) as error:  # a user's code, which may have a TimeoutError of its own too
         if deadline.expired():
             raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error

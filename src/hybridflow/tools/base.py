@@ -9,9 +9,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.errors import HybridFlowError
+from hybridflow.processes.errors import CallFailed, CallTooLong, ProcessLost
+
+if TYPE_CHECKING:  # the data of a run need torch, and tools do without it
+    from hybridflow.protocol.trajectory import FailureCause
 
 ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline", "too_many"]
 """Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or
@@ -21,7 +25,11 @@ a sentence about it, and may try again.
 
 
 class ToolFailed(HybridFlowError):
-    """A tool could not begin or end a trajectory, which then has failed (cause: environment)."""
+    """A tool could not begin or end a trajectory, or its process was lost: the trajectory has failed."""
+
+    def __init__(self, cause: FailureCause, detail: str) -> None:
+        super().__init__(detail)
+        self.cause: FailureCause = cause
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,15 @@ def answer_of(value: Any) -> ToolAnswer:
     return ToolAnswer(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str))
 
 
+def answer_of_failure(name: str, error: CallFailed, deadline_s: float) -> ToolAnswer:
+    """Return what the model reads of a call that failed. Raises ToolFailed where its process was lost."""
+    if isinstance(error, ProcessLost):
+        raise ToolFailed(error.cause, f"the tool {name}: its process was lost: {error}") from error
+    if isinstance(error, CallTooLong):
+        return ToolAnswer(f"{name} took longer than {deadline_s:g} seconds.", problem="deadline")
+    return ToolAnswer(f"{name} failed: {error}", problem="raised")
+
+
 def finite_reward(value: Any) -> float:
     """Return a user's reward as a number. Raises ValueError or TypeError if it is none, or not finite."""
     reward = float(value)
@@ -86,7 +103,7 @@ class Tool(Protocol):
         """
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
-        """Answer one call; every failure is an answer with a `problem`, none is raised."""
+        """Answer one call; a failure is an answer with a `problem`. Raises ToolFailed for a lost process."""
 
     async def close(self, score: bool = False) -> float:
         """End the trajectory; return the tool's reward for the whole of it where `score` asks for it.

@@ -7,7 +7,6 @@ tools:
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import json
 import math
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.processes import in_thread
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, schema_with
 
@@ -84,7 +84,7 @@ class LocalSearchTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         queries = queries_of(parameters)
-        found = [await asyncio.to_thread(self.index.search, query, self.topk) for query in queries]
+        found = [await in_thread(self.index.search, query, self.topk) for query in queries]
         texts = [passages([self.documents[number] for number, _ in each]) for each in found]
         total = sum(len(each) for each in found)
         return ToolResponse(text="\n---\n".join(texts)), 0.0, {"total_results": total}

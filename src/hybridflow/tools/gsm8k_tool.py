@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.data.plugin import load_function
+from hybridflow.data.gsm8k import is_answer
 from hybridflow.errors import DataError
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, schema_with
 
-SCORE = "hybridflow.rewards.functions.gsm8k:compute_score"
-"""By name, because rewards are built on rooms that this one does not know."""
 PENALTY = -0.05
 """Reward of a call whose answer is no better than the one before, as in verl."""
 
@@ -55,9 +53,7 @@ class Gsm8kTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         instance = self.instances[instance_id]
         answer = str(parameters.get("answer", "")).removeprefix("#### ")
-        compute_score = load_function(SCORE, key="Gsm8kTool")
-        score = compute_score("", f"#### {answer}", instance.ground_truth, method="flexible")
-        reward = float(score["score"])
+        reward = float(bool(is_answer(f"#### {answer}", instance.ground_truth, "flexible")))
         call_reward = 0.0 if reward > instance.reward else PENALTY
         instance.reward = reward
         return ToolResponse(text=f"Current parsed {answer=} {reward=}"), call_reward, {}

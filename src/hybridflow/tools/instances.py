@@ -6,12 +6,12 @@ make_tool(path, config, schema, create_kwargs) ─► ToolInstance: execute for 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.data.plugin import load_object
+from hybridflow.processes import in_thread
 from hybridflow.tools.base import ToolAnswer, answer_of, finite_reward
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
@@ -47,7 +47,7 @@ async def call_function(
     function = load_object(path, key="tool")
     if inspect.iscoroutinefunction(function):
         return answer_of(await function(**arguments, **execute_kwargs))
-    return answer_of(await asyncio.to_thread(function, **arguments, **execute_kwargs))
+    return answer_of(await in_thread(function, **arguments, **execute_kwargs))
 
 
 async def begin_trajectory(tool: BaseTool, create_kwargs: Mapping[str, Any]) -> ToolInstance:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,8 @@ from typing import Any, Literal, TypeVar
 import jsonschema
 
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.processes import CallRaised, CallTooLong, HostsLike, LocalHosts, ObjectLike
-from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed
+from hybridflow.processes import CallFailed, HostsLike, LocalHosts, ObjectLike
+from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of_failure
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
 
@@ -61,11 +60,11 @@ class HostedTool:
         if self._spec.stateful:
             try:
                 self._object = await self._make(create_kwargs, deadline_s=self._deadline_s)
-            except Exception as error:  # a user's code: anything may come out of it
-                raise ToolFailed(f"the tool {self.name} could not begin: {_words(error)}") from error
+            except CallFailed as error:
+                raise ToolFailed(error.cause, f"the tool {self.name} could not begin: {error}") from error
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
-        """Answer a call; what the tool raises is an answer."""
+        """Answer a call; what the tool raises is an answer. Raises ToolFailed for a lost process."""
         kwargs = self._kwargs.get("execute_kwargs", {})
         try:
             if self._object is None:
@@ -73,11 +72,9 @@ class HostedTool:
                 answer: ToolAnswer = made.value()
             else:
                 answer = await self._object.call("execute", arguments, kwargs, deadline_s=deadline_s)
-        except Exception as error:  # a user's code: anything may come out of it
+        except CallFailed as error:
             logger.debug("the tool %s failed", self.name, exc_info=True)
-            if isinstance(error, CallTooLong):
-                return ToolAnswer(f"{self.name} took longer than {deadline_s:g} seconds.", problem="deadline")
-            return ToolAnswer(f"{self.name} failed: {_words(error)}", problem="raised")
+            return answer_of_failure(self.name, error, deadline_s)
         return answer
 
     async def close(self, score: bool = False) -> float:
@@ -89,8 +86,8 @@ class HostedTool:
         ends = [self._kwargs.get(name, {}) for name in ("calc_reward_kwargs", "release_kwargs")]
         try:
             return float(await made.call("finish", score, *ends, deadline_s=self._deadline_s))
-        except Exception as error:  # a user's code: anything may come out of it
-            raise ToolFailed(f"the tool {self.name} could not end: {_words(error)}") from error
+        except CallFailed as error:
+            raise ToolFailed(error.cause, f"the tool {self.name} could not end: {error}") from error
         finally:
             await made.close()
 
@@ -107,8 +104,6 @@ class OpenTools:
 
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits) -> None:
         self.schemas = [tool.schema for tool in tools]
-        self.counts: Counter[str] = Counter()
-        """Calls, and calls with a problem by its name."""
         self._limits = limits
         self._tools = {tool.name: tool for tool in tools}
         self._checkers = {tool.name: _checker(tool.schema) for tool in tools}
@@ -126,14 +121,13 @@ class OpenTools:
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
         """Return an answer for each call of a turn, in their order; they are made side by side.
 
-        Nothing is raised: a call that cannot be made, or fails, has an answer that says so.
+        A call that cannot be made, or fails, has an answer that says so. Raises ToolFailed, after all have
+        ended, where the process of one was lost.
         """
         most = self._limits.max_parallel_calls
         answers = await _all(self._answer(call) for call in calls[:most])
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
-        self.counts["calls"] += len(answers)
-        self.counts.update(answer.problem for answer in answers if answer.problem)
         length = self._limits.max_response_length
         side = self._limits.truncate_side
         return [replace(answer, text=cut(_readable(answer.text), length, side)) for answer in answers]
@@ -301,7 +295,3 @@ def _numbers_as_texts(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
 
 def _malformed(call: ToolCall, what: str) -> ToolAnswer:
     return ToolAnswer(f"The arguments of {call.name} {what}.", problem="malformed")
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CallRaised) else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ import pytest
 from hybridflow.environments.load import open_environment
 from hybridflow.environments.remote import RemoteEnvironment, RemoteError
 from hybridflow.errors import ConfigError
-from hybridflow.processes import Hosts
+from hybridflow.processes import CallTooLong, Hosts, LocalObject
 
 WORLD = """
 import json, os, sys, time
@@ -86,6 +86,21 @@ def test_what_goes_wrong_is_told_and_the_process_is_ended(
     after, other = begin(command)
     assert other != pid, "a process that went wrong serves nobody else"
     after.close()
+
+
+def test_a_process_that_owes_an_answer_is_ended_and_serves_nobody_else(command: list[str]) -> None:
+    async def play() -> tuple[int, int]:
+        environment, pid = begin(command)
+        owing = LocalObject(environment)
+        with pytest.raises(CallTooLong):
+            await owing.call("step", "hang", deadline_s=0.05)
+        await owing.call("close", deadline_s=300.0)
+        after, other = begin(command)
+        after.close()
+        return pid, other
+
+    pid, other = asyncio.run(play())
+    assert other != pid and not is_running(pid)
 
 
 def test_it_stays_with_its_worker_and_its_process_ends_with_it(command: list[str]) -> None:

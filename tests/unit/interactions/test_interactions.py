@@ -12,6 +12,7 @@ from hybridflow.environments import Step
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.interactions import InteractionEnvironment, load_interactions
+from hybridflow.processes import CallRaised, Hosts, HostsLike, LocalHosts
 
 DOCUMENTED = """
 interaction:
@@ -120,6 +121,22 @@ def test_an_unknown_name_in_a_row_lists_the_known_ones(config_path: str) -> None
     with pytest.raises(DataError, match="got 'solver', wanted one of gsm8k, custom_solver, code_verifier"):
         asyncio.run(environment.reset(row(name="solver")))  # type: ignore[arg-type]
     asyncio.run(environment.close())  # type: ignore[arg-type]
+
+
+def test_a_row_that_is_wrong_is_an_error_of_the_data_wherever_the_environment_runs(config_path: str) -> None:
+    async def reset(hosts: HostsLike) -> None:
+        environment = InteractionEnvironment(config_path)
+        hosted = await hosts.create("copy:copy", environment, deadline_s=300.0)
+        await hosted.call("reset", row(name="solver"), deadline_s=300.0)
+
+    hosts = Hosts(1)
+    try:
+        for each in (LocalHosts(), hosts):
+            with pytest.raises(CallRaised, match="got 'solver'") as caught:
+                asyncio.run(reset(each))
+            assert caught.value.cause == "data"
+    finally:
+        hosts.close()
 
 
 def test_without_a_name_the_class_gives_it(tmp_path: Path) -> None:

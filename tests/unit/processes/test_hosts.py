@@ -320,6 +320,33 @@ def test_an_object_that_does_not_pickle_stays_in_a_worker_of_its_own(
     assert "make Engine" in line and "socket" in line
 
 
+def test_tasks_with_two_objects_that_stay_do_not_wait_for_each_other(file: str) -> None:
+    async def one(hosts: Hosts) -> int:
+        engines = []
+        for _ in range(2):
+            engine = await hosts.create(f"{file}:Engine", deadline_s=LONG)
+            await engine.call("start", deadline_s=LONG)
+            engines.append(engine)
+        assert hosts.waiting <= 3
+        values = [await engine.call("add", 1, deadline_s=LONG) for engine in engines]
+        for engine in engines:
+            await engine.close()
+        return sum(values)
+
+    async def work(hosts: Hosts) -> None:
+        first = await hosts.create(f"{file}:Engine", deadline_s=LONG)
+        await first.call("start", deadline_s=LONG)  # from here it is known that they stay
+        tasks = [asyncio.create_task(one(hosts)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert hosts.waiting == 4
+        await first.close()
+        assert len({await task for task in tasks}) == 1 and hosts.waiting == 0
+
+    hosts = Hosts(2, max_kept=1, wait_timeout=30.0)
+    asyncio.run(work(hosts))
+    hosts.close()
+
+
 def test_an_object_that_stays_may_go_on_its_way_again_or_die(file: str) -> None:
     async def work(hosts: Hosts) -> None:
         hosted = await hosts.create(f"{file}:Engine", 7, deadline_s=LONG)
@@ -328,8 +355,8 @@ def test_an_object_that_stays_may_go_on_its_way_again_or_die(file: str) -> None:
         await hosted.call("stop", deadline_s=LONG)
         assert hosted.state is not None
         await hosted.call("start", deadline_s=LONG)
-        with pytest.raises(CallTooLong, match=r"no free process within .* seconds; 1 objects"):
-            await hosts.create(f"{file}:Engine", deadline_s=LONG)
+        with pytest.raises(CallTooLong, match=r"no free process within .* seconds; .* of 1 tasks"):
+            await asyncio.create_task(hosts.create(f"{file}:Engine", deadline_s=LONG))
         with pytest.raises(ProcessLost, match="exit code 3"):
             await hosted.call("exits", deadline_s=LONG)
         with pytest.raises(ProcessLost, match="its process has ended"):

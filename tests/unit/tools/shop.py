@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from typing import Any
 
@@ -45,6 +46,18 @@ async def hang() -> str:
 def thread() -> str:
     """Say whether it runs in the main thread."""
     return str(threading.current_thread() is threading.main_thread())
+
+
+@tool
+def die() -> str:
+    """End the process."""
+    os._exit(3)
+
+
+@tool(in_process=True)
+def daemon() -> bool:
+    """Say whether the interpreter may end while this call is under way."""
+    return threading.current_thread().daemon
 
 
 SCHEMA = {

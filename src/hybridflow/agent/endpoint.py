@@ -264,9 +264,11 @@ class Recording:
             raise ApiError(STATUSES.get(error.cause, 503), str(error), code=error.cause) from error
         if isinstance(self.failure, LengthReached):
             self.failure = None
-        cut = output.finish_reason == "length"
-        own_limit = job.sampling[place].max_tokens < self._policy.sampling.max_tokens
-        self.outcome = TRUNCATED if cut and not own_limit else FINISHED
+        self.outcome = FINISHED
+        limit = job.sampling[place].max_tokens
+        whole = limit < self._policy.sampling.max_tokens and len(output.token_ids) >= limit
+        if output.finish_reason == "length" and not whole:  # less than the client's limit: no room for more
+            self.outcome = TRUNCATED
         piece = ChoiceReader(job, self.model, choice).read(output)
         if job.messages:
             self._remember(job, output, piece)

@@ -311,6 +311,22 @@ def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
     Scene(play, lambda request: range(5, 110))
 
 
+def test_a_response_that_the_context_cuts_is_truncated_whatever_the_clients_limit() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            ask = client.chat.completions.create
+            history: list[Any] = [{"role": "user", "content": "a" * 100}]
+            for content in ("a" * 200, None):
+                answer = await ask(model="m", messages=history, max_tokens=60)
+                said = {"role": "assistant", "content": answer.choices[0].message.content}
+                history += [said, {"role": "user", "content": content}]
+            assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == "truncated"
+
+    scene = Scene(play, lambda request: range(5, 110))
+    last = scene.policy.calls[-1]
+    assert len(last.output.token_ids) < 60 and len(last.prompt) + len(last.output.token_ids) == 400
+
+
 def test_a_trajectory_that_failed_takes_no_further_requests() -> None:
     async def play(recording: Recording) -> None:
         async with openai_of(recording) as client:

@@ -223,6 +223,18 @@ def test_tools_and_thinking_reach_the_template() -> None:
         SFTDataset([{"messages": CHAT, "tools": 3}], tokenizer, SFTDataConfig())
 
 
+def test_a_column_tools_that_is_something_else_is_left_out_unless_it_was_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    rows = [{"messages": CHAT, "tools": "hammer", "things": "hammer"}] * 2
+    (plain,) = SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig())
+    assert [row.input_ids for row in SFTDataset(rows, tokenizer, SFTDataConfig())] == [plain.input_ids] * 2
+    assert [record.message.count("data.tools_key") for record in caplog.records] == [1]
+    with pytest.raises(DataError, match="things is text that is no JSON"):
+        SFTDataset(rows, tokenizer, SFTDataConfig(tools_key="things"))
+
+
 def test_a_template_that_takes_thoughts_away_is_learned_turn_by_turn() -> None:
     tokenizer = FAMILIES["qwen3"].tokenizer()
     (row,) = list(SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig()))

@@ -76,8 +76,8 @@ STATUSES: dict[FailureCause, int] = {"data": 400, "deadline": 504}
 class Endpoint:
     """HTTP server of the trajectories that run now, in the event loop of whoever records them.
 
-    It listens while there is a trajectory. Paths that belong to none are answered with 404, those of one that
-    has ended with 410.
+    It listens from the first trajectory to the end of the event loop. Paths that belong to none are answered
+    with 404, those of one that has ended with 410.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Endpoint:
     @asynccontextmanager
     async def record(self, policy: Policy) -> AsyncGenerator[Recording, None]:
         """Give a trajectory its URL for the time of the block; ConfigError where the port is taken."""
-        if self._server is None:
+        if self._server is None or self._server.has_ended:
             self._server = LoopServer(self, *self._address)
         secret = self._signed(str(next(self._numbers)))
         recording = Recording(self, policy, f"{self._server.address}/t/{secret}")
@@ -116,10 +116,6 @@ class Endpoint:
         finally:
             del self._recordings[secret]
             await recording.end()
-            if not self._recordings and self._server is not None:
-                server = self._server
-                self._server = None
-                await server.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request (ASGI)."""
@@ -264,9 +260,11 @@ class Recording:
             raise ApiError(STATUSES.get(error.cause, 503), str(error), code=error.cause) from error
         if isinstance(self.failure, LengthReached):
             self.failure = None
-        cut = output.finish_reason == "length"
-        own_limit = job.sampling[place].max_tokens < self._policy.sampling.max_tokens
-        self.outcome = TRUNCATED if cut and not own_limit else FINISHED
+        self.outcome = FINISHED
+        limit = job.sampling[place].max_tokens
+        whole = limit < self._policy.sampling.max_tokens and len(output.token_ids) >= limit
+        if output.finish_reason == "length" and not whole:  # less than the client's limit: no room for more
+            self.outcome = TRUNCATED
         piece = ChoiceReader(job, self.model, choice).read(output)
         if job.messages:
             self._remember(job, output, piece)

@@ -17,7 +17,7 @@ from typing import Any, cast, overload
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridflow.data.messages import MEDIA, media_message
+from hybridflow.data.messages import MEDIA, media_message, without_fills
 from hybridflow.data.remote import local_file
 from hybridflow.errors import DataError
 
@@ -84,7 +84,7 @@ class Rows(Sequence[Row]):
         """Rows of an Arrow table; `number` is the number of the first of them in this sequence."""
         try:
             rows: list[Row] = table.slice(start, count).to_pylist()
-            return rows
+            return [{name: without_fills(value) for name, value in row.items()} for row in rows]
         except _UNREADABLE as error:
             for place in range(start, min(start + count, len(table))):
                 if reason := _why_unreadable(table, place):

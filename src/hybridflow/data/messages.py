@@ -38,7 +38,7 @@ TEXT_ONLY = "this version trains on text only"
 
 
 def check_messages(messages: object) -> list[Message]:
-    """`messages` as chat messages, without the keys that a columnar file fills with nulls.
+    """`messages` as chat messages, without keys that are null.
 
     Raises TypeError or ValueError where it is not a non-empty list of objects with a role and a content (or
     with ShareGPT's `from` and `value`), or where a content holds something other than text.
@@ -71,23 +71,32 @@ def _checked(number: int, message: object) -> Message:
                 raise ValueError(
                     f"message {number} ({role}) has a part of type {part['type']!r}: {TEXT_ONLY}"
                 )
-    checked = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if "tool_calls" in checked:
-        checked["tool_calls"] = _without_nulls(checked["tool_calls"])
-    return checked
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def check_tools(tools: object) -> list[dict[str, Any]]:
-    """The tools of a row as a list of schemas, without the keys that a columnar file fills with nulls.
-
-    Takes a list, or the JSON of one. Raises TypeError or ValueError where it is neither.
-    """
+    """The tools of a row, which are a list of schemas or its JSON; TypeError or ValueError for others."""
     if isinstance(tools, str):
         tools = json.loads(tools)
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
         raise TypeError(f"tools are {type(tools).__name__}, wanted a list of schemas, or its JSON")
-    checked: list[dict[str, Any]] = _without_nulls(list(tools))
-    return checked
+    return list(tools)
+
+
+def without_fills(value: Any) -> Any:
+    """A value of a columnar file; its tool calls and schemas of tools without what is null.
+
+    All structs of a column have the same keys there: a call has the arguments of all others, as nulls. An
+    argument that is to be null needs a file of JSON, or `arguments` as JSON text.
+    """
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        return value
+    if any("function" in each for each in value):
+        return _without_nulls(value)
+    return [
+        {**each, "tool_calls": _without_nulls(each["tool_calls"])} if each.get("tool_calls") else each
+        for each in value
+    ]
 
 
 def _without_nulls(value: Any) -> Any:

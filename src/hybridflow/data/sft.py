@@ -10,6 +10,7 @@ cannot be used are counted and shown before training.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -54,6 +55,7 @@ class SFTDataset:
         self.tokenizer = tokenizer
         self.config = config
         self.num_overlong = 0
+        self._ignores_tools = False
         self._kept: list[int] = []
         self._ids = RaggedInts()
         self._mask = RaggedInts()
@@ -132,8 +134,27 @@ class SFTDataset:
         thinking = row.get(self.config.enable_thinking_key)
         if thinking is not None:
             options["enable_thinking"] = bool(thinking)
-        tools = check_tools(row.get(self.config.tools_key) or [])
-        return encode_conversation(ChatTemplate(self.tokenizer, options), messages, tools)
+        return encode_conversation(ChatTemplate(self.tokenizer, options), messages, self._tools(row))
+
+    def _tools(self, row: Row) -> list[dict[str, Any]]:
+        """Return the tools of a row; a text that is no JSON counts where the user has named its column."""
+        key = self.config.tools_key
+        tools = row.get(key) or []
+        try:
+            return check_tools(tools)
+        except json.JSONDecodeError as error:
+            if key != SFTDataConfig().tools_key:
+                raise ValueError(f"{key} is text that is no JSON: {error}") from error
+            if not self._ignores_tools:
+                self._ignores_tools = True
+                logger.warning(
+                    "%s has a column %s with text that is no JSON (%.40r): it is left out where it is; "
+                    "data.tools_key names the column with the tools",
+                    self.rows.source,
+                    key,
+                    tools,
+                )
+            return []
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:

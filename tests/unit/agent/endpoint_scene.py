@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +41,16 @@ def endpoint() -> Endpoint:
     """An endpoint for agents, which is not open yet."""
     model = ServedModel("tiny", TOKENIZER, len(TOKENIZER), LIMITS.max_model_len, "hermes")
     return Endpoint(model, ChatTemplate(TOKENIZER))
+
+
+async def nothing_is_left(server: Endpoint) -> None:
+    """Assert that all tasks end but this one and the server's."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if server._server is not None:
+        left -= {server._server._serving}
+    if left:
+        _, left = await asyncio.wait(left, timeout=60)  # an answer's last lines may still be on their way
+    assert not left, f"tasks are left behind: {left}"
 
 
 def policy_of(client: LLMClient, sampling: SamplingParams = SAMPLING) -> Policy:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from endpoint_scene import END, TOKENIZER, endpoint, ids, policy_of, text
+from endpoint_scene import END, TOKENIZER, endpoint, ids, nothing_is_left, policy_of, text
 from spoken_engine import FakeSession, client_of, episode
 
 from hybridflow.agent.black_box import BlackBoxes, CommandAgent, FunctionAgent
@@ -66,7 +66,8 @@ def played(
     """
 
     async def work() -> tuple[AgentResult | None, Policy]:
-        agent: Agent = make(endpoint(), hosts or LocalHosts())
+        server = endpoint()
+        agent: Agent = make(server, hosts or LocalHosts())
         with client_of(FakeSession(script, end=END, dies_at=dies_at)) as client:
             policy = policy_of(client)
             playing = asyncio.create_task(agent.run(episode(**row), policy))
@@ -80,8 +81,7 @@ def played(
                 return await playing, policy
             finally:
                 assert client.load == 0
-                left = asyncio.all_tasks() - {asyncio.current_task()}
-                assert not left, f"tasks are left behind: {left}"
+                await nothing_is_left(server)
 
     return asyncio.run(work())
 

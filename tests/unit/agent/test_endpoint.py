@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from endpoint_scene import END, SAMPLING, endpoint, ids, policy_of, text
+from endpoint_scene import END, SAMPLING, TOKENIZER, endpoint, ids, nothing_is_left, policy_of, text
 from spoken_engine import FakeSession, client_of
 
-from hybridflow.agent.endpoint import Recording
+from hybridflow.agent.endpoint import Endpoint, Recording
 from hybridflow.agent.episode import LengthReached, TrajectoryFailed
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.protocol.trajectory import Lineage, rows_of
 from hybridflow.rollout.base import GenerationRequest
+from hybridflow.rollout.server.run import LoopServer
 
 CALL = '<tool_call>{"arguments" :{"b":[1, 2],"a":3},  "name":"add"}</tool_call>'
 """Written as no template writes it."""
@@ -46,6 +49,8 @@ class Scene:
         self.requests: list[GenerationRequest] = []
         self.session = FakeSession(self._noted(script), end=END, **session)
         asyncio.run(self._run(play))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{self.recording.url}/v1/models")
 
     def _noted(self, script: Callable[[GenerationRequest], Sequence[int]]) -> Any:
         def say(request: GenerationRequest) -> Sequence[int]:
@@ -61,10 +66,7 @@ class Scene:
             async with endpoint().record(self.policy) as self.recording:
                 await play(self.recording)
             assert client.load == 0, "a request is left behind"
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not left, f"tasks are left behind: {left}"
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{self.recording.url}/v1/models")
+            await nothing_is_left(self.recording._endpoint)
 
     @property
     def rows(self) -> tuple[Lineage, ...]:
@@ -283,6 +285,32 @@ def test_a_url_belongs_to_one_trajectory() -> None:
     Scene(play)
 
 
+def test_trajectories_one_after_the_other_and_of_the_next_step_find_a_fixed_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Endpoint(endpoint().model, ChatTemplate(TOKENIZER), port=port)
+
+    async def step() -> None:
+        with client_of(FakeSession(says, end=END)) as client:
+            async with httpx.AsyncClient(timeout=600) as http:
+                for _ in range(2):
+                    async with server.record(policy_of(client)) as recording:
+                        assert (await http.get(f"{recording.url}/v1/models")).status_code == 200
+
+    asyncio.run(step())
+    asyncio.run(step())
+
+
+@pytest.mark.parametrize(
+    "host, told", [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname()), ("::1", "[::1]")]
+)
+def test_agents_are_told_an_address_that_they_can_use(host: str, told: str) -> None:
+    async def address() -> str:
+        return LoopServer(endpoint(), host, 0).address
+
+    assert asyncio.run(address()).rpartition(":")[0] == f"http://{told}"
+
+
 def test_a_conversation_without_room_is_told_as_that() -> None:
     async def play(recording: Recording) -> None:
         async with openai_of(recording) as client:
@@ -309,6 +337,22 @@ def test_a_limit_of_the_run_truncates_and_one_of_the_client_does_not() -> None:
                 assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == kind
 
     Scene(play, lambda request: range(5, 110))
+
+
+def test_a_response_that_the_context_cuts_is_truncated_whatever_the_clients_limit() -> None:
+    async def play(recording: Recording) -> None:
+        async with openai_of(recording) as client:
+            ask = client.chat.completions.create
+            history: list[Any] = [{"role": "user", "content": "a" * 100}]
+            for content in ("a" * 200, None):
+                answer = await ask(model="m", messages=history, max_tokens=60)
+                said = {"role": "assistant", "content": answer.choices[0].message.content}
+                history += [said, {"role": "user", "content": content}]
+            assert answer.choices[0].finish_reason == "length" and recording.outcome.kind == "truncated"
+
+    scene = Scene(play, lambda request: range(5, 110))
+    last = scene.policy.calls[-1]
+    assert len(last.output.token_ids) < 60 and len(last.prompt) + len(last.output.token_ids) == 400
 
 
 def test_a_trajectory_that_failed_takes_no_further_requests() -> None:

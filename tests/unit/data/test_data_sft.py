@@ -203,20 +203,36 @@ def test_tools_and_thinking_reach_the_template() -> None:
     ]
     tools = [{**TOOL, "filled": None}]
     rows = [{"messages": messages, "functions": given} for given in (tools, json.dumps(tools))]
-    first, second = SFTDataset(rows, tokenizer, SFTDataConfig(tools_key="functions"))
-    assert first.input_ids == second.input_ids
-    whole = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
-    assert "null" in whole, "a columnar file fills arguments with nulls"
-    whole = whole.replace(', "b": null', "")
-    assert first.input_ids == tokenizer(whole, add_special_tokens=False).input_ids
+    table = Rows([pa.Table.from_pylist(rows[:1])])
+    config = SFTDataConfig(tools_key="functions")
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    filled = ', "b": null'
+    first, second = SFTDataset(rows, tokenizer, config)
+    assert first.input_ids == second.input_ids == tokenizer(whole, add_special_tokens=False).input_ids
+    assert filled in learned(tokenizer, first), "the null of a file of JSON is an argument"
+    (unfilled,) = SFTDataset(table, tokenizer, config)
+    whole = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False).replace(filled, "")
+    assert unfilled.input_ids == tokenizer(whole, add_special_tokens=False).input_ids, "a columnar file's"
     wanted = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call><|im_end|>2<|im_end|>'
-    assert learned(tokenizer, first) == wanted
+    assert learned(tokenizer, unfilled) == wanted
     tokenizer.chat_template = "{{ 'T' if enable_thinking else 'F' }}" + str(tokenizer.chat_template)
     rows = [{"messages": CHAT, "think": think} for think in (True, False, None)]
     dataset = SFTDataset(rows, tokenizer, SFTDataConfig(enable_thinking_key="think"))
     assert [tokenizer.decode(row.input_ids[:1]) for row in dataset] == ["T", "F", "F"]
     with pytest.raises(DataError, match="wanted a list of schemas"):
         SFTDataset([{"messages": CHAT, "tools": 3}], tokenizer, SFTDataConfig())
+
+
+def test_a_column_tools_that_is_something_else_is_left_out_unless_it_was_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    rows = [{"messages": CHAT, "tools": "hammer", "things": "hammer"}] * 2
+    (plain,) = SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig())
+    assert [row.input_ids for row in SFTDataset(rows, tokenizer, SFTDataConfig())] == [plain.input_ids] * 2
+    assert [record.message.count("data.tools_key") for record in caplog.records] == [1]
+    with pytest.raises(DataError, match="things is text that is no JSON"):
+        SFTDataset(rows, tokenizer, SFTDataConfig(tools_key="things"))
 
 
 def test_a_template_that_takes_thoughts_away_is_learned_turn_by_turn() -> None:

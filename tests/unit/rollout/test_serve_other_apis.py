@@ -104,6 +104,17 @@ def test_what_responses_cannot_do_is_refused(served: Served, field: str, value: 
     assert caught.value.body["message"].startswith(wanted)  # type: ignore[index]
 
 
+def test_the_models_own_names_of_calls_are_those_that_clients_see() -> None:
+    call = '<|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    said = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    model = {"tool_parser": "kimi", "chat_template": TOOL_TEMPLATE}
+    with serve_script(lambda request: ids(said), model=model) as server:
+        response = server.openai.responses.create(model="tiny", input="go", tools=TOOLS)
+        message = ask(server, tools=CLIENT_TOOLS).json()
+        server.wait_idle()
+    assert [response.output[-1].call_id, message["content"][-1]["id"]] == ["functions.add:3"] * 2
+
+
 def ask(served: Served, key: dict[str, str] | None = None, **body: Any) -> httpx.Response:
     headers = {"x-api-key": TOKEN} if key is None else key
     body = {"model": "tiny", "max_tokens": 300, "messages": [{"role": "user", "content": "go"}], **body}

@@ -214,7 +214,7 @@ class MessagesAnswer(BlocksAnswer):
 
 
 def _use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call_id(), "name": call.name}
+    return {"type": "tool_use", "id": call.id or call_id(), "name": call.name}
 
 
 def _stop(piece: Piece) -> dict[str, Any]:

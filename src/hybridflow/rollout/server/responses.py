@@ -294,7 +294,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
         "id": f"fc_{uuid4().hex}",
         "type": "function_call",
         "status": "completed",
-        "call_id": call_id(),
+        "call_id": call.id or call_id(),
         "name": call.name,
         "arguments": call.arguments,
     }

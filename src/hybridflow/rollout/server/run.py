@@ -27,6 +27,8 @@ from hybridflow.rollout.server.service import Service
 logger = logging.getLogger(__name__)
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+WILDCARDS = ("", "0.0.0.0", "::")
+"""Hosts to listen on that are no address: others find the machine by its name."""
 BACKLOG = 2048
 """Connections that may wait to be accepted, also while the model is loaded."""
 CLOSE_S = 2.0
@@ -130,29 +132,40 @@ class DrainingServer(uvicorn.Server):
 
 
 class LoopServer(uvicorn.Server):
-    """Server in an event loop that others use too; signals stay with whoever handles them now."""
+    """Server in an event loop that others use too, until that ends; signals stay with whoever handles them
+    now.
+    """
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         _raise_file_limit()
         super().__init__(_server_config(app, grace_s=1))
         bound = listen(host, port)
-        self.address = f"http://{host}:{bound.getsockname()[1]}"
+        told = socket.gethostname() if host in WILDCARDS else host
+        if ":" in told:
+            told = f"[{told}]"
+        self.address = f"http://{told}:{bound.getsockname()[1]}"
         """Start of its URLs; connections are taken at once, and answered when the event loop goes on."""
-        self._serving = asyncio.create_task(self.serve([bound]))
+        self._serving = asyncio.create_task(self._serve_to_the_end(bound))
+        self._serving.add_done_callback(lambda _: bound.close())  # also where the task never began
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its event loop has ended."""
+        return self._serving.done()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the handlers of signals as they are."""
         yield
 
-    async def stop(self) -> None:
-        """End it; requests that still run are cancelled after a second. Its port is free at once."""
-        while not (self.started or self._serving.done()):
-            await asyncio.sleep(0)
-        for listening in self.servers:
-            listening.close()
-        self.should_exit = True
-        await self._serving
+    async def _serve_to_the_end(self, bound: socket.socket) -> None:
+        """Serve until the event loop cancels this; requests that still run are cancelled after a second."""
+        try:
+            await self.serve([bound])
+        except asyncio.CancelledError:
+            if self.started:
+                await self.shutdown([bound])
+            raise
 
 
 def _server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:

@@ -81,8 +81,12 @@ class Agents:
             hosts=self._builder.hosts,
             limit=self._limit,
         )
+        before = dict(self._builder.hosts.counts)
         _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
-        return _metrics(told, runner), stats
+        metrics = _metrics(told, runner)
+        for name, count in self._builder.hosts.counts.items():
+            metrics.add_sum(f"agent/processes/{name}", float(count - before[name]))
+        return metrics, stats
 
     def close(self) -> None:
         """End the processes of tools and environments."""

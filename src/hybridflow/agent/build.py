@@ -37,6 +37,11 @@ COMMAND = "command"
 INTERACTIONS = "hybridflow.interactions.environment:InteractionEnvironment"
 
 
+def name_of(schema: Mapping[str, Any]) -> str:
+    """Return the name of a tool by which a model calls it."""
+    return str(schema["function"]["name"])
+
+
 class AgentBuilder:
     """Makes each agent once; close it at the end of the run."""
 
@@ -82,7 +87,14 @@ class AgentBuilder:
         if name == ENVIRONMENT:
             if not self._config.data.environment:
                 raise ConfigError("a row has agent_name=environment, and there is none: set data.environment")
-            self._check_template([*self._schemas, *self._environment.tools.values()])
+            methods = list(self._environment.tools.values())
+            both = {name_of(schema) for schema in methods} & set(self._tools.specs)
+            if both:
+                raise ConfigError(
+                    f"the environment {self._environment.name} and the run both have tools with the names "
+                    f"{sorted(both)}: give one of each two another name"
+                )
+            self._check_template([*self._schemas, *methods])
             return ChatAgent(self._parts(self._tools), self._environment)
         if name == COMMAND:
             return self._black_boxes.command(self._rollout.agent.command)

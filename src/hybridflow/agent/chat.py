@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridflow.agent.conversation import Conversation, Message, messages_of
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
-from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, MethodTool
+from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
 from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate, Difference
@@ -30,7 +30,7 @@ from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 from hybridflow.tools.parsers.base import NO_JSON
-from hybridflow.tools.toolset import OpenTools, Toolset
+from hybridflow.tools.toolset import MethodTool, OpenTools, Toolset
 
 logger = logging.getLogger(__name__)
 

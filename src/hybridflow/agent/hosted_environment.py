@@ -14,8 +14,8 @@ from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step
 from hybridflow.environments.load import load_environment
 from hybridflow.processes import CallFailed, HostsLike, ObjectLike
-from hybridflow.tools.base import ToolAnswer, answer_of, answer_of_failure
 from hybridflow.tools.function_tool import tool_methods
+from hybridflow.tools.toolset import MethodTool
 
 FACTORY = "hybridflow.environments.load:open_environment"
 
@@ -92,30 +92,6 @@ class HostedEnvironment:
     def tool(self, name: str, schema: Mapping[str, Any]) -> MethodTool:
         """Return the method of this name as a tool of the model."""
         return MethodTool(name, schema, self._target)
-
-
-class MethodTool:
-    """A method of an environment that the model calls as a tool."""
-
-    def __init__(self, method: str, schema: Mapping[str, Any], target: ObjectLike) -> None:
-        self.name = schema["function"]["name"]
-        self.schema = schema
-        self._method = method
-        self._target = target
-
-    async def open(self, create_kwargs: Mapping[str, Any]) -> None:
-        """Do nothing: the environment is open."""
-
-    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
-        """Call the method; what it raises is told to the model. Raises ToolFailed for a lost process."""
-        try:
-            return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
-        except CallFailed as error:
-            return answer_of_failure(self.name, error, deadline_s)
-
-    async def close(self, score: bool = False) -> float:
-        """Do nothing: the environment is closed by its trajectory."""
-        return 0.0
 
 
 def failure_of(error: CallFailed, what: str) -> TrajectoryFailed:

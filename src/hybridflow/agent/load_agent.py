@@ -6,15 +6,12 @@ name ──► entry of a YAML file | loop that `register` has named | path/to/f
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from hybridflow.agent.agent_loop import REGISTERED, AgentLoopAgent, AgentLoopBase
 from hybridflow.agent.episode import Agent
 from hybridflow.config import PPOConfig
-from hybridflow.data.plugin import blaming, load_object
+from hybridflow.data.plugin import blaming, load_class, load_entries, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 
@@ -33,10 +30,8 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
     entries = _entries(agent.agent_loop_config_path)
     if name in entries:
         kwargs = dict(entries[name])
-        target = str(kwargs.pop("_target_"))
-        if ":" not in target:
-            target = ":".join(target.rpartition(".")[::2])
-        return AgentLoopAgent(load_object(target, key=PATH_KEY), kwargs, config, tokenizer)
+        target = load_class(kwargs.pop("_target_"), key=PATH_KEY)
+        return AgentLoopAgent(target, kwargs, config, tokenizer)
     if name in REGISTERED:
         return AgentLoopAgent(REGISTERED[name], agent.options, config, tokenizer)
     if ":" not in name:
@@ -58,12 +53,7 @@ def _entries(path: str | None) -> dict[str, dict[str, Any]]:
     """Return the entries of a YAML file, [{name, _target_, …}], by name and without it."""
     if path is None:
         return {}
-    try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{PATH_KEY}: {path} cannot be read: {error}") from error
-    if not isinstance(content, list) or not all(
-        isinstance(entry, dict) and {"name", "_target_"} <= set(entry) for entry in content
-    ):
-        raise ConfigError(f"{PATH_KEY}: {path} is no list of entries that have a name and a _target_")
-    return {str(entry.pop("name")): entry for entry in content}
+    entries = load_entries(path, None, "_target_", key=PATH_KEY)
+    if any("name" not in entry for entry in entries):
+        raise ConfigError(f"{PATH_KEY}: {path} has entries without a name")
+    return {str(entry.pop("name")): entry for entry in entries}

@@ -21,10 +21,14 @@ from hybridflow.data.plugin import blaming
 from hybridflow.environments.base import Environment, Observation, Step
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
-from hybridflow.tools import answer_of, tool_methods
+from hybridflow.processes import LocalObject
+from hybridflow.tools import tool_methods
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
 from hybridflow.tools.parsers.hermes import HermesParser
+from hybridflow.tools.toolset import MethodTool, OpenTools, ToolLimits
 
+MANY = 1_000_000
+"""Calls of a line, and characters of an answer: a person is not limited."""
 WRITTEN_CALL = re.compile(r"\s*([A-Za-z_]\w*)\(")
 
 
@@ -34,29 +38,31 @@ def show_try(spec: str, options: Mapping[str, Any], seed: int, row: Mapping[str,
     environment.seed = seed
     environment.step_seed = seed
     with asyncio.Runner() as runner:
-        Conversation(environment, runner).play(row)
+        Game(environment, runner).play(row)
 
 
-class Conversation:
+class Game:
     """One trajectory of an environment with a person; what the environment raises ends it with its place."""
 
     def __init__(self, environment: Environment, runner: asyncio.Runner) -> None:
         self.environment = environment
         self.runner = runner
         self.total = 0.0
-        self.tools = {}
+        target = LocalObject(environment)
+        methods = [MethodTool(*each, target) for each in tool_methods(type(environment)).items()]
+        limits = ToolLimits(max_parallel_calls=MANY, max_response_length=MANY)
+        self.tools = OpenTools(methods, limits)
+        self.names = {tool.name for tool in methods}
         self.usage = []
-        for method, schema in tool_methods(type(environment)).items():
-            name = schema["function"]["name"]
-            self.tools[name] = getattr(environment, method)
-            arguments = ", ".join(f"{each}=…" for each in schema["function"]["parameters"]["properties"])
-            self.usage.append(f"{name}({arguments})")
+        for tool in methods:
+            arguments = ", ".join(f"{each}=…" for each in tool.schema["function"]["parameters"]["properties"])
+            self.usage.append(f"{tool.name}({arguments})")
 
     def play(self, row: Mapping[str, Any]) -> None:
         """Talk until the environment is done, or the input ends."""
         try:
             self._show(self._ask("reset", row))
-            if self.tools:
+            if self.usage:
                 print(f"tools: {', '.join(self.usage)}")
             done = False
             while not done:
@@ -77,12 +83,13 @@ class Conversation:
     def _take_turn(self, line: str) -> bool:
         """Answer one line; return whether the trajectory ends."""
         calls = read_calls(line)
-        for call in calls:
-            print(self._call_tool(call))
         if calls:
+            for answer in self.runner.run(self.tools.call(calls)):
+                print(answer.text)
+                self.total += answer.reward
             return False
         written = WRITTEN_CALL.match(line)
-        if HermesParser.start in line or (written and written[1] in self.tools):
+        if HermesParser.start in line or (written and written[1] in self.names):
             print("malformed call, wanted name(argument=value), or JSON with name and arguments")
             return False
         step: Step = self._ask("step", line)
@@ -94,17 +101,6 @@ class Conversation:
         extra = "".join(f", {name} {value}" for name, value in step.extra.items())
         print(f"[reward {step.reward:g}{extra}]")
         return step.done
-
-    def _call_tool(self, call: ToolCall) -> str:
-        """Return what the tool answers, or why it does not."""
-        if call.name not in self.tools:
-            return f"there is no tool {call.name!r}; the tools are: {', '.join(self.tools) or 'none'}"
-        try:
-            answer = answer_of(self._wait_for(self.tools[call.name](**json.loads(call.arguments))))
-        except Exception as error:  # a user's tool: anything may come out of it
-            return f"{call.name} failed: {error}"
-        self.total += answer.reward
-        return answer.text
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         with blaming(f"{type(self.environment).__name__}.{method}"):

@@ -19,6 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
@@ -92,6 +96,38 @@ def load_module(location: str, *, key: str) -> ModuleType:
         raise ConfigError(f"{key}: importing {location} failed: {_last_line(error)}") from error
     except Exception as error:  # a user's module: anything may come out of it
         raise ConfigError(f"{key}: importing {location} failed: {_last_line(error)}") from error
+
+
+def load_class(name: str, *, key: str) -> Any:
+    """Return what is named as "package.module.Class", verl's form, or as `load_object` has it."""
+    if name.startswith("verl."):
+        raise ConfigError(f"{key}: {name}: put hybridflow in the place of verl: hybridflow.…")
+    location, _, last = name.rpartition(":" if ":" in name else ".")
+    return load_object(f"{location}:{last}", key=key)
+
+
+def load_entries(path: str, under: str | None, wanted: str, *, key: str) -> list[dict[str, Any]]:
+    """Return the entries of a YAML file: its list, or the one under a name; each has the key `wanted`.
+
+    Raises ConfigError for a file that is missing or of another form, and for an empty list.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: no file {path} (looked in {Path.cwd()})")
+    try:
+        entries: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
+    where = ""
+    if under is not None:
+        where = f" `{under}`"
+        entries = entries.get(under) if isinstance(entries, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{key}: {path} has no list{where} of entries")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get(wanted), str):
+            raise ConfigError(f"{key}: {path}, entry {number}: got {entry!r}, wanted a {wanted}")
+    return entries
 
 
 def check_location(location: str, *, key: str) -> None:

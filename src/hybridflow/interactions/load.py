@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hybridflow.data.plugin import blaming, load_object
+from hybridflow.data.plugin import blaming, load_class, load_entries
 from hybridflow.errors import ConfigError
 from hybridflow.interactions.base import BaseInteraction
 
@@ -30,16 +27,9 @@ def load_interactions(path: str) -> Mapping[str, Callable[[], BaseInteraction]]:
     A `class_name` may also be path/to/file.py:Name. Raises ConfigError for a file of another form, two
     entries of one name, and a class that does not load.
     """
-    try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{KEY}: {path} can not be read: {error}") from error
-    entries = content.get("interaction") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries) or not entries:
-        raise ConfigError(f"{KEY}: {path} has no list `interaction` of entries with name, class_name, config")
     found: dict[str, Callable[[], BaseInteraction]] = {}
-    for entry in entries:
-        cls = _class_of(entry, path)
+    for entry in load_entries(path, "interaction", "class_name", key=KEY):
+        cls = _class_of(entry["class_name"], path)
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
         if name in found:
             raise ConfigError(f"{KEY}: {path} has two interactions with the name {name}")
@@ -48,16 +38,11 @@ def load_interactions(path: str) -> Mapping[str, Callable[[], BaseInteraction]]:
     return found
 
 
-def _class_of(entry: Mapping[str, Any], path: str) -> type[BaseInteraction]:
-    spec = str(entry.get("class_name"))
-    if ":" not in spec:
-        spec = ":".join(spec.rpartition(".")[::2])
-    if spec.startswith("verl."):
-        raise ConfigError(f"{KEY}: {path} names {entry['class_name']}; write hybridflow in place of verl")
-    cls = load_object(spec, key=f"{KEY}: {path}: class_name")
+def _class_of(name: str, path: str) -> type[BaseInteraction]:
+    cls = load_class(name, key=f"{KEY}: {path}: class_name")
     missing = [name for name in METHODS if not hasattr(cls, name)]
     if not isinstance(cls, type) or missing:
-        raise ConfigError(f"{KEY}: {path}: {spec} is no class with {', '.join(missing or METHODS)}")
+        raise ConfigError(f"{KEY}: {path}: {name} is no class with {', '.join(missing or METHODS)}")
     return cls
 
 

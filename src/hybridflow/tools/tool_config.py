@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
 
-from hybridflow.data.plugin import blaming, load_module, load_object
+from hybridflow.data.plugin import blaming, load_class, load_entries, load_module
 from hybridflow.errors import ConfigError
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.base_tool import BaseTool
@@ -83,29 +80,14 @@ def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> Iterato
 
     Each tool is made once here, so that what is wrong with it is known before the run. Raises ConfigError.
     """
-    if not Path(path).expanduser().is_file():
-        raise ConfigError(f"{key}: no file {path} (looked in {Path.cwd()})")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
-    entries = content.get("tools") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{key}: {path} has no list `tools` of tools with a class_name")
-    for number, entry in enumerate(entries):
-        yield from _load_entry(entry, f"{key}: {path}, tool {number}")
+    for number, entry in enumerate(load_entries(path, "tools", "class_name", key=key)):
+        yield from _load_entry(entry, f"{key}: {path}, tool {number} ({entry['class_name']})")
 
 
-def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
-    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-        raise ConfigError(f"{where}: got {entry!r}, wanted a class_name")
+def _load_entry(entry: dict[str, Any], where: str) -> list[ToolSpec]:
     if unknown := set(entry) - ENTRY_KEYS:
         raise ConfigError(f"{where}: unknown keys {sorted(unknown)}; known are {sorted(ENTRY_KEYS)}")
-    spec = _object_spec(entry["class_name"])
-    where = f"{where} ({entry['class_name']})"
-    if spec.startswith("verl."):
-        raise ConfigError(f"{where}: put hybridflow in the place of verl: hybridflow.tools.…")
-    cls = load_object(spec, key=where)
+    cls = load_class(entry["class_name"], key=where)
     if not (inspect.isclass(cls) and issubclass(cls, BaseTool)):
         raise ConfigError(f"{where}: got {cls!r}, wanted a subclass of hybridflow.tools.base_tool.BaseTool")
     config = dict(entry.get("config") or {})
@@ -115,14 +97,14 @@ def _load_entry(entry: Any, where: str) -> list[ToolSpec]:
         raise ConfigError(f"{where}: got config.type {kind!r}, wanted native or mcp")
     with blaming(where):
         tools = cls.connect(config, entry.get("mcp") or {}) if kind == "mcp" else [cls(config, schema)]
-    return [_spec_of(tool, spec, where) for tool in tools]
+    return [_spec_of(tool, entry["class_name"], where) for tool in tools]
 
 
-def _spec_of(tool: BaseTool, path: str, source: str) -> ToolSpec:
+def _spec_of(tool: BaseTool, class_name: str, source: str) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     if tool.config.get("in_process", type(tool).in_process):
         return ToolSpec(tool.name, schema, source, begin_trajectory, (tool,), True, tool)
-    arguments = (path, tool.config, tool.tool_schema)
+    arguments = (_object_spec(class_name), tool.config, tool.tool_schema)
     return ToolSpec(tool.name, schema, source, make_tool, arguments, False)
 
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 import jsonschema
 
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.processes import CallFailed, HostsLike, LocalHosts, ObjectLike
-from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of_failure
+from hybridflow.processes import CallFailed, CallRaised, HostsLike, LocalHosts, ObjectLike
+from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
 
@@ -97,6 +97,32 @@ class HostedTool:
             hosts = LocalHosts()
         factory = f"{self._spec.factory.__module__}:{self._spec.factory.__name__}"
         return await hosts.create(factory, *self._spec.arguments, *further, deadline_s=deadline_s)
+
+
+class MethodTool:
+    """A method of an environment that the model calls as a tool."""
+
+    def __init__(self, method: str, schema: Mapping[str, Any], target: ObjectLike) -> None:
+        self.name = schema["function"]["name"]
+        self.schema = schema
+        self._method = method
+        self._target = target
+
+    async def open(self, create_kwargs: Mapping[str, Any]) -> None:
+        """Do nothing: the environment is open."""
+
+    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+        """Call the method; what it raises is told to the model. Raises ToolFailed for a lost process."""
+        try:
+            return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
+        except CallFailed as error:
+            return answer_of_failure(self.name, error, deadline_s)
+        except (TypeError, ValueError) as error:  # what it returned is no answer
+            return answer_of_failure(self.name, CallRaised.by(error), deadline_s)
+
+    async def close(self, score: bool = False) -> float:
+        """Do nothing: the environment is closed by its trajectory."""
+        return 0.0
 
 
 class OpenTools:

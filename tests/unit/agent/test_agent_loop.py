@@ -304,7 +304,7 @@ def test_an_agent_of_one_s_own_and_names_that_there_are_not(file: Path, tmp_path
         load_agent_loop("tol_agent", config(), TOKENIZER)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("- name: a\n")
-    with pytest.raises(ConfigError, match="a name and a _target_"):
+    with pytest.raises(ConfigError, match=r"entry 0: .* wanted a _target_"):
         load_agent_loop("a", config(agent_loop_config_path=str(wrong)), TOKENIZER)
 
 

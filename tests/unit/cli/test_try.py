@@ -75,15 +75,17 @@ def test_tools_answer_and_mistakes_are_told(play) -> None:
         "ask(",
         "<tool_call>{</tool_call>",
         "sell(thing='tea')",
+        "ask(thing='tea', times='many')",
         "hello (you)",
     )
     assert status == 0
     assert "system: a shop\nuser: seed 4\ntools: ask(thing=…, times=…)\n" in out
     answers = [line.removeprefix("> ") for line in out.splitlines() if line.startswith("> ")]
-    assert answers[:3] == ["tea: 7", "tea: 14", "ask failed: not for sale"]
+    assert answers[:3] == ["tea: 7", "tea: 14", "ask failed: ValueError: not for sale"]
     assert [answer.partition(",")[0] for answer in answers[3:5]] == ["malformed call"] * 2
-    assert answers[5] == "there is no tool 'sell'; the tools are: ask"
-    assert "list of token ids" in answers[6]
+    assert answers[5] == "There is no tool 'sell'. The tools are: ask."
+    assert answers[6] == "The arguments of ask do not fit: 'many' is not of type 'integer'."
+    assert "list of token ids" in answers[7]
     assert out.endswith("score 10\nstopped, reward 11.5\nclosed\n"), "two answers, one step, and the score"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.data.plugin import join_spec, load_object
+from hybridflow.data.plugin import join_spec, load_class, load_entries, load_object
 from hybridflow.errors import ConfigError
 
 
@@ -79,3 +79,17 @@ def test_join_spec() -> None:
         join_spec("a.py", None, key="k")
     with pytest.raises(ConfigError, match="set the path"):
         join_spec(None, "f", key="k")
+
+
+def test_a_file_of_entries_names_classes_as_verl_does(tmp_path: Path) -> None:
+    path = tmp_path / "entries.yaml"
+    path.write_text("things: [{class_name: pathlib.Path, number: 1e-3}]")
+    (entry,) = load_entries(str(path), "things", "class_name", key="KEY")
+    assert entry["number"] == 0.001, "read as a run's own configuration is"
+    assert load_class(entry["class_name"], key="KEY") is Path
+    with pytest.raises(ConfigError, match="put hybridflow in the place of verl"):
+        load_class("verl.tools.Thing", key="KEY")
+    with pytest.raises(ConfigError, match=r"entry 0: .* wanted a name"):
+        load_entries(str(path), "things", "name", key="KEY")
+    with pytest.raises(ConfigError, match="has no list of entries"):
+        load_entries(str(path), None, "class_name", key="KEY")

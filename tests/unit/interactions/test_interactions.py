@@ -148,10 +148,10 @@ def test_without_a_name_the_class_gives_it(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("tools: []", "has no list `interaction`"),
-        ("interaction: {", "can not be read"),
+        ("interaction: {", "cannot be read"),
         (
             "interaction: [{class_name: verl.interactions.base.BaseInteraction}]",
-            "write hybridflow in place of verl",
+            "hybridflow in the place of verl",
         ),
         ("interaction: [{class_name: hybridflow.nowhere.Base}]", "no module named 'hybridflow.nowhere'"),
         (
@@ -169,5 +169,5 @@ def test_a_mistake_in_the_file_is_named(
     Path("interaction.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_interactions("interaction.yaml")
-    with pytest.raises(ConfigError, match=r"missing\.yaml can not be read"):
+    with pytest.raises(ConfigError, match=r"no file missing\.yaml"):
         load_interactions("missing.yaml")

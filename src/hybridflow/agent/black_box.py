@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.processes import CallFailed, HostsLike
+from hybridflow.processes.worker_process import keeper_command
 from hybridflow.rollout.server.model import ServedModel
 
 FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -124,7 +124,7 @@ class CommandAgent:
         self._endpoint = endpoint
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Have the command play one episode; it is ended with its children where this is cancelled."""
+        """Have the command play one episode; in the end it is ended with all that it has started."""
         with tempfile.TemporaryDirectory(prefix="hybridflow_agent_") as folder:
             async with self._endpoint.record(policy) as recording:
                 returned = await self._output(Path(folder), recording, episode.row.row)
@@ -132,7 +132,8 @@ class CommandAgent:
 
     async def _output(self, folder: Path, recording: Recording, row: Mapping[str, Any]) -> Any:
         """Return what the command says; TrajectoryFailed where it fails."""
-        files = {name: folder / name for name in ("row.json", "result.json", "out", "err")}
+        files = {name: folder / name for name in ("row.json", "result.json", "words", "out", "err")}
+        files["words"].write_text(json.dumps(self._command), encoding="utf-8")
         files["row.json"].write_text(json.dumps(dict(row), default=_plain), encoding="utf-8")
         variables = {
             "OPENAI_BASE_URL": f"{recording.url}/v1",
@@ -142,9 +143,10 @@ class CommandAgent:
             "HYBRIDFLOW_ROW": str(files["row.json"]),
             "HYBRIDFLOW_RESULT": str(files["result.json"]),
         }
-        with files["out"].open("wb") as out, files["err"].open("wb") as err:
+        with files["words"].open() as words, files["out"].open("wb") as out, files["err"].open("wb") as err:
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *keeper_command("hybridflow.processes.command", words.fileno()),
+                pass_fds=(words.fileno(),),
                 env={**os.environ, **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -154,8 +156,8 @@ class CommandAgent:
             try:
                 status = await process.wait()
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                if process.returncode is None:
+                    process.terminate()
                 await process.wait()
         if status:
             _raise_cause(recording)

@@ -187,15 +187,17 @@ def test_a_command_that_fails_tells_what_it_said(script: Any) -> None:
 def test_a_command_ends_with_its_children(script: Any, tmp_path: Path) -> None:
     path = script(
         f"""
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} ")
+        sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        child = subprocess.Popen(sleeps)
+        detached = subprocess.Popen(sleeps, start_new_session=True)
+        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} {{detached.pid}}")
         ask(os.environ["OPENAI_BASE_URL"], "hi")
         time.sleep(3600)
         """
     )
     played(command(path), cancelled=True)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     assert not left
 

@@ -94,6 +94,12 @@ class Agents:
 
     def _agent_of(self, episode: Episode) -> Agent:
         name = episode.row.row.get("agent_name") or self._builder.default_name
+        if ":" in name and name != self._keys.default_agent_loop:
+            raise TrajectoryFailed(
+                "data",
+                f"agent_name={name} of a row: data cannot choose code. Set agent.default_agent_loop to it, "
+                "or give it a name in agent.agent_loop_config_path",
+            )
         try:
             return self._builder.agent(name)
         except (ConfigError, DataError) as error:  # a name that a dataset class gave later

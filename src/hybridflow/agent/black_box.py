@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.processes import CallFailed, HostsLike
+from hybridflow.processes.worker_process import keeper_command
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import listen
 
@@ -135,7 +135,7 @@ class CommandAgent:
         self._endpoint = endpoint
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Have the command play one episode; what it has started ends with it, also what it has detached."""
+        """Have the command play one episode; in the end it is ended with all that it has started."""
         with tempfile.TemporaryDirectory(prefix="hybridflow_agent_") as folder:
             async with self._endpoint.record(policy) as recording:
                 returned = await self._output(Path(folder), recording, episode.row.row)
@@ -143,7 +143,8 @@ class CommandAgent:
 
     async def _output(self, folder: Path, recording: Recording, row: Mapping[str, Any]) -> Any:
         """Return what the command says; TrajectoryFailed where it fails."""
-        files = {name: folder / name for name in ("row.json", "result.json", "out", "err")}
+        files = {name: folder / name for name in ("row.json", "result.json", "words", "out", "err")}
+        files["words"].write_text(json.dumps(self._command), encoding="utf-8")
         files["row.json"].write_text(json.dumps(dict(row), default=_plain), encoding="utf-8")
         variables = {
             "OPENAI_BASE_URL": f"{recording.url}/v1",
@@ -153,9 +154,10 @@ class CommandAgent:
             "HYBRIDFLOW_ROW": str(files["row.json"]),
             "HYBRIDFLOW_RESULT": str(files["result.json"]),
         }
-        with files["out"].open("wb") as out, files["err"].open("wb") as err:
+        with files["words"].open() as words, files["out"].open("wb") as out, files["err"].open("wb") as err:
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *keeper_command("hybridflow.processes.command", words.fileno()),
+                pass_fds=(words.fileno(),),
                 env={**os.environ, **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -165,10 +167,9 @@ class CommandAgent:
             try:
                 status = await process.wait()
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                if process.returncode is None:
+                    process.terminate()
                 await process.wait()
-                _end_detached(f"HYBRIDFLOW_ROW={files['row.json']}")
         if status:
             _raise_cause(recording)
             said = _end_of(files["err"]) or _end_of(files["out"])
@@ -183,19 +184,6 @@ class CommandAgent:
             if isinstance(said, dict) and "score" in said:  # a bare number may be the agent's answer
                 return said
         return None
-
-
-def _end_detached(variable: str) -> None:
-    """Kill the processes that have this variable in their environment; only Linux tells of it."""
-    for _ in range(NUM_LOOKS):  # one may start another while we look
-        found = False
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is another user's
-                if os.fsencode(variable) in environment.read_bytes().split(b"\0"):
-                    os.kill(int(environment.parent.name), signal.SIGKILL)
-                    found = True
-        if not found:
-            return
 
 
 def _raise_cause(recording: Recording) -> None:

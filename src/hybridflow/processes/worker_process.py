@@ -25,6 +25,14 @@ _START = (
 )
 
 
+def keeper_command(module: str, file_descriptor: int) -> list[str]:
+    """Return the words that start a keeper of this process, and below it `main(file_descriptor)` of a module;
+    the keeper inherits the file descriptor.
+    """
+    words = [json.dumps(sys.path), str(file_descriptor), str(os.getpid()), module]
+    return [sys.executable, "-c", _START, *words]
+
+
 class WorkerProcess:
     """A process that runs `main(file_descriptor)` of a module, with one thread for each maths library.
 
@@ -35,10 +43,9 @@ class WorkerProcess:
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        words = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), module]
         with theirs:
             self.keeper = subprocess.Popen(
-                [sys.executable, "-c", _START, *words],
+                keeper_command(module, theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **threads},

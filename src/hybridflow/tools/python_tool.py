@@ -2,8 +2,9 @@
 
 code ──► a fresh interpreter in an empty folder, with limits ──► what it printed, and how it ended
 
-It is no sandbox. A program has the rights of the user who started the run: it can read and write that user's
-files, use the network, start processes that outlive it (until its worker ends), and fill the disk. It is kept
+It is no sandbox. A program has the rights of the user who started the run: it can read and write that
+user's files, use the network, start processes that outlive it (until its worker ends), and fill the disk. It
+can also reach into its worker, whose answers the driver unpickles, and so run code in the driver. It is kept
 from: going on after its time, using more memory, printing without end, and reading the run's environment
 variables through its own.
 """
@@ -49,7 +50,8 @@ os.execv(sys.executable, [sys.executable, "-I", "-u", "program.py"])
 class PythonTool(BaseTool):
     """Runs `code`, and answers with what it printed, errors included; programs share nothing with each other.
 
-    Its config needs `allow_unsafe: true`, because a program can do what the user can (see above). Optional
+    Its config needs `allow_unsafe: true`, because a program can do what the user can, and change what its
+    worker sends, which the driver unpickles (see above). Optional
     are `default_timeout` (30 seconds) and `memory_limit_mb` (1024).
     """
 

@@ -22,6 +22,7 @@ from hybridflow.agent.agent_loop import (
     learned_calls,
     sampling_of,
 )
+from hybridflow.agent.agents import Agents
 from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.episode import TrajectoryFailed
 from hybridflow.agent.load_agent import load_agent_loop
@@ -306,6 +307,18 @@ def test_an_agent_of_one_s_own_and_names_that_there_are_not(file: Path, tmp_path
     wrong.write_text("- name: a\n")
     with pytest.raises(ConfigError, match=r"entry 0: .* wanted a _target_"):
         load_agent_loop("a", config(agent_loop_config_path=str(wrong)), TOKENIZER)
+
+
+def test_a_path_in_a_row_is_refused_unless_the_keys_have_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    code = "class A:\n    async def run(self, episode, policy): ...\n    def __init__(self, tokenizer): ...\n"
+    file.write_text(code + f"open({str(tmp_path / 'loaded')!r}, 'w')\n")
+    agents = Agents(config(), TOKENIZER)
+    with pytest.raises(TrajectoryFailed, match="data cannot choose code") as caught:
+        agents._agent_of(episode(agent_name=f"{file}:A"))
+    assert caught.value.cause == "data" and not (tmp_path / "loaded").exists()
+    named = Agents(config(default_agent_loop=f"{file}:A"), TOKENIZER)
+    assert type(named._agent_of(episode(agent_name=f"{file}:A"))).__name__ == "A"
 
 
 def test_the_page_s_examples_run(tmp_path: Path) -> None:

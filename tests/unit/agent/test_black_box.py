@@ -189,9 +189,9 @@ def test_a_command_that_fails_tells_what_it_said(script: Any) -> None:
 def test_a_command_ends_with_all_that_it_has_started(script: Any, tmp_path: Path) -> None:
     path = script(
         f"""
-        sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
-        child = subprocess.Popen(sleep)
-        detached = subprocess.Popen(sleep, start_new_session=True)
+        sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        child = subprocess.Popen(sleeps)
+        detached = subprocess.Popen(sleeps, start_new_session=True)
         open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} {{detached.pid}}")
         ask(os.environ["OPENAI_BASE_URL"], "hi")
         time.sleep(3600)

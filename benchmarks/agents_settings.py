@@ -39,7 +39,7 @@ CONTROL = "calculator_random"
 TASKS = {
     "calculator": Task("calculator", 300),
     CONTROL: Task("calculator", 300, ("data.environment_options.answers=random",)),
-    "guess": Task("guess", 100),
+    "guess": Task("guess", 400),
     "search": Task("search", 150),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ CONTROL = "calculator_random"
 TASKS = {
     "calculator": Task("calculator", 300),
     CONTROL: Task("calculator", 300, ("data.environment_options.answers=random",)),
-    "guess": Task("guess", 100),
+    "guess": Task("guess", 400),
     "search": Task("search", 150),
 }
 
@@ -70,12 +71,15 @@ class Cell:
         """File of the run's result."""
         return OUT / f"{self.label}.json"
 
-    @property
+    @cached_property
     def warm(self) -> Path:
-        """Folder of the warm start, which the control shares; `warm.json` in it is written last."""
+        """Folder of the warm start, which the control shares; `warm.json` in it is written last.
+
+        Recipes are read once: one that is edited during a run moves no folder.
+        """
         return WORK / f"{self.task.environment}_{self.seed}_{_digest(self._warm_up())}"
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Changes where a recipe or the task does."""
         return _digest([self._warm_up(), asdict(self.task)])

@@ -96,7 +96,7 @@ class AgentBuilder:
                 )
             self._check_template([*self._schemas, *methods])
             return ChatAgent(self._parts(self._tools), self._environment)
-        if name == COMMAND:
+        if name == COMMAND and self._rollout.agent.command:
             return self._black_boxes.command(self._rollout.agent.command)
         if ":" in name and not isinstance(load_object(name, key=AGENT_KEY), type):
             return self._black_boxes.function(name)

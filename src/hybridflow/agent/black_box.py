@@ -38,7 +38,6 @@ PORT_KEY = "actor_rollout_ref.rollout.agent.endpoint_port"
 LOAD = "hybridflow.data.plugin:load_object"
 SHOWN = 4000
 """Characters at the end of a command's output that are read."""
-"""Most looks for processes that a command has detached."""
 
 
 class BlackBoxes:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -48,6 +49,11 @@ class ChatParts:
     """Where the code of tools and environments runs."""
     multi_turn: MultiTurnConfig
     agent: AgentConfig
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the tokenizer's longest token."""
+        return max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
 
 class ChatAgent:
@@ -135,7 +141,10 @@ class _Play:
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(
-            self.parts.template, self.tools.schemas, strip_thinking=self.parts.agent.strip_thinking
+            self.parts.template,
+            self.tools.schemas,
+            most_characters=self.policy.limits.max_model_len * self.parts.longest_token,
+            strip_thinking=self.parts.agent.strip_thinking,
         )
 
     async def to_the_end(self, episode: Episode) -> None:

@@ -5,9 +5,11 @@ observation ──begin──► ids ──answer(output)──► ids + sampled
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridflow.agent.episode import LengthReached
 from hybridflow.data.chat_template import ChatTemplate, CheckMode, Difference, check_conversation
 from hybridflow.environments.base import Observation
 from hybridflow.errors import DataError
@@ -21,9 +23,16 @@ class Conversation:
     """The ids and the messages of one trajectory so far."""
 
     def __init__(
-        self, template: ChatTemplate, tools: Sequence[Mapping[str, Any]] = (), *, strip_thinking: bool = False
+        self,
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        most_characters: int = sys.maxsize,
+        strip_thinking: bool = False,
     ) -> None:
-        """With `strip_thinking` each prompt is rendered anew, so that the template may leave out what the
+        """A text of more than `most_characters` has no room in the model's context: it is not even tokenised.
+
+        With `strip_thinking` each prompt is rendered anew, so that the template may leave out what the
         model has thought in earlier turns.
         """
         self.messages: list[Message] = []
@@ -36,6 +45,7 @@ class Conversation:
         self._strip_thinking = strip_thinking
         self._last_token: int | None = None
         self._ids_only = False
+        self._most_characters = most_characters
 
     def difference(self, mode: CheckMode) -> Difference | None:
         """Return where the ids differ from what the template renders of all messages, or None.
@@ -58,8 +68,19 @@ class Conversation:
             self._ids_only = True
             self.prompt = ids
             return
-        self.messages += messages_of(observation)
+        self.messages += self._readable(observation)
         self.prompt = Prompt(tuple(self._template.begin(self.messages, self._tools)))
+
+    def _readable(self, observation: Observation) -> list[Message]:
+        """Return the messages of an observation; LengthReached where they cannot fit into the context."""
+        messages = messages_of(observation)
+        size = sum(len(str(message.get("content") or "")) for message in messages)
+        if size > self._most_characters:
+            raise LengthReached(
+                f"an observation has {size} characters, and more than {self._most_characters} have no room "
+                "in the context (actor_rollout_ref.rollout.max_model_len)"
+            )
+        return messages
 
     def answer(self, output: GenerationOutput, message: Message) -> None:
         """Add what the model has sampled, and the message that it stands for."""
@@ -79,7 +100,7 @@ class Conversation:
                 "in none"
             )
         else:
-            new = messages_of(observation)
+            new = self._readable(observation)
             self.messages += new
             if self._strip_thinking:
                 self.prompt = Prompt(tuple(self._template.begin(self.messages, self._tools)))

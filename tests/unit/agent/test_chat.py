@@ -79,6 +79,13 @@ class Shop(Environment):
     def step(self, text):
         return Step(done=True, reward=len(self.bought))
 
+class Loud(Environment):
+    def step(self, text):
+        return Step("y" * 10**7, reward=0.5)
+
+    def reset(self, row):
+        return "say it"
+
 class Ids(Environment):
     def reset(self, row):
         return [5, 6, 7]
@@ -307,6 +314,15 @@ def test_an_environment_that_cannot_travel_works_too(world: Path, hosts: Hosts) 
 def test_a_turn_that_is_cut_ends_the_trajectory(world: Path, hosts: Hosts) -> None:
     (found,) = played(lambda _: "5" * 30, environment=f"{world}:Guess", hosts=hosts, max_tokens=8)
     assert found.outcome.kind == "truncated" and found.turns == 1
+
+
+def test_an_observation_that_can_never_fit_is_not_even_tokenised(world: Path, hosts: Hosts) -> None:
+    (found,) = played(lambda _: "5", environment=f"{world}:Loud", hosts=hosts)
+    assert found.outcome.kind == "truncated" and found.turns == 1 and found.reward == 0.5
+    (first,) = played(
+        lambda _: "5", environment=f"{world}:Shop", hosts=hosts, extra_info={"wish": "x" * 10**6}
+    )
+    assert first.outcome.cause == "data" and "1000006 characters" in first.outcome.detail
 
 
 def test_a_conversation_without_room_ends_as_truncated(world: Path, hosts: Hosts) -> None:

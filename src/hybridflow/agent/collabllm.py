@@ -15,13 +15,11 @@ from hybridflow.agent.conversation import Conversation, Message, messages_of
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
 from hybridflow.agent.policy import Policy
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.plugin import load_function
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.interactions.load import load_interactions
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED
 from hybridflow.rollout.base import GenerationOutput
 
-INTERACTIONS = "hybridflow.interactions.load:load_interactions"
-"""By name, because interactions are on the same line of rooms."""
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
@@ -45,9 +43,8 @@ class CollabLLM:
         """
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        load_interactions = load_function(INTERACTIONS, key="CollabLLM")
         made = load_interactions(interaction_config_path)
-        self._interactions: dict[str, Any] = {name: make() for name, make in made.items()}
+        self._interactions = {name: make() for name, make in made.items()}
         self._num_repeats = num_repeat_rollouts
         self._max_user_turns = max_user_turns
 

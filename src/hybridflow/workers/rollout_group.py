@@ -74,11 +74,13 @@ class WorkerReplica:
     @property
     def waiting(self) -> int:
         """Requests that had no room in the engine when it was last looked at; each time it is asked anew."""
-        if self._looked is not None and self._looked.done():
-            self._waiting = self._looked.result()
-            self._looked = None
-        if self._looked is None:
-            self._looked = self._group.call_one(self.rank, RolloutWorker.num_waiting)
+        with suppress(WorkerError):  # it is lost, which whoever awaits its answers is told
+            if self._looked is not None and self._looked.done():
+                looked = self._looked
+                self._looked = None
+                self._waiting = looked.result()
+            if self._looked is None:
+                self._looked = self._group.call_one(self.rank, RolloutWorker.num_waiting)
         return self._waiting
 
     def submit(

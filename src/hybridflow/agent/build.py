@@ -7,6 +7,7 @@ other names, path/to/file.py:Class ──────────► agent loops
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ from hybridflow.errors import ConfigError, install_extra
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
 from hybridflow.tools.toolset import ToolLimits, Toolset
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # it needs the packages of a server
     from hybridflow.agent.black_box import BlackBoxes
@@ -172,6 +175,12 @@ class AgentBuilder:
         """Raise DataError where the chat template cannot go on after an answer; token ids need none."""
         if getattr(self._tokenizer, "chat_template", None):
             self._template.check(list(schemas) or None)
+            if schemas and not self._template.shows(schemas):
+                logger.warning(
+                    "the chat template of %s does not show the model its tools, so that it calls only those "
+                    "that it knows from training: use a template that renders `tools` (data.tokenizer)",
+                    self._tokenizer.name_or_path or "the tokenizer",
+                )
 
     @cached_property
     def _template(self) -> ChatTemplate:

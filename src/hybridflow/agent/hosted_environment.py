@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
-from hybridflow.environments.base import Observation, Step
+from hybridflow.environments.base import Observation, Step, step_of
 from hybridflow.environments.load import load_environment
-from hybridflow.processes import CallFailed, HostsLike, ObjectLike
+from hybridflow.processes import CallFailed, CallRaised, HostsLike, ObjectLike
 from hybridflow.tools.function_tool import tool_methods
 from hybridflow.tools.toolset import MethodTool
 
@@ -61,14 +61,10 @@ class HostedEnvironment:
 
     async def step(self, text: str) -> Step:
         """Return the answer to a turn of the model; a bare text stands for a step without a reward."""
-        answer = await self._call("step", text)
-        if isinstance(answer, Step):
-            return answer
-        if isinstance(answer, str):
-            return Step(answer)
-        raise TrajectoryFailed(
-            "environment", f"step() gave {type(answer).__name__}, wanted a Step or a text: see docs/agents"
-        )
+        try:
+            return step_of(await self._call("step", text))
+        except TypeError as error:
+            raise TrajectoryFailed("environment", str(error)) from error
 
     async def score(self) -> float | None:
         """Return the reward for the whole trajectory, or None."""
@@ -97,4 +93,7 @@ class HostedEnvironment:
 def failure_of(error: CallFailed, what: str) -> TrajectoryFailed:
     """Return the failure of a trajectory whose code in a worker process has failed."""
     how = {"deadline": "took too long", "infrastructure": "lost its process"}.get(error.cause, "failed")
-    return TrajectoryFailed(error.cause, f"{what} {how}: {error}")
+    told = f"{what} {how}: {error}"
+    if isinstance(error, CallRaised):
+        told += f"\n{error.traceback_text}"
+    return TrajectoryFailed(error.cause, told)

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from hybridflow.data.plugin import blaming
-from hybridflow.environments.base import Environment, Observation, Step
+from hybridflow.environments.base import Environment, Observation, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
 from hybridflow.processes import LocalObject
@@ -92,7 +92,7 @@ class Game:
         if HermesParser.start in line or (written and written[1] in self.names):
             print("malformed call, wanted name(argument=value), or JSON with name and arguments")
             return False
-        step: Step = self._ask("step", line)
+        step = step_of(self._ask("step", line))
         if not step.done:
             self._show(step.observation)
         elif isinstance(step.observation, str) and step.observation:

@@ -95,6 +95,12 @@ class ChatTemplate:
                     f"messages of {probe['role']}, so the model would not see them: use a template with them"
                 )
 
+    def shows(self, tools: Tools) -> bool:
+        """Return whether the template writes tools into a prompt at all."""
+        messages = [{"role": "user", "content": "1"}]
+        without = self.render(messages, None, add_generation_prompt=True)
+        return self.render(messages, tools, add_generation_prompt=True) != without
+
     def boundary_merges(self, answer: Sequence[int], given: Sequence[int]) -> bool:
         """Return whether answer and given tokens, tokenised as one text, would have a token across both."""
         if not answer or not given or answer[-1] in self._marks or given[0] in self._marks:

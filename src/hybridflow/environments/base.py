@@ -15,12 +15,17 @@ class Guess(Environment):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:  # a process that runs environments, or a person who plays one, needs no torch
     from hybridflow.protocol.prompt import Prompt
+
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+"""Prompt of rows that an environment makes for itself."""
 
 Observation: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt"
 """What the model reads next: a text (a user's message), messages, token ids, or a prompt of token ids."""
@@ -38,6 +43,20 @@ class Step:
     """Whether the trajectory ends here."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Numbers become metrics of the trajectory (means over all); a later turn's replace earlier ones."""
+
+
+def step_of(answer: Any) -> Step:
+    """Return what `step` has returned as a Step: a bare text is an observation without a reward.
+
+    TypeError for anything else, and for a reward that is no finite number.
+    """
+    if isinstance(answer, str):
+        return Step(answer)
+    if not isinstance(answer, Step):
+        raise TypeError(f"step() gave {type(answer).__name__}, wanted a Step or a text")
+    if not isinstance(answer.reward, Real) or not math.isfinite(answer.reward):
+        raise TypeError(f"step() gave the reward {answer.reward!r}, wanted a finite number")
+    return answer
 
 
 class Environment:
@@ -59,6 +78,11 @@ class Environment:
         Without a `reset` of its own, an environment gives the row's own prompt.
         """
         prompt: Observation = row["raw_prompt"]
+        if not prompt or prompt == EMPTY_PROMPT:
+            raise ValueError(
+                f"{type(self).__name__} has no reset(row) of its own, and the row has no prompt: write one, "
+                "or set data.train_files"
+            )
         return prompt
 
     def step(self, text: str) -> Step | Awaitable[Step]:

@@ -37,7 +37,8 @@ def health_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
     truncated = metrics.get("response_length/clip_ratio", 0.0)
     if truncated > MAX_TRUNCATED:
         found["truncated"] = (
-            f"{truncated:.0%} of the responses were cut at the length limit: raise data.max_response_length"
+            f"{truncated:.0%} of the responses were cut at a limit: raise data.max_response_length or, with "
+            "several turns, rollout.max_model_len or rollout.multi_turn.max_assistant_turns"
         )
     difference = metrics.get("training/rollout_log_probs_diff_max", 0.0)
     if difference > MAX_LOG_PROB_DIFF:

@@ -99,3 +99,10 @@ def uses_agents(config: PPOConfig) -> bool:
         or rollout.agent.default_agent_loop != "single_turn_agent"
         or rollout.agent.command
     )
+
+
+def may_score_itself(config: PPOConfig) -> bool:
+    """Return whether rewards may come from an environment, or from an agent of one's own."""
+    agent = config.actor_rollout_ref.rollout.agent
+    built_in = ("single_turn_agent", "tool_agent")
+    return bool(config.data.environment or agent.command or agent.default_agent_loop not in built_in)

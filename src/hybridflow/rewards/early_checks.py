@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.config.checks.reward import CUSTOM
+from hybridflow.config.needs import may_score_itself
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
@@ -26,13 +27,15 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
     """Raise RewardError or ConfigError for what would stop the run when the first responses are scored.
 
-    That is a function that does not exist, a data source that `auto` knows no reward for, rows without the
-    ground truth that a built-in reward needs, and keys of `algorithm` that no built-in reward returns.
+    That is a function that does not exist and keys of `algorithm` that no built-in reward returns. Unless an
+    environment or an agent may give the rewards, it is also a data source that `auto` knows no reward for,
+    and rows without the ground truth that a built-in reward needs.
     """
     _check_functions(config.reward)
-    for split in splits:
-        _check_sources(config.reward, split)
-        _check_truth(config.reward, split)
+    if not may_score_itself(config):
+        for split in splits:
+            _check_sources(config.reward, split)
+            _check_truth(config.reward, split)
     sources = [name for split in splits if split.key != "data.val_files" for name in split.sources]
     _check_keys(config, sources)
 

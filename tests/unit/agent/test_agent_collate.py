@@ -176,6 +176,28 @@ def test_given_tokens_are_read_and_never_sampled() -> None:
     assert list(rows.non_tensor_batch["source"]) == ["x", "x", None]
 
 
+def test_rewards_of_turns_stand_on_the_last_token_of_their_calls() -> None:
+    """Calls 0 and 2 are in the first row, call 1 is in a row of its own."""
+    first = Lineage(
+        Prompt((1, 2)),
+        (
+            Segment((3, 4), True, (-0.5, -1.5), (7, 7), 0),
+            Segment((8, 9)),
+            Segment((5, 6), True, (-2.5, -1.0), (8, 8), 2),
+        ),
+    )
+    second = Lineage(Prompt((6,)), (Segment((3, 4), True, (-0.25, -1.0), (8, 8), 1),))
+    rewards = {0: 0.5, 1: -0.25, 2: 2.0}
+    whole = Trajectory(3, 1, (first, second), FINISHED, reward=3.25, turn_rewards=rewards)
+    part = Trajectory(4, 0, (second,), FINISHED, reward=1.0, turn_rewards={1: 0.25})
+    scores = collate([whole, part], 0).batch["token_level_scores"]
+    assert scores.tolist() == [
+        [0, 0.5, 0, 0, 0, 3.0],  # the rest of the reward, 1, is at the end with that of the last call
+        [0, -0.25, *[0] * 4],
+        [0, 1.0, *[0] * 4],
+    ]
+
+
 def test_how_a_trajectory_ended(tokenizer: PreTrainedTokenizerFast) -> None:
     batch = requests()
     outputs = [

@@ -17,6 +17,7 @@ from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from hybridflow.config.data import DataConfig, SFTDataConfig, TaskConfig
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.config.tree import with_values
 from hybridflow.data.early_checks import check_data
 from hybridflow.errors import ConfigError, DataError, RewardError
 from hybridflow.rewards.early_checks import check_reward
@@ -102,6 +103,18 @@ def test_a_missing_data_source_counts_as_unknown(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="data_source 'unknown'"):
         check(ppo(file))
     check(ppo(file, RewardConfig(function="gsm8k")))
+
+
+def test_a_run_whose_environment_or_agent_scores_needs_no_known_source(tmp_path: Path) -> None:
+    config = ppo(write(tmp_path / "a.parquet", [{**ROW, "data_source": "mine"}] * 3))
+    with pytest.raises(RewardError, match="'mine'"):
+        check(config)
+    check(with_values(config, {"data.environment": "guess"}))
+    agent = "actor_rollout_ref.rollout.agent"
+    check(with_values(config, {f"{agent}.command": ["python"]}))
+    check(with_values(config, {f"{agent}.default_agent_loop": "mine.py:run"}))
+    with pytest.raises(RewardError, match="'mine'"):
+        check(with_values(config, {f"{agent}.default_agent_loop": "tool_agent"}))
 
 
 def test_sources_of_validation_files_and_late_rows(tmp_path: Path) -> None:

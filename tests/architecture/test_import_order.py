@@ -23,6 +23,7 @@ LINES = [
     ["trainer", "merger"],
     ["explain", "demo"],
     ["cli", "model_merger"],
+    ["__main__"],
 ]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 

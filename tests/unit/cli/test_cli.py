@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(word in shown for word in WORDS)
     assert status_of_exit(["--version"]) == 0 and __version__ in capsys.readouterr().out
+
+
+def test_the_package_runs_as_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["hybridflow", "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("hybridflow", run_name="__main__")
+    assert end.value.code == 0 and __version__ in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", WORDS)

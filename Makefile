@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# compiled modules are kept: tests start many processes, and each would compile the package anew
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: setup demo demo-seeds learn agents bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean

@@ -6,7 +6,10 @@ import ast
 import graphlib
 import re
 
+import pytest
 from sources import imports, sources
+
+pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 
 LINES = [
     ["errors"],

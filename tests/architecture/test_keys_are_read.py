@@ -9,13 +9,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 
+import pytest
 from sources import Source, sources
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.arguments import arguments_of_keys
 from hybridflow.config.tree import keys_of, type_hints
+
+pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 
 # Keys that act while the configuration is made or checked, and nowhere else.
 READ_IN_CONFIG = {
@@ -51,15 +55,19 @@ def blocks(cls: type, root: type, path: str = "") -> Iterator[tuple[type, tuple[
 
 BLOCKS = [found for root in (PPOConfig, SFTConfig) for found in blocks(root, root)]
 PLACES = {place for _, place in BLOCKS}
-RETURNS = {
-    node.name: node.returns
-    for source in sources()
-    for node in ast.walk(source.tree)
-    if isinstance(node, ast.FunctionDef)
-}
-"""What functions return, by name."""
 BOUNDS = {"C": ("PPOConfig", "SFTConfig")}
 """Type variables of configurations."""
+
+
+@cache
+def returns() -> dict[str, ast.expr | None]:
+    """What functions return, by name."""
+    return {
+        node.name: node.returns
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 class Reads(ast.NodeVisitor):
@@ -89,7 +97,7 @@ class Reads(ast.NodeVisitor):
             inner = {(root, f"{path}.{node.attr}".strip(".")) for root, path in self.places(node.value)}
             return frozenset(inner & PLACES) or self.known.get(f".{node.attr}", NOWHERE)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return self.annotated(RETURNS.get(node.func.id))
+            return self.annotated(returns().get(node.func.id))
         return self.known.get(node.id, NOWHERE) if isinstance(node, ast.Name) else NOWHERE
 
     def learn(self, target: ast.expr, places: Places) -> None:

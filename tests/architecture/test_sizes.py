@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 
+import pytest
 from sources import PACKAGE, sources
+
+pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 
 MAX_FILE, MAX_FUNCTION = 450, 70
 MAX_MATHS_FILE = 250

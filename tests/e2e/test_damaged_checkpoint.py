@@ -5,6 +5,7 @@ before.
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,18 @@ def largest_file(folder: Path) -> Path:
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-@pytest.fixture
-def saved(inputs: Inputs, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps that saved each second."""
-    assert main_ppo(small_run(inputs, tmp_path / "run", "trainer.save_freq=2", steps=4)) == 0
-    return tmp_path / "run"
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert main_ppo(small_run(inputs, run, "trainer.save_freq=2", steps=4)) == 0
+    return run
+
+
+@pytest.fixture
+def saved(whole: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "data", "trainer"])

@@ -27,6 +27,7 @@ SMALL = (
     "reward.function=random",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.exact=false",  # whether it can hold is asked of each model, not of a recipe
     "trainer.total_training_steps=2",
     "trainer.critic_warmup=0",
     "trainer.test_freq=-1",

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 SEEDS = (0, 1, 2, 3)
+
+
+def each_seed(test: Callable[..., None]) -> Callable[..., None]:
+    """Give a test each of SEEDS as `seed` in turn; as tests of their own they would take twice as long."""
+
+    @functools.wraps(test)
+    def with_each(**arguments: Any) -> None:
+        for seed in SEEDS:
+            try:
+                test(seed=seed, **arguments)
+            except Exception as error:
+                error.add_note(f"with seed={seed}")
+                raise
+
+    signature = inspect.signature(test)
+    others = [parameter for name, parameter in signature.parameters.items() if name != "seed"]
+    with_each.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    return with_each
 
 
 @dataclass(frozen=True)

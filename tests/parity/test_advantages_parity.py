@@ -10,7 +10,7 @@ import reference_advantages as slow
 import reference_maths as reference
 import torch
 from estimator_columns import every_column
-from ragged_batches import SEEDS, Ragged, ragged
+from ragged_batches import Ragged, each_seed, ragged
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import (
@@ -88,7 +88,7 @@ def test_every_estimator_has_a_reference() -> None:
     assert {*BY_ROW, *BY_TOKEN, "gae", "reinforce_plus_plus"} == set(ADVANTAGE_ESTIMATORS)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("name", BY_ROW)
 def test_one_advantage_a_row(name: str, seed: int) -> None:
     for change in (
@@ -103,7 +103,7 @@ def test_one_advantage_a_row(name: str, seed: int) -> None:
         assert bool(out.advantages.any())  # the batch says something to each of them
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_one_advantage_a_token(name: str, seed: int) -> None:
     columns = every_column(seed)
@@ -112,7 +112,7 @@ def test_one_advantage_a_token(name: str, seed: int) -> None:
     close(out.returns, returns)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_optimal_token_baseline_without_importance_weights(name: str, seed: int) -> None:
     columns = every_column(seed)
@@ -121,7 +121,7 @@ def test_optimal_token_baseline_without_importance_weights(name: str, seed: int)
     close(estimate(name, columns).advantages, form(*lists(columns, *BASELINE), None)[0])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 def test_whitening_without_a_loss_mask_is_over_the_sampled_tokens(seed: int) -> None:
     c = every_column(seed)
     rewards, mask, groups = lists(c, *GROUPED)
@@ -140,7 +140,7 @@ def test_whitening_without_a_loss_mask_is_over_the_sampled_tokens(seed: int) -> 
     close(out.advantages, slow.prime(c["process_rewards"].tolist(), rewards, mask, groups, 5.0, 5.0, mask)[0])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_reinforce_plus_plus(seed: int, gamma: float) -> None:
     columns = every_column(seed) | {"gamma": gamma}
@@ -154,7 +154,7 @@ def test_reinforce_plus_plus(seed: int, gamma: float) -> None:
         close(out.advantages, reference.whiten(returns, columns[mask].tolist()))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.5)])
 def test_gae(seed: int, gamma: float, lam: float) -> None:
     b = ragged(seed)
@@ -164,7 +164,7 @@ def test_gae(seed: int, gamma: float, lam: float) -> None:
     close(out.advantages, reference.whiten(advantages, b.mask.tolist()))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 def test_gae_whitens_over_the_loss_mask_only(seed: int) -> None:
     b = ragged(seed)
     loss_mask = b.mask & (torch.arange(b.mask.shape[0]) != 3).unsqueeze(1)
@@ -183,7 +183,7 @@ def by_length(b: Ragged, gamma: float, alpha: float) -> reference.Rows:
     return out
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("alpha", [0.05, 0.3, 1.0, 1e9])
 @pytest.mark.parametrize("lam_critic", [None, 1.0, 0.7])
 def test_vapo(seed: int, alpha: float, lam_critic: float | None) -> None:
@@ -195,7 +195,7 @@ def test_vapo(seed: int, alpha: float, lam_critic: float | None) -> None:
     close(out.advantages, reference.whiten(by_length(b, 0.99, alpha), b.mask.tolist()))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 def test_whitening(seed: int) -> None:
     b = ragged(seed)
     close(masked_whiten(b.rewards, b.mask), reference.whiten(b.rewards.tolist(), b.mask.tolist()))

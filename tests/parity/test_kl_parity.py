@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reference_maths as reference
 import torch
-from ragged_batches import SEEDS, ragged
+from ragged_batches import each_seed, ragged
 from torch import Tensor
 
 from hybridflow.algorithms.kl import KL_KINDS, kl_estimate
@@ -13,7 +13,7 @@ from hybridflow.algorithms.kl import KL_KINDS, kl_estimate
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("kind", [*KL_KINDS, *(f"{kind}+" for kind in KL_KINDS)])
 def test_estimators(seed: int, kind: str) -> None:
     b = ragged(seed)

@@ -9,6 +9,7 @@ import reference_corrections as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged_batches import each_seed
 from torch import Tensor
 
 from hybridflow.algorithms.preference import bradley_terry, dpo, ipo, kto, kto_reference_point, orpo, simpo
@@ -48,7 +49,7 @@ def agrees(chosen: Tensor, rejected: Tensor, found: Loss, slow: Slow) -> None:
         torch.testing.assert_close(one, other, **EXACT)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed
 @pytest.mark.parametrize("beta", [0.01, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize("swapped", [0.0, 0.1, 0.4])
 def test_dpo(seed: int, beta: float, swapped: float) -> None:
@@ -61,14 +62,14 @@ def test_dpo(seed: int, beta: float, swapped: float) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed
 @pytest.mark.parametrize("beta", [0.01, 0.1, 1.0])
 def test_ipo(seed: int, beta: float) -> None:
     chosen, rejected, _, _ = numbers(seed)
     agrees(chosen, rejected, lambda x, y: ipo(x, y, beta=beta), lambda _, x, y: reference.ipo(x, y, beta))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.33, 0.7)])
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_kto(seed: int, weights: tuple[float, float], beta: float) -> None:
@@ -91,7 +92,7 @@ def test_kto(seed: int, weights: tuple[float, float], beta: float) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed
 @pytest.mark.parametrize(("beta", "margin"), [(2.0, 1.0), (2.5, 0.3), (10.0, 0.0)])
 def test_simpo(seed: int, beta: float, margin: float) -> None:
     chosen, rejected, m, n = numbers(seed, log_probs=True)
@@ -103,7 +104,7 @@ def test_simpo(seed: int, beta: float, margin: float) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed
 @pytest.mark.parametrize("factor", [0.0, 0.1, 1.0])
 def test_orpo(seed: int, factor: float) -> None:
     chosen, rejected, m, n = numbers(seed, log_probs=True)
@@ -115,7 +116,7 @@ def test_orpo(seed: int, factor: float) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed
 def test_bradley_terry(seed: int) -> None:
     chosen, rejected, lengths, _ = numbers(seed)
     margins = lengths.double() / 3

@@ -9,7 +9,7 @@ import reference_corrections as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_batches import SEEDS, ragged
+from ragged_batches import each_seed, ragged
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
@@ -23,7 +23,7 @@ def outcomes(seed: int) -> Tensor:
     return torch.rand(7, generator=g, dtype=torch.float64).round(decimals=1)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("beta", [0.05, 1.0])
 @pytest.mark.parametrize("granularity", ["token", "whole"])
 def test_rewards(seed: int, beta: float, granularity: str) -> None:
@@ -38,7 +38,7 @@ def test_rewards(seed: int, beta: float, granularity: str) -> None:
     assert not found.requires_grad
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("beta", [0.05, 1.0, 20.0])
 @pytest.mark.parametrize("certain", [False, True])
 def test_loss(seed: int, beta: float, certain: bool) -> None:

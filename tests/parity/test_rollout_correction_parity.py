@@ -11,7 +11,7 @@ import reference_corrections as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_batches import SEEDS, Ragged, ragged
+from ragged_batches import SEEDS, Ragged, each_seed, ragged
 from torch import Tensor
 
 from hybridflow.algorithms import rollout_correction as maths
@@ -76,7 +76,7 @@ def as_floats(metrics: dict[str, Ratio | float]) -> dict[str, float]:
     return out
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("threshold", "low", "high"), THRESHOLDS)
 @pytest.mark.parametrize("normalise", [False, True])
@@ -92,7 +92,7 @@ def test_weights(
     assert not found.requires_grad and not found[~b.mask].any()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize(("option", "threshold", "rule"), CASES)
 def test_rejection_by_one_option(seed: int, option: str, threshold: str, rule: Rule) -> None:
     b = ragged(seed)
@@ -142,7 +142,7 @@ def test_what_stands_on_a_bound_is_inside() -> None:
         )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("number", [2, 3])
 def test_rejection_by_options_joined(seed: int, number: int) -> None:
     b, picks = ragged(seed), list(range(0, len(CASES), 2))
@@ -153,7 +153,7 @@ def test_rejection_by_options_joined(seed: int, number: int) -> None:
         assert found.tolist() == reference.keep(*lists(b), [case[2] for case in cases]), options
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 def test_a_single_number_may_come_as_a_number(seed: int) -> None:
     b = ragged(seed)
     for option in ("token_k1", "seq_mean_k3"):
@@ -163,7 +163,7 @@ def test_a_single_number_may_come_as_a_number(seed: int) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("threshold", "low", "high"), THRESHOLDS)
 @pytest.mark.parametrize("corrected", [(False, False), (True, False), (False, True), (True, True)])
@@ -207,7 +207,7 @@ def test_metrics_of_nothing(level: str) -> None:
     assert found == dict.fromkeys(reference.metrics([], [], [], None, None, level, 0.5, 2.0), 0.0)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each_seed
 @pytest.mark.parametrize(("option", "threshold", "rule"), CASES)
 def test_the_denominators_after_rejection_count_what_was_accepted(
     seed: int, option: str, threshold: str, rule: Rule

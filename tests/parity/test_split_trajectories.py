@@ -413,7 +413,7 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-no
 
 
 @pytest.mark.parametrize("mode", MODES)
-@FEW
+@settings(FEW, max_examples=4)
 @given(SEED)
 def test_losses_of_a_step(mode: str, seed: int) -> None:
     plain = whole(seed)

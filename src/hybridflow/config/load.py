@@ -228,10 +228,18 @@ def _shown(value: Any) -> str:
 
 
 def _plain(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The tree with the ${…} of defaults filled in; raises `problems` and its own."""
-    try:
-        plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise_all([*problems, str(error).splitlines()[0]])
-    assert isinstance(plain, dict), "a dict stays a dict"
-    return {str(name): value for name, value in plain.items()}
+    """The tree with the ${…} of defaults filled in; raises `problems` and its own.
+
+    Only a block with ${…} is given to OmegaConf, which is slow with hundreds of keys: a default refers to keys
+    of its own block, and given values are filled in before.
+    """
+    plain = dict(tree)
+    for name, block in tree.items():
+        if "${" in str(block):
+            try:
+                filled = OmegaConf.to_container(OmegaConf.create({name: block}), resolve=True)
+            except OmegaConfBaseException as error:
+                raise_all([*problems, str(error).splitlines()[0]])
+            assert isinstance(filled, dict), "a dict stays a dict"
+            plain[name] = filled[name]
+    return plain

@@ -343,7 +343,7 @@ def test_tasks_with_two_objects_that_stay_do_not_wait_for_each_other(file: str) 
         await first.close()
         assert len({await task for task in tasks}) == 1 and hosts.waiting == 0
 
-    hosts = Hosts(2, max_kept=1, wait_timeout=30.0)
+    hosts = Hosts(2, max_kept=1, wait_timeout=LONG)
     asyncio.run(work(hosts))
     hosts.close()
 

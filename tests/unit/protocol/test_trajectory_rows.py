@@ -85,7 +85,7 @@ def histories(draw: st.DrawFn) -> list[Call]:
     return calls
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(histories())
 def test_rows_are_those_of_the_slow_reference(calls: list[Call]) -> None:
     rows = rows_of(calls)
@@ -104,7 +104,7 @@ def test_rows_are_those_of_the_slow_reference(calls: list[Call]) -> None:
         assert all(segment.token_ids for segment in row.segments)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(histories(), st.data())
 def test_calls_that_were_not_used_change_nothing(calls: list[Call], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(calls)))

@@ -82,7 +82,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -23,10 +23,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybridflow.agent import RequestBatch, build_requests, collate, demonstration_outputs, one_more_each
 from hybridflow.agent.agents import Agents
-from hybridflow.agent.collate import GROUPS_PER_STEP
+from hybridflow.agent.collate import GROUPS_PER_STEP, collate
 from hybridflow.agent.episode import Episode
+from hybridflow.agent.single_turn import RequestBatch, build_requests, demonstration_outputs, one_more_each
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
 from hybridflow.data.prompts import PromptRow

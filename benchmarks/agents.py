@@ -17,43 +17,24 @@ import argparse
 import datetime
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from pathlib import Path
 
 from agents_page import draw, page, problems_of
 from agents_settings import OUT, TASKS, WORK, Cell
+from cells import run_job
 from learn_settings import RESULTS
 from side_by_side import machine
-
-DEADLINE = 3600
-"""Seconds that one job may take before it is ended."""
 
 
 def job(what: str, cell: Cell) -> str:
     """Run one job; return why it failed, or nothing."""
     log = WORK / "logs" / f"{what}_{cell.label}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    script = str(Path(__file__).with_name("agents_cell.py"))
-    command = [sys.executable, script, what, "--name", cell.name, "--seed", str(cell.seed)]
-    with log.open("w") as file:
-        try:
-            done = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=DEADLINE,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"{what} {cell.label}: not done after {DEADLINE} s ({log})"
-    failure = f"{what} {cell.label}: ended with status {done.returncode} ({log})" if done.returncode else ""
-    print(failure or f"{what} {cell.label}: done", flush=True)
-    return failure
+    failure = run_job("agents_cell.py", [what, "--name", cell.name, "--seed", str(cell.seed)], log)
+    told = f"{what} {cell.label}: {failure or 'done'}"
+    print(told, flush=True)
+    return failure and told
 
 
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[str]:

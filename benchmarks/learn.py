@@ -30,6 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from cells import run_job
 from learn_settings import (
     RESULTS,
     ROOT,
@@ -46,9 +47,6 @@ from learn_settings import (
 )
 from learn_table import make_row, missed, page, table_head, table_line
 from side_by_side import machine
-
-DEADLINE = 3600
-"""Seconds one job may take before it is ended."""
 
 
 class Jobs:
@@ -80,38 +78,11 @@ class Jobs:
         return {cell: failure for cell, failure in zip(cells, failures, strict=True) if failure}
 
     def _process(self, job: str, cell: Cell) -> str:
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("learn_cell.py")),
-            job,
-            "--name",
-            cell.name,
-            "--seed",
-            str(cell.seed),
-        ]
-        command += ["--work", str(self.work), "--out", str(self.out), "--budget", str(self.settings.budget)]
-        command += [
-            "--max-steps",
-            str(self.settings.max_steps),
-            "--warm-accuracy",
-            str(self.settings.warm_accuracy),
-        ]
-        log = self.work / "logs" / f"{job}_{cell.label}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as file:
-            try:
-                done = subprocess.run(
-                    command,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=DEADLINE,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return f"failed: not done after {DEADLINE} s (log: {log})"
-        lines = log.read_text().strip().splitlines() or ["no output"]
-        return f"failed: {lines[-1][:200]} (log: {log})" if done.returncode else ""
+        words = [job, "--name", cell.name, "--seed", str(cell.seed)]
+        words += ["--work", str(self.work), "--out", str(self.out), "--budget", str(self.settings.budget)]
+        words += ["--max-steps", str(self.settings.max_steps)]
+        words += ["--warm-accuracy", str(self.settings.warm_accuracy)]
+        return run_job("learn_cell.py", words, self.work / "logs" / f"{job}_{cell.label}.log")
 
     def _gain(self, job: str, cell: Cell) -> str:
         result = read_result(self.out, cell) if job == "run" else None

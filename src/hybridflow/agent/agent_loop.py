@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from numbers import Real
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +29,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Call, Outcome
 from hybridflow.rollout.base import GenerationOutput, SamplingParams
+from hybridflow.tools.base import numbers_of
 
 TAKEN = ("top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "ignore_eos")
 """Sampling parameters that a call may set, besides stop and stop_token_ids."""
@@ -325,12 +325,10 @@ def _numbers(output: AgentLoopOutput) -> dict[str, float]:
     metrics = output.metrics
     if isinstance(metrics, AgentLoopMetrics):
         metrics = vars(metrics)
-    found = {"num_messages": output.num_turns, **metrics, **output.extra_fields}
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if isinstance(value, Real) and (name != "num_preempted" or float(value) >= 0)
-    }
+    found = numbers_of({"num_messages": output.num_turns, **metrics, **output.extra_fields})
+    if found.get("num_preempted", 0.0) < 0:
+        del found["num_preempted"]
+    return found
 
 
 def learned_calls(calls: Sequence[Call], output: AgentLoopOutput) -> list[Call]:

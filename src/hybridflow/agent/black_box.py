@@ -11,7 +11,6 @@ import inspect
 import json
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,9 +30,9 @@ from hybridflow.processes import CallFailed, HostsLike
 from hybridflow.processes.worker_process import keeper_command
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import listen
+from hybridflow.tools.base import numbers_of
 
 FUNCTION_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
-COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
 PORT_KEY = "actor_rollout_ref.rollout.agent.endpoint_port"
 LOAD = "hybridflow.data.plugin:load_object"
 SHOWN = 4000
@@ -72,7 +71,7 @@ class BlackBoxes:
         return FunctionAgent(spec, self._endpoint, self._hosts, self._deadline_s)
 
     def command(self, words: Sequence[str]) -> CommandAgent:
-        """Return the agent that is a command; ConfigError where it does not exist."""
+        """Return the agent that is a command."""
         return CommandAgent(words, self._endpoint)
 
 
@@ -124,11 +123,6 @@ class CommandAgent:
     """
 
     def __init__(self, command: Sequence[str], endpoint: Endpoint) -> None:
-        """ConfigError where the command does not exist."""
-        if shutil.which(command[0]) is None:
-            raise ConfigError(
-                f"{COMMAND_KEY}: there is no command {command[0]!r} (looked in PATH and {Path.cwd()})"
-            )
         self._command = list(command)
         self._endpoint = endpoint
 
@@ -197,8 +191,8 @@ def _result(agent: str, returned: Any, recording: Recording) -> AgentResult:
     metrics = {}
     score = returned
     if isinstance(returned, Mapping):
-        numbers = {name: value for name, value in returned.items() if isinstance(value, Real)}
-        metrics = {str(name): float(value) for name, value in numbers.items() if name != "score"}
+        metrics = numbers_of(returned)
+        metrics.pop("score", None)
         score = returned.get("score")
     if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
         raise TrajectoryFailed(

@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.early_checks import AGENT_KEY
 from hybridflow.agent.episode import Agent, AgentResult, Episode
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.load_agent import AGENT_KEY, load_agent_loop
+from hybridflow.agent.load_agent import load_agent_loop
 from hybridflow.agent.policy import Policy
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import longest_row

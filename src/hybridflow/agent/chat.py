@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 from hybridflow.agent.conversation import Conversation, Message, messages_of
@@ -28,7 +27,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.processes import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
-from hybridflow.tools.base import ToolAnswer, ToolFailed
+from hybridflow.tools.base import ToolAnswer, ToolFailed, numbers_of
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 from hybridflow.tools.parsers.base import NO_JSON
 from hybridflow.tools.toolset import MethodTool, OpenTools, Toolset
@@ -192,7 +191,7 @@ class _Play:
         assert self.environment is not None, "without an environment such a turn is the last"
         step = await self.environment.step(text)
         self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + step.reward
-        self._note(step.extra)
+        self.numbers |= numbers_of(step.extra)
         if step.done:
             return True
         if self._is_last(call):
@@ -224,7 +223,7 @@ class _Play:
             self.tool_rewards.append(answer.reward)
             if answer.reward:
                 self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + answer.reward
-            self._note(answer.metrics)
+            self.numbers |= numbers_of(answer.metrics)
             messages.append(
                 {
                     "role": "tool",
@@ -260,9 +259,6 @@ class _Play:
 
     def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def _note(self, numbers: Mapping[str, Any]) -> None:
-        self.numbers |= {name: float(value) for name, value in numbers.items() if isinstance(value, Real)}
 
     async def result(self, tool_score: float) -> AgentResult:
         """Return what came of the conversation; `tool_score` is what tools say of the whole of it."""

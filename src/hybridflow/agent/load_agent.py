@@ -5,18 +5,13 @@ name ──► entry of a YAML file | loop that `register` has named | path/to/f
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from hybridflow.agent.agent_loop import REGISTERED, AgentLoopAgent, AgentLoopBase
+from hybridflow.agent.early_checks import AGENT_KEY, PATH_KEY, agent_entries, check_agent
 from hybridflow.agent.episode import Agent
 from hybridflow.config import PPOConfig
-from hybridflow.data.plugin import blaming, load_class, load_entries, load_object
+from hybridflow.data.plugin import blaming, load_class, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
-
-AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop (or a row's agent_name)"
-PATH_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 
 def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent:
@@ -27,7 +22,7 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
     where there is no such agent.
     """
     agent = config.actor_rollout_ref.rollout.agent
-    entries = _entries(agent.agent_loop_config_path)
+    entries = agent_entries(agent.agent_loop_config_path)
     if name in entries:
         kwargs = dict(entries[name])
         target = load_class(kwargs.pop("_target_"), key=PATH_KEY)
@@ -40,20 +35,9 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
             f"{AGENT_KEY}: there is no agent {name!r}; wanted {', '.join(known)} or path/to/file.py:NAME"
         )
     found = load_object(name, key=AGENT_KEY)
-    if isinstance(found, type) and issubclass(found, AgentLoopBase):
+    check_agent(found, name, agent.options)
+    if issubclass(found, AgentLoopBase):
         return AgentLoopAgent(found, agent.options, config, tokenizer)
-    if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
-        raise ConfigError(f"{AGENT_KEY}: {name} is no class with `async def run(self, episode, policy)`")
     with blaming(f"{AGENT_KEY}: {name}"):
         made: Agent = found(tokenizer, **agent.options)
     return made
-
-
-def _entries(path: str | None) -> dict[str, dict[str, Any]]:
-    """Return the entries of a YAML file, [{name, _target_, …}], by name and without it."""
-    if path is None:
-        return {}
-    entries = load_entries(path, None, "_target_", key=PATH_KEY)
-    if any("name" not in entry for entry in entries):
-        raise ConfigError(f"{PATH_KEY}: {path} has entries without a name")
-    return {str(entry.pop("name")): entry for entry in entries}

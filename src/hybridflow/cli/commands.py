@@ -160,20 +160,21 @@ def reward_test(options: argparse.Namespace) -> int:
 def try_environment(options: argparse.Namespace) -> int:
     """Let a person, or a model, play one trajectory of an environment."""
     from hybridflow.cli.try_view import read_options, read_row, show_try
+    from hybridflow.environments.load import load_environment
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
 
+    setup_logging()
     given = read_options(options.options)
     row = read_row(options.row, options.seed)
     if options.model is None:
         show_try(options.environment, given, options.seed, row)
         return 0
-    from hybridflow.observability.logging_setup import setup_logging
-    from hybridflow.observability.progress import progress
-
-    setup_logging()
+    load_environment(options.environment, given, key="environment")  # a mistake shows before torch is loaded
     with progress.shown(), progress.phase("importing torch and transformers"):
         from hybridflow.cli.try_model import show_model
 
-    show_model(options.environment, given, options.seed, row, options.model)
+    show_model(options.environment, given, options.seed, row, options.model, options.max_new_tokens)
     return 0
 
 

@@ -141,6 +141,12 @@ def _add_try(words: Any) -> None:
         "--options", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of its constructor"
     )
     trial.add_argument("--model", help="a Hugging Face folder or hub name; without it you play")
+    trial.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=1024,
+        help="tokens of one turn of the model, at most (default: %(default)s)",
+    )
     trial.add_argument("--seed", type=int, default=0, help="seed of the environment (default: %(default)s)")
     trial.add_argument(
         "--row", default="{}", help="the data row that the environment reads: a JSON object, or a file of it"

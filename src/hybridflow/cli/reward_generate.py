@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from hybridflow.agent import build_requests
+from hybridflow.agent.single_turn import build_requests
 from hybridflow.config import PPOConfig
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.files import Row

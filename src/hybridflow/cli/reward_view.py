@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.data import DataConfig
+from hybridflow.config.needs import uses_agents
 from hybridflow.data.files import Row, Rows, as_list, load_rows
 from hybridflow.data.row_schema import complete_row
 from hybridflow.errors import DataError
@@ -45,6 +46,7 @@ def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
             response=texts or response,
             num_rows=len(chosen),
             reward_fn_key="data_source",
+            are_conversations=uses_agents(config),
         )
     console.print(_table(results))
     for text in failures(results):

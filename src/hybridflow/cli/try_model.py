@@ -21,6 +21,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import resolve_device
 from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.observability.progress import progress
 from hybridflow.processes import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, SamplingParams
@@ -29,8 +30,6 @@ from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.tools.parsers import parser_of_template
 from hybridflow.tools.toolset import Toolset
 
-MAX_TOKENS = 1024
-"""Tokens of one turn of the model."""
 MAX_TURNS = 32
 MAX_MODEL_LEN = 8192
 """Tokens of the whole conversation, where the model has as many positions."""
@@ -56,8 +55,11 @@ class ShownPolicy(Policy):
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def show_model(spec: str, options: Mapping[str, Any], seed: int, row: dict[str, Any], model: str) -> None:
-    """Let the model in the folder `model` play one trajectory, with draws by `seed`.
+def show_model(
+    spec: str, options: Mapping[str, Any], seed: int, row: dict[str, Any], model: str, max_new_tokens: int
+) -> None:
+    """Let the model in the folder `model` play one trajectory, with draws by `seed`, and at most
+    `max_new_tokens` tokens in a turn.
 
     Raises ConfigError for the environment's name or options, ModelError for a model that does not load, and
     TrajectoryFailed for what the environment raises.
@@ -77,7 +79,7 @@ def show_model(spec: str, options: Mapping[str, Any], seed: int, row: dict[str, 
         MultiTurnConfig(max_assistant_turns=MAX_TURNS),
         AgentConfig(),
     )
-    episode = Episode(PromptRow([], row, 0), 0, 0, seed, seed, SamplingParams(MAX_TOKENS))
+    episode = Episode(PromptRow([], row, 0), 0, 0, seed, seed, SamplingParams(max_new_tokens))
     with closing(EngineReplica(engine.open)) as replica:
         limits = PolicyLimits(
             longest, longest, request_deadline=AgentConfig().request_deadline, lost_replicas=0
@@ -88,7 +90,10 @@ def show_model(spec: str, options: Mapping[str, Any], seed: int, row: dict[str, 
             shown = ShownPolicy(tokenizer, client, episode, limits, itertools.count().__next__)
             return await ChatAgent(parts, environment).run(episode, shown)
 
-        result = asyncio.run(play())
+        deadline = parts.agent.call_deadline
+        words = f"watching the model play {spec}, whose calls may take {deadline:g} s (agent.call_deadline)"
+        with progress.shown(), progress.phase(words):
+            result = asyncio.run(play())
     turns = ", ".join(f"turn {call + 1}: {reward:g}" for call, reward in sorted(result.turn_rewards.items()))
     numbers = "".join(f", {name} {value:g}" for name, value in result.metrics.items())
     print(f"{result.outcome.kind}, reward {result.reward:g} ({turns}){numbers}")

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import inspect
 import json
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from hybridflow.data.plugin import blaming
+from hybridflow.config.agent import AgentConfig
 from hybridflow.environments.base import Environment, Observation, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
-from hybridflow.processes import LocalObject
+from hybridflow.observability.progress import progress
+from hybridflow.processes import CallRaised, CallTooLong, LocalObject
 from hybridflow.tools import tool_methods
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
 from hybridflow.tools.parsers.hermes import HermesParser
 from hybridflow.tools.toolset import MethodTool, OpenTools, ToolLimits
 
+T = TypeVar("T")
+
+CALL_DEADLINE = AgentConfig().call_deadline
+"""Seconds that a call of the environment may take, as in a run."""
+DEADLINE_KEY = "agent.call_deadline"
 MANY = 1_000_000
 """Calls of a line, and characters of an answer: a person is not limited."""
 WRITTEN_CALL = re.compile(r"\s*([A-Za-z_]\w*)\(")
@@ -48,22 +53,22 @@ class Game:
         self.environment = environment
         self.runner = runner
         self.total = 0.0
-        target = LocalObject(environment)
-        methods = [MethodTool(*each, target) for each in tool_methods(type(environment)).items()]
-        limits = ToolLimits(max_parallel_calls=MANY, max_response_length=MANY)
+        self.target = LocalObject(environment)
+        methods = [MethodTool(*each, self.target) for each in tool_methods(type(environment)).items()]
+        limits = ToolLimits(max_parallel_calls=MANY, max_response_length=MANY, deadline_s=CALL_DEADLINE)
         self.tools = OpenTools(methods, limits)
-        self.names = {tool.name for tool in methods}
-        self.usage = []
+        self.usage = {}
+        """How each tool is called, by its name."""
         for tool in methods:
             arguments = ", ".join(f"{each}=…" for each in tool.schema["function"]["parameters"]["properties"])
-            self.usage.append(f"{tool.name}({arguments})")
+            self.usage[tool.name] = f"{tool.name}({arguments})"
 
     def play(self, row: Mapping[str, Any]) -> None:
         """Talk until the environment is done, or the input ends."""
         try:
             self._show(self._ask("reset", row))
             if self.usage:
-                print(f"tools: {', '.join(self.usage)}")
+                print(f"tools: {', '.join(self.usage.values())}")
             done = False
             while not done:
                 try:
@@ -84,12 +89,15 @@ class Game:
         """Answer one line; return whether the trajectory ends."""
         calls = read_calls(line)
         if calls:
-            for answer in self.runner.run(self.tools.call(calls)):
+            for answer in self._wait_for("a tool", self.tools.call(calls)):
                 print(answer.text)
                 self.total += answer.reward
             return False
+        if usage := self.usage.get(line.strip()):
+            print(f"{line.strip()} is a tool: call it as {usage}")
+            return False
         written = WRITTEN_CALL.match(line)
-        if HermesParser.start in line or (written and written[1] in self.names):
+        if HermesParser.start in line or (written and written[1] in self.usage):
             print("malformed call, wanted name(argument=value), or JSON with name and arguments")
             return False
         step = step_of(self._ask("step", line))
@@ -103,16 +111,19 @@ class Game:
         return step.done
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        with blaming(f"{type(self.environment).__name__}.{method}"):
-            return self._wait_for(getattr(self.environment, method)(*arguments))
+        name = f"{type(self.environment).__name__}.{method}"
+        try:
+            return self._wait_for(name, self.target.call(method, *arguments, deadline_s=CALL_DEADLINE))
+        except CallRaised as error:
+            raise ConfigError(f"{name} raised\n{error.traceback_text}") from error
+        except CallTooLong as error:
+            raise ConfigError(f"{name}: {error}, as a run's {DEADLINE_KEY} would have it") from error
 
-    def _wait_for(self, value: Any) -> Any:
-        async def answer(pending: Awaitable[Any]) -> Any:
-            return await pending
-
-        if inspect.isawaitable(value):
-            return self.runner.run(answer(value))
-        return value
+    def _wait_for(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """Await a call, and show what is waited for."""
+        words = f"waiting for {name}, at most {CALL_DEADLINE:g} s ({DEADLINE_KEY})"
+        with progress.shown(), progress.phase(words):
+            return self.runner.run(work)
 
     def _show(self, observation: Observation) -> None:
         if isinstance(observation, str):

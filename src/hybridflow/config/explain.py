@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt
+from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt, uses_agents
 from hybridflow.config.root import PPOConfig, SFTConfig
+
+TURNS = "turns of the model in a conversation, at most"
+CONVERSATION = "tokens of a whole conversation, at most"
 
 
 class Line(NamedTuple):
@@ -88,6 +91,7 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
     lines = [
         _sequences_line(config),
         *_generated_lines(config),
+        *_conversation_lines(config),
         Line(
             "tokens per step, at most",
             f"{rows * longest:,}",
@@ -122,6 +126,22 @@ def _sequences_line(config: PPOConfig) -> Line:
         f"{batch * rows_per_prompt(config):,}",
         f"data.train_batch_size={batch} × {each}",
     )
+
+
+def _conversation_lines(config: PPOConfig) -> list[Line]:
+    """Return what a sequence is where agents play."""
+    if not uses_agents(config):
+        return []
+    turns = config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+    value = "as many as fit"
+    if turns is not None:
+        value = f"{turns:,}"
+    longest, why = longest_rows(config)
+    how = f"{why}: all that the model reads and writes, of which it learns from what it writes"
+    return [
+        Line(TURNS, value, "rollout.multi_turn.max_assistant_turns"),
+        Line(CONVERSATION, f"{longest:,}", how),
+    ]
 
 
 def _generated_lines(config: PPOConfig) -> list[Line]:

@@ -3,13 +3,15 @@
 messages ──begin──► first prompt ──► the model answers ──► after_answer(new messages) ──► given token ids
 
 Sampled ids are never tokenised again: what follows an answer is rendered behind a placeholder in its place,
-in the shortest conversation that the template takes, and tokenised by itself.
+in the shortest conversation that the template takes, and tokenised by itself. What users, tools and
+environments say stays text: letters that look like a special token are tokenised as letters.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +32,9 @@ WINDOW = 8
 """Tokens on each side of a boundary that are looked at for a merge."""
 SHOWN = 12
 """Tokens around a difference that are shown."""
-BLANK = str.maketrans("", "", " \n\t\r")
+BREAK = "\ufdd0"
+"""Stands inside what would be read as a special token; Unicode keeps this character out of texts."""
+BLANK = str.maketrans("", "", f" \n\t\r{BREAK}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,20 @@ class ChatTemplate:
 
     def begin(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the ids of a conversation and the generation prompt; raises what the template raises."""
-        return encode_rendered(self.tokenizer, self.render(messages, tools, add_generation_prompt=True))
+        return self.encode(self.render(self.as_text(messages), tools, add_generation_prompt=True))
+
+    def as_text(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose special tokens `encode` reads as text, but for those of the assistant."""
+        return [
+            message if message.get("role") == "assistant" else self._broken(message) for message in messages
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a rendered text, in which no part of `as_text` is a special token.
+
+        A tokenizer that puts a space before every text puts one where a special token was broken.
+        """
+        return [token for part in text.split(BREAK) for token in encode_rendered(self.tokenizer, part)]
 
     def after_answer(
         self,
@@ -63,7 +80,7 @@ class ChatTemplate:
         answer; then nothing is left out. Raises DataError where the template takes no such messages, or
         writes what follows in dependence on the answer.
         """
-        ids = encode_rendered(self.tokenizer, self._text_after_answer(messages, tools, final=final))
+        ids = self.encode(self._text_after_answer(self.as_text(messages), tools, final=final))
         if last_token is None:
             return ids
         plain_end = encode_rendered(self.tokenizer, self._plain_end)
@@ -126,6 +143,24 @@ class ChatTemplate:
         if self.template is not None:
             arguments["chat_template"] = self.template
         return arguments
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds what the tokenizer reads as a special token."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def _broken(self, value: Any) -> Any:
+        """Return a message, or what is in it, with special tokens broken behind their first letter."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: f"{found[0][:1]}{BREAK}{found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {name: self._broken(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._broken(inner) for inner in value]
+        return value
 
     @cached_property
     def _marks(self) -> frozenset[int]:
@@ -241,8 +276,8 @@ def check_conversation(
     """
     if mode == "disable":
         return None
-    text = template.render(messages, tools, add_generation_prompt=False)
-    rendered = encode_rendered(template.tokenizer, text)
+    text = template.render(template.as_text(messages), tools, add_generation_prompt=False)
+    rendered = template.encode(text)
     row = list(token_ids)
     ends = [template.after_answer(last, [], final=True) for last in (None, *row[-1:])]
     wholes = [row, *(row + end for end in ends)]

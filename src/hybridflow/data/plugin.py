@@ -10,14 +10,15 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +27,8 @@ from yaml import YAMLError
 from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PLUGIN = "hybridflow_plugin_"
 """How the name of a module begins that was loaded from a file."""
@@ -65,6 +68,32 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def check_signature(
+    function: Callable[..., Any],
+    wanted: str,
+    arguments: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    whose: str,
+) -> None:
+    """Raise ConfigError where a user's function cannot be called with so many arguments and these `options`.
+
+    `wanted` shows how it is written.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments, **(options or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"{whose}: got {function.__qualname__}{signature}, wanted {wanted} ({error})"
+        ) from error
+
+
+async def awaited(awaitable: Awaitable[T]) -> T:
+    """Return what an awaitable gives, as a coroutine, which is all that `asyncio.run` takes."""
+    return await awaitable
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridflow.agent import build_requests
+from hybridflow.agent.single_turn import build_requests
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from hybridflow.data.plugin import blaming, load_object
+from hybridflow.data.plugin import blaming, check_signature, load_object
 from hybridflow.environments.base import Environment
 from hybridflow.errors import ConfigError
+from hybridflow.tools.function_tool import tool_methods
 
 ENVIRONMENTS = {
     "adventure": "hybridflow.environments.adventure:Adventure",
@@ -24,6 +25,13 @@ ENVIRONMENTS = {
     "world": "hybridflow.environments.remote:World",
 }
 """Built-in environments, each imported when it is asked for."""
+CALLED = {
+    "reset(self, row)": ("self", "row"),
+    "step(self, text)": ("self", "text"),
+    "score(self)": ("self",),
+    "close(self)": ("self",),
+}
+"""How methods are written, and the arguments that they are called with."""
 _MADE: dict[type[Any], type[Environment]] = {}
 
 
@@ -34,7 +42,8 @@ def load_environment(
 
     A class that is no Environment but has `reset` and `step` is accepted too. `options` are arguments of the
     constructor, which the factory calls. Raises ConfigError for an unknown name, for what is no environment,
-    and for options that the constructor does not take; `key` is the configuration key to name.
+    for methods of another form, and for options that the constructor does not take; `key` is the
+    configuration key to name.
     """
     options = dict(options or {})
     if ":" not in spec and spec not in ENVIRONMENTS:
@@ -51,6 +60,7 @@ def load_environment(
         )
     if not issubclass(found, Environment):
         found = _as_environment(found)
+    _check_methods(found, f"{key}: {spec}")
     try:
         inspect.signature(found).bind(**options)
     except TypeError as error:
@@ -68,6 +78,15 @@ def open_environment(
     environment.seed = seed
     environment.step_seed = step_seed
     return environment
+
+
+def _check_methods(found: type[Environment], whose: str) -> None:
+    """Raise ConfigError for a method that cannot be called as it will be, and for a tool without a schema."""
+    for wanted, names in CALLED.items():
+        method = inspect.getattr_static(found, wanted.partition("(")[0])
+        if inspect.isfunction(method):
+            check_signature(method, f"def {wanted}", names, whose=whose)
+    tool_methods(found)
 
 
 def _as_environment(found: type[Any]) -> type[Environment]:

@@ -16,13 +16,15 @@ from hybridflow.algorithms.aggregation import aggregate
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
-from hybridflow.config.explain import explain
+from hybridflow.config.explain import CONVERSATION, TURNS, explain
 from hybridflow.config.needs import (
     estimator_facts,
+    longest_rows,
     loss_facts,
     needs_reference,
     needs_teacher,
     rows_per_prompt,
+    uses_agents,
 )
 from hybridflow.config.thresholds import parse_rejection
 from hybridflow.explain.equations import AGGREGATIONS, DRAWN, EQUATIONS, ICEPOP, KL, PAIR_LOSSES, RESAMPLING
@@ -254,10 +256,14 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     mini = run[mini_key]
     n = rows_per_prompt(run.config)
     longest = run["data.max_response_length"]
+    one = "responses"
+    if uses_agents(run.config):
+        longest = longest_rows(run.config)[0]
+        one = "whole conversations"
     equation = AGGREGATIONS[mode]
     numbers = []
     if "num_tokens" in equation:
-        most = f"at most {mini * n * longest:,} = {mini} prompts × {n} responses × {longest} tokens"
+        most = f"at most {mini * n * longest:,} = {mini} prompts × {n} {one} × {longest} tokens"
         meaning = "tokens of loss_mask in the whole mini-batch, counted anew for each"
         numbers.append(Number("num_tokens", most, mini_key, meaning=meaning))
     if "num_sequences" in equation:
@@ -302,7 +308,7 @@ def _value(run: Run) -> Section | None:
 
 
 def _steps(run: Run) -> Section:
-    wanted = ("sequences per step", "mini-batches per step", "optimizer steps per step")
+    wanted = ("sequences per step", TURNS, CONVERSATION, "mini-batches per step", "optimizer steps per step")
     lines = [
         f"{line.label}: {line.value} ({line.how})" for line in explain(run.config) if line.label in wanted
     ]

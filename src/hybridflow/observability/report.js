@@ -88,6 +88,8 @@ function header() {
   const range = steps.length ? `${names.length} metrics, steps ${steps[0]} to ${steps[steps.length - 1]}` : "";
   document.getElementById("subtitle").textContent = [range, machine].filter(Boolean).join(" · ");
   document.getElementById("tiles").replaceChildren(...summaryTiles(), ...metricTiles());
+  for (const [cause, text] of Object.entries(DATA.failures)) document.getElementById("notes").append(el("details", { class: "card notes" },
+    el("summary", {}, `the first trajectory that failed by ${cause}`), el("pre", {}, text)));
   if (DATA.notes.length) document.getElementById("notes").append(el("details", { class: "card notes" },
     el("summary", {}, `${DATA.notes.length} note${DATA.notes.length > 1 ? "s" : ""} on what this page shows`), el("ul", {}, DATA.notes.map((note) => el("li", {}, note)))));
   document.getElementById("config").textContent = DATA.config;

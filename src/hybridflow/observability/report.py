@@ -1,7 +1,7 @@
 """The report of a run: one HTML file with its curves and samples, which needs no server and no network.
 
-    {run}/metrics.jsonl, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml ──write_report──►
-    report.html
+    {run}/metrics.jsonl, failures.json, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml
+    ──write_report──► report.html
 
 What is missing is left out, with a note on the page. The page's own source stands beside this file
 (report.html, report.css and four scripts); the data is embedded as JSON.
@@ -80,6 +80,7 @@ def collect(run: Path) -> dict[str, Any]:
         "steps": steps,
         "metrics": {name: [_number(metrics[step].get(name)) for step in steps] for name in names},
         "counts": {title: _sums(metrics, prefix) for title, prefix in COUNTED.items()},
+        "failures": _json(run / "failures.json", notes) or {},
         "samples": samples,
         "notes": notes,
     }

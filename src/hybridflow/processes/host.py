@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.data.plugin import load_object
+from hybridflow.data.plugin import awaited, load_object
 from hybridflow.processes.channel import DriverEnd
 from hybridflow.processes.errors import CallRaised
 from hybridflow.processes.pickles import dumps
@@ -67,7 +67,7 @@ class Host:
             self._begin()
             result = function(*args, **kwargs)
             if inspect.isawaitable(result):
-                result = self._runner.run(_await(result))
+                result = self._runner.run(awaited(result))
             if request.factory:
                 self._object = result
             else:
@@ -101,10 +101,6 @@ class Host:
             # after an error, the state that the driver has is good enough
         self._object = None
         return reply
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def main(file_descriptor: int) -> None:

@@ -8,6 +8,7 @@ import time
 import traceback
 from typing import Any
 
+from hybridflow.data.plugin import awaited
 from hybridflow.errors import HybridFlowError
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result
@@ -23,7 +24,7 @@ def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
     try:
         result = function(**_arguments(request))
         if inspect.isawaitable(result):
-            result = asyncio.run(_await(result))
+            result = asyncio.run(awaited(result))
         score, extras = normalize_result(result)
     except BaseException as error:  # a user's callable; sys.exit() inside it is its error too
         if isinstance(error, KeyboardInterrupt):
@@ -74,7 +75,3 @@ def _arguments(request: ScoreRequest) -> dict[str, Any]:
         "ground_truth": request.ground_truth,
         "extra_info": request.extra_info,
     }
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable

@@ -27,13 +27,15 @@ def dry_run(
     response: str | Sequence[str] = GROUND_TRUTH,
     num_rows: int = 10,
     reward_fn_key: str = "data_source",
+    are_conversations: bool = False,
 ) -> list[dict[str, Any]]:
     """Score the first `num_rows` rows.
 
     Returns for each: row, data_source, prompt, response, ground_truth, score, extras, seconds, error.
-    `response` is a list with a response for each row, or a word that `choose_response` explains.
-    `reward.on_error` is not applied: a failing row has score None and its error. Raises DataError for a row
-    without the columns that scoring needs.
+    `response` is a list with a response for each row, or a word that `choose_response` explains. With
+    `are_conversations`, `extra_info` has `num_turns` and `messages` as a run with agents gives them: here one
+    turn, after the row's prompt. `reward.on_error` is not applied: a failing row has score None and its
+    error. Raises DataError for a row without the columns that scoring needs.
     """
     chosen = rows[:num_rows]
     if isinstance(response, str):
@@ -44,7 +46,7 @@ def dry_run(
     else:
         responses = list(response)
     requests = [
-        _request(position, row, text, reward_fn_key)
+        _request(position, row, text, reward_fn_key, are_conversations)
         for position, (row, text) in enumerate(zip(chosen, responses, strict=True))
     ]
     table = []
@@ -138,9 +140,17 @@ def _needed(position: int, row: Mapping[str, Any], reward_fn_key: str) -> tuple[
     return str(row[reward_fn_key]), reward_model["ground_truth"]
 
 
-def _request(position: int, row: Mapping[str, Any], text: str, reward_fn_key: str) -> ScoreRequest:
+def _request(
+    position: int, row: Mapping[str, Any], text: str, reward_fn_key: str, is_conversation: bool
+) -> ScoreRequest:
     source, truth = _needed(position, row, reward_fn_key)
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, Mapping):
         extra_info = {}
+    if is_conversation:
+        prompt = row.get("raw_prompt") or []
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages = [*prompt, {"role": "assistant", "content": text}]
+        extra_info = {**extra_info, "num_turns": 1, "messages": messages}
     return ScoreRequest(source, text, truth, dict(extra_info))

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.errors import HybridFlowError
@@ -56,16 +57,18 @@ def answer_of(value: Any) -> ToolAnswer:
         return value
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         answer, reward, metrics = (*value, None, None)[:3]
-        numbers = {
-            name: float(each) for name, each in (metrics or {}).items() if isinstance(each, int | float)
-        }
-        return ToolAnswer(answer_of(answer).text, finite_reward(reward or 0.0), numbers)
+        return ToolAnswer(answer_of(answer).text, finite_reward(reward or 0.0), numbers_of(metrics or {}))
     if getattr(value, "image", None) or getattr(value, "video", None):
         raise TypeError("the tool answers with pictures or videos, wanted a text")
     text = getattr(value, "text", value)
     if text is None:
         return ToolAnswer()
     return ToolAnswer(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str))
+
+
+def numbers_of(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the values that are numbers, which become metrics."""
+    return {str(name): float(value) for name, value in values.items() if isinstance(value, Real)}
 
 
 def answer_of_failure(name: str, error: CallFailed, deadline_s: float) -> ToolAnswer:

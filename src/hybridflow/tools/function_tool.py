@@ -117,7 +117,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     mark = mark_of(function) or ToolMark()
     if mark.schema is not None:
         return dict(mark.schema)
-    place = f"tool {function.__qualname__} ({inspect.getmodule(function)})"
+    place = f"{inspect.getsourcefile(function)}: tool {function.__qualname__}"
     description, described = _read_docstring(inspect.getdoc(function) or "")
     hints = _hints_of(function, place)
     properties: dict[str, Any] = {}

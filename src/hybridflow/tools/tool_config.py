@@ -21,6 +21,7 @@ from hybridflow.tools.function_tool import mark_of, schema_of
 from hybridflow.tools.instances import ToolInstance, begin_trajectory, call_function, make_tool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
+CLASSES_KEY = "multi_turn.tool_config_path"
 ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
 
 
@@ -75,16 +76,41 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
     return specs
 
 
-def load_classes(path: str, key: str = "multi_turn.tool_config_path") -> Iterator[ToolSpec]:
+def load_classes(path: str, key: str = CLASSES_KEY) -> Iterator[ToolSpec]:
     """Give the tools of a YAML file: `tools: [{class_name, config, tool_schema, mcp}]`.
 
     Each tool is made once here, so that what is wrong with it is known before the run. Raises ConfigError.
     """
+    for entry in read_entries(path, key):
+        with blaming(entry.where):
+            if entry.mcp is None:
+                tools = [entry.cls(entry.config, entry.schema)]
+            else:
+                tools = entry.cls.connect(entry.config, entry.mcp)
+        yield from (_spec_of(tool, entry) for tool in tools)
+
+
+@dataclass(frozen=True)
+class ToolEntry:
+    """One entry of a YAML file, before anything is made of it."""
+
+    cls: type[BaseTool]
+    class_name: str
+    config: dict[str, Any]
+    schema: OpenAIFunctionToolSchema | None
+    mcp: dict[str, Any] | None
+    """What it says of MCP servers; None for a tool of another kind."""
+    where: str
+    """Its place, for messages."""
+
+
+def read_entries(path: str, key: str = CLASSES_KEY) -> Iterator[ToolEntry]:
+    """Give the entries of a YAML file of tools, with their classes loaded. Raises ConfigError."""
     for number, entry in enumerate(load_entries(path, "tools", "class_name", key=key)):
-        yield from _load_entry(entry, f"{key}: {path}, tool {number} ({entry['class_name']})")
+        yield _read_entry(entry, f"{key}: {path}, tool {number} ({entry['class_name']})")
 
 
-def _load_entry(entry: dict[str, Any], where: str) -> list[ToolSpec]:
+def _read_entry(entry: dict[str, Any], where: str) -> ToolEntry:
     if unknown := set(entry) - ENTRY_KEYS:
         raise ConfigError(f"{where}: unknown keys {sorted(unknown)}; known are {sorted(ENTRY_KEYS)}")
     cls = load_class(entry["class_name"], key=where)
@@ -95,17 +121,18 @@ def _load_entry(entry: dict[str, Any], where: str) -> list[ToolSpec]:
     kind = config.get("type", "mcp" if "mcp" in entry else "native")
     if kind not in ("native", "mcp"):
         raise ConfigError(f"{where}: got config.type {kind!r}, wanted native or mcp")
-    with blaming(where):
-        tools = cls.connect(config, entry.get("mcp") or {}) if kind == "mcp" else [cls(config, schema)]
-    return [_spec_of(tool, entry["class_name"], where) for tool in tools]
+    mcp = None
+    if kind == "mcp":
+        mcp = entry.get("mcp") or {}
+    return ToolEntry(cls, entry["class_name"], config, schema, mcp, where)
 
 
-def _spec_of(tool: BaseTool, class_name: str, source: str) -> ToolSpec:
+def _spec_of(tool: BaseTool, entry: ToolEntry) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     if tool.config.get("in_process", type(tool).in_process):
-        return ToolSpec(tool.name, schema, source, begin_trajectory, (tool,), True, tool)
-    arguments = (_object_spec(class_name), tool.config, tool.tool_schema)
-    return ToolSpec(tool.name, schema, source, make_tool, arguments, False)
+        return ToolSpec(tool.name, schema, entry.where, begin_trajectory, (tool,), True, tool)
+    arguments = (_object_spec(entry.class_name), tool.config, tool.tool_schema)
+    return ToolSpec(tool.name, schema, entry.where, make_tool, arguments, False)
 
 
 def _object_spec(class_name: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hybridflow.agent.early_checks import check_agents
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
@@ -41,7 +42,9 @@ def run(config: C) -> dict[str, float]:
     """
     if isinstance(config, PPOConfig):
         check_installed(config.actor_rollout_ref.rollout)
-    # what can be seen now and would stop the run later is said before torch is loaded
+        # what can be seen now and would stop the run later is said before torch is loaded
+        with progress.phase("loading environments, tools and agents"):
+            check_agents(config)
     splits = check_data(config)
     if isinstance(config, PPOConfig):
         check_reward(config, splits)

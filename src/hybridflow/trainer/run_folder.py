@@ -21,8 +21,8 @@ KEY = "trainer.default_local_dir"
 
 
 class RunFolder:
-    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`,
-    `summary.json`, `report.html` and `global_step_N/`.
+    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `failures.json`, `samples/`,
+    `validation/`, `nonfinite/`, `summary.json`, `report.html` and `global_step_N/`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,6 +65,11 @@ class RunFolder:
     def nonfinite(self) -> Path:
         """Folder for the rows of optimizer steps that were skipped."""
         return self.path / "nonfinite"
+
+    @property
+    def failures(self) -> Path:
+        """File with the text of the first failed trajectory of each cause."""
+        return self.path / "failures.json"
 
     def write_config(self, text: str) -> list[str]:
         """Write the resolved configuration; gives what differs from the file there, as `key: old → new`."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hybridflow.agent import build_requests, collate
-from hybridflow.agent.single_turn import RequestBatch
+from hybridflow.agent.collate import collate
+from hybridflow.agent.single_turn import RequestBatch, build_requests
 from hybridflow.data.prompts import PromptRow
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.protocol import DataProto

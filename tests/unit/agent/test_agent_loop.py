@@ -295,12 +295,13 @@ def test_an_agent_of_one_s_own_and_names_that_there_are_not(file: Path, tmp_path
         "class Mine:\n"
         "    def __init__(self, tokenizer, size): self.size = size\n"
         "    async def run(self, episode, policy): ...\n"
-        "def nothing(tokenizer, size): return size\n"
+        "class Nothing:\n"
+        "    def __init__(self, tokenizer, size): self.size = size\n"
     )
     mine: Any = load_agent_loop(f"{file}:Mine", config(options={"size": 3}), TOKENIZER)
     assert mine.size == 3
     with pytest.raises(ConfigError, match="is no class with `async def run"):
-        load_agent_loop(f"{file}:nothing", config(options={"size": 3}), TOKENIZER)
+        load_agent_loop(f"{file}:Nothing", config(options={"size": 3}), TOKENIZER)
     with pytest.raises(ConfigError, match="there is no agent 'tol_agent'; wanted single_turn_agent"):
         load_agent_loop("tol_agent", config(), TOKENIZER)
     wrong = tmp_path / "wrong.yaml"

@@ -204,9 +204,7 @@ def test_a_command_ends_with_all_that_it_has_started(script: Any, tmp_path: Path
     assert not left
 
 
-def test_an_agent_that_is_not_there_is_a_mistake_of_the_keys(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no command 'no-such-agent'"):
-        played(lambda endpoint, hosts: CommandAgent(["no-such-agent"], endpoint))
+def test_a_file_that_is_not_there_is_a_mistake_of_the_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no file"):
         played(function(str(tmp_path / "none.py")))
 

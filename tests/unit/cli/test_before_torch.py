@@ -24,6 +24,8 @@ keys = ["train", "actor_rollout_ref.model.path=" + model, *task]
 wanted = {
     "trainer.logger=[console,wandb]": "trainer.logger lists 'wandb', and wandb is not installed",
     "trainer.default_local_dir=" + file + "/run": file + " is a file, and a folder is wanted there",
+    "data.environment=" + file + ".py:Guess": "got Guess.reset(self), wanted def reset(self, row)",
+    "actor_rollout_ref.rollout.agent.command=[no-such-agent]": "no command 'no-such-agent'",
     "trainer.default_local_dir=/proc/run": "trainer.default_local_dir=/proc/run cannot be written",
 }
 for key, words in wanted.items():
@@ -38,6 +40,9 @@ for key, words in wanted.items():
 @pytest.mark.timeout(600)
 def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_torch(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
+    (tmp_path / "checkpoints.py").write_text(
+        "class Guess:\n    def reset(self): ...\n    def step(self, text): ...\n"
+    )
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')

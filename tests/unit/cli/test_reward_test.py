@@ -94,6 +94,22 @@ def test_failures_of_one_kind_are_shown_once(words: list[str], capsys: pytest.Ca
     assert "0 of 5 rows scored, 5 failed" in shown
 
 
+def test_a_reward_of_conversations_finds_turns_and_messages(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talk.py").write_text(
+        "def compute_score(extra_info, solution_str, **row):\n"
+        "    asked, answered = extra_info['messages']\n"
+        "    return extra_info['num_turns'] * (answered == {'role': 'assistant', 'content': solution_str})\n"
+    )
+    agents = [
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "reward.custom_reward_function.path=talk.py",
+    ]
+    assert main([*words, *agents]) == 0
+    assert "5 of 5 rows scored\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("truth", ["Ada", ["Ada", "Lovelace"], {"target": ["Ada"]}])
 def test_one_of_several_right_answers_is_fed(
     words: list[str], truth: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]

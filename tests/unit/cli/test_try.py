@@ -17,7 +17,10 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.tools.parsers import ToolCall
 
 SHOP = """
+import threading
+
 from hybridflow.environments import Environment, Step
+from hybridflow.observability.progress import progress
 from hybridflow.tools import tool
 
 
@@ -35,6 +38,9 @@ class Shop(Environment):
     def step(self, text):
         if text == "burn":
             raise RuntimeError("on fire")
+        if text == "hang":
+            print(progress.describe(), flush=True)
+            threading.Event().wait()
         return Step([1, 2, 3], reward=1.0, done=text == "bye")
 
     async def score(self):
@@ -73,6 +79,7 @@ def test_tools_answer_and_mistakes_are_told(play) -> None:
         '{"name": "ask", "arguments": {"thing": "tea", "times": 2}}',
         'so <tool_call>{"name": "ask", "arguments": {"thing": "moon"}}</tool_call>',
         "ask(",
+        "ask",
         "<tool_call>{</tool_call>",
         "sell(thing='tea')",
         "ask(thing='tea', times='many')",
@@ -82,6 +89,7 @@ def test_tools_answer_and_mistakes_are_told(play) -> None:
     assert "system: a shop\nuser: seed 4\ntools: ask(thing=…, times=…)\n" in out
     answers = [line.removeprefix("> ") for line in out.splitlines() if line.startswith("> ")]
     assert answers[:3] == ["tea: 7", "tea: 14", "ask failed: ValueError: not for sale"]
+    assert answers.pop(4) == "ask is a tool: call it as ask(thing=…, times=…)"
     assert [answer.partition(",")[0] for answer in answers[3:5]] == ["malformed call"] * 2
     assert answers[5] == "There is no tool 'sell'. The tools are: ask."
     assert answers[6] == "The arguments of ask do not fit: 'many' is not of type 'integer'."
@@ -95,6 +103,13 @@ def test_what_an_environment_raises_ends_it_with_the_place(play) -> None:
     assert out.endswith("closed\n")
     status, _, err = play("shop.py:Shop")
     assert status == 1 and "Shop.reset raised" in err and "KeyError: 'price'" in err
+
+
+def test_what_is_waited_for_is_shown_and_has_a_deadline(play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.cli.try_view.CALL_DEADLINE", 3.0)
+    status, out, err = play('shop.py:Shop --row {"extra_info":{"price":7}}', "hang")
+    assert "waiting for Shop.step, at most 3 s (agent.call_deadline)" in out and out.endswith("closed\n")
+    assert status == 1 and "Shop.step: step ran past its deadline of 3 seconds" in err
 
 
 @pytest.mark.parametrize(
@@ -126,7 +141,10 @@ def test_two_calls_of_one_line() -> None:
 
 def test_a_model_plays_and_its_tokens_are_shown(play, tmp_path: Path) -> None:
     model = create_tiny_model(tmp_path / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
-    status, out, _ = play(f"guess --options guesses=2 --seed 5 --model {model}")
+    words = f"guess --options guesses=2 --seed 5 --model {model}"
+    status, out, _ = play(f"{words} --max-new-tokens 1")
+    assert status == 0 and "[1 tokens, length]" in out
+    status, out, _ = play(words)
     assert status == 0
     assert out.startswith("<|im_start|>user\n1 to 20?<|im_end|>\n<|im_start|>assistant\n")
     assert len(re.findall(r"\[\d+ tokens, stop\]", out)) == 2

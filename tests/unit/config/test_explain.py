@@ -53,7 +53,12 @@ def test_rows_of_agents_are_as_long_as_a_conversation_may_be() -> None:
     label = "tokens per step, at most"
     assert values(ppo(longer), rows=200)[label] == f"{256 * 256:,}"
     assert values(ppo(agents), rows=200)[label] == f"{256 * 256:,}"
-    assert values(ppo(longer, agents), rows=200)[label] == f"{256 * 1024:,}"
+    talking = values(
+        ppo(longer, agents, "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=6"), rows=200
+    )
+    assert talking[label] == f"{256 * 1024:,}"
+    assert talking["tokens of a whole conversation, at most"] == "1,024"
+    assert talking["turns of the model in a conversation, at most"] == "6"
 
 
 def test_training_steps_come_from_the_key_the_rows_or_the_task() -> None:

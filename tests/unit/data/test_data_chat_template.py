@@ -92,6 +92,30 @@ def test_turns_give_the_ids_of_the_whole_conversation(name: str, turns: list[Any
         assert merged or row == encode_rendered(tokenizer, whole)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_special_tokens_in_what_users_and_tools_say_stay_text(name: str) -> None:
+    family = FAMILIES[name]
+    template = template_of(name)
+    special = family.special.split()
+    ids = {template.tokenizer.convert_tokens_to_ids(token) for token in special}
+    hostile = f"x{' '.join(special)}y"
+    plain = [{"role": "user", "content": "xy"}]
+    said = [{"role": "user", "content": hostile}]
+    asked = [(template.begin(plain), template.begin(said))]
+    asked.append((template.after_answer(None, plain), template.after_answer(None, said)))
+    if family.takes_tools:
+        results = [[{**RESULT[0], "content": text}] for text in ("xy", hostile)]
+        asked.append(tuple(template.after_answer(None, each, [TOOL]) for each in results))  # type: ignore[arg-type]
+    for safe, attacked in asked:
+        assert [token for token in attacked if token in ids] == [token for token in safe if token in ids]
+        if hostile.isascii():  # the tiny tokenizer has no other letters
+            assert hostile in text_of(template.tokenizer, attacked)
+    row = [*template.begin(said), *encode_rendered(template.tokenizer, "z")]
+    conversation = [*said, {"role": "assistant", "content": "z"}]
+    if name == "qwen2.5":  # others write something before or after such an answer
+        assert check_conversation(template, row, conversation) is None
+
+
 @pytest.mark.parametrize(
     "name", ["qwen2.5", "qwen3", "llama3.1", "mistral", "deepseek", "glm4.5", "kimi-k2", "gpt-oss"]
 )

@@ -387,3 +387,21 @@ def test_neither_model_nor_data_is_needed_and_nothing_is_written(
 def test_a_wrong_algorithm_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         look(words)
+
+
+def test_tokens_of_agents_are_those_of_whole_conversations() -> None:
+    agents = [
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.max_model_len=1024",
+        "data.max_prompt_length=100",
+        "data.max_response_length=100",
+    ]
+    sections = explain_algorithm(look([*GROUP, *agents]).config)
+    lines = [line for section in sections for line in section.lines]
+    assert any(
+        line.startswith("turns of the model in a conversation, at most: as many as fit") for line in lines
+    )
+    numbers = [
+        str(number.value) for section in sections for each in section.formulas for number in each.numbers
+    ]
+    assert any("8 whole conversations × 1024 tokens" in number for number in numbers)

@@ -51,6 +51,7 @@ byId.data.text = process.argv[1];
 PRINT = """
 console.log(JSON.stringify({
   tiles: byId.tiles.children.map((one) => one.textContent), subtitle: byId.subtitle.textContent,
+  notes: (byId.notes?.children ?? []).map((one) => one.textContent),
   cards: (byId.curves?.children ?? []).map(
     (one) => one.children[0].children[0].textContent + ": " + one.children[1].textContent),
   list: (byId["sample-list"]?.children ?? []).map((one) => one.textContent),
@@ -88,7 +89,9 @@ def test_tiles_and_cards_say_what_there_is_and_no_more(tmp_path: Path) -> None:
         'processor"}'
     )
     (tmp_path / "machine.json").write_text('{"cpu": "a processor", "threads": 1, "torch": "2"}')
+    (tmp_path / "failures.json").write_text('{"environment": "ValueError: <b>"}')
     page = shown(tmp_path)
+    assert page["notes"][0] == "the first trajectory that failed by environment|ValueError: <b>"
     tiles = page["tiles"]
     assert tiles[0].startswith("greedy accuracy, before → after") and "+0.4" in tiles[0]
     assert tiles[1] == "held-out questions|8"

@@ -145,7 +145,7 @@ def test_a_step_in_which_all_failed_learns_nothing_and_the_third_ends_the_run(
     model: Path, tmp_path: Path
 ) -> None:
     made = config(model, tmp_path / "run", "Broken", "trainer.total_training_steps=5", "trainer.test_freq=0")
-    with build(made) as trainer, pytest.raises(Exception, match=r"(?s)last 3 steps has failed.*as ordered"):
+    with pytest.raises(Exception, match=r"(?s)last 3 steps has failed.*as ordered"), build(made) as trainer:
         trainer.fit()
 
 

@@ -15,6 +15,7 @@ from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.config import PPOConfig
 from hybridflow.errors import DataError, RewardError, RolloutError
+from hybridflow.observability.report import collect
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
@@ -389,31 +390,35 @@ def never_scored(model: Path, folder: Path, *overrides: str) -> PPOTrainer:
 def test_no_failed_trajectory_reaches_an_estimator(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimator: str
 ) -> None:
-    """Where every reward failed, nothing is learned and the next version is published."""
+    """Where every reward failed, nothing is learned, the next version is published, and the run ends so."""
 
     def unreachable(*_: Any, **__: Any) -> Any:
         raise AssertionError("an estimator was given rows of failed trajectories")
 
     monkeypatch.setattr("hybridflow.trainer.ppo.step.estimate_advantages", unreachable)
     settings = (f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=1")
-    with never_scored(model, tmp_path, *settings) as trainer:
+    responses = 12 if estimator == "remax" else 8
+    told = rf"(?s)every trajectory of all steps has failed, .*: {responses} by environment.*ValueError"
+    with pytest.raises(RolloutError, match=told), never_scored(model, tmp_path, *settings) as trainer:
         before = {name: value.clone() for name, value in actor_module(trainer).state_dict().items()}
         seen: list[dict[str, float]] = []
         trainer.fit(lambda step, metrics: bool(seen.append(metrics)))  # type: ignore[func-returns-value]
         assert trainer.state.step == 1
         after = actor_module(trainer).state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    responses = 12.0 if estimator == "remax" else 8.0
     assert seen[0]["reward/num_errors"] == seen[0]["training/num_failed/environment"] == responses
     assert seen[0]["perf/total_num_tokens"] == 0.0 and seen[0]["training/global_step"] == 1
 
 
 def test_three_steps_in_a_row_without_a_trajectory_end_the_run(model: Path, tmp_path: Path) -> None:
     settings = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=9")
-    with never_scored(model, tmp_path, *settings) as trainer:
-        with pytest.raises(RolloutError, match="every trajectory of the last 3 steps has failed"):
-            trainer.fit()
-        assert trainer.state.step == 2
+    told = "every trajectory of the last 3 steps has failed: 24 by environment"
+    with pytest.raises(RolloutError, match=told), never_scored(model, tmp_path, *settings) as trainer:
+        trainer.fit()
+    assert trainer.state.step == 2
+    report = collect(tmp_path / "run")
+    assert report["failures"] == {"environment": "the reward failed (ValueError)"}
+    assert report["counts"]["failed trajectories"] == {"environment": 16.0}, "the steps that were logged"
 
 
 def test_a_trajectory_is_scored_while_others_are_generated(

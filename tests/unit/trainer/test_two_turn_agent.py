@@ -12,7 +12,7 @@ import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 from torch import Tensor
 
-from hybridflow.agent import collate
+from hybridflow.agent.collate import collate
 from hybridflow.data.prompts import PromptRow
 from hybridflow.models.attention import ATTENTION_NAME
 from hybridflow.protocol import DataProto

@@ -27,6 +27,7 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
+from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import facts_of
 from hybridflow.trainer.ppo.roles import Roles, factories, groups, needed_roles
@@ -95,7 +96,10 @@ def _trainer(
     with progress.phase("starting the workers"):
         facts = facts_of(config, tokenizer, total_steps, run.folder.nonfinite)
         roles = groups(run.start(partial(factories, facts), partial(meshes, config, names)), names, config)
-    trajectories = partial(Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents)
+    failures = Failures(run.folder.failures)
+    trajectories = partial(
+        Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures
+    )
     making = Timer(progress=progress)
     source = SyncSource(data.train_loader, trajectories(making), roles, making)
     controller = kl_controller(config.algorithm)
@@ -107,6 +111,8 @@ def _trainer(
     test_freq = config.trainer.test_freq
     if test_freq <= 0 and config.trainer.val_before_train:
         test_freq = total_steps  # at the end, to compare with the start
+    if not state.step:
+        failures.forget_earlier()
     with run.recorded(state, store, source) as trackers:
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         validator = None
@@ -138,6 +144,7 @@ def _trainer(
             after_update=data.finish_batch,
             log_samples=samples.training,
         )
+        failures.end_run()
 
 
 def _state(

@@ -23,10 +23,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybridflow.agent import RequestBatch, build_requests, collate, demonstration_outputs, one_more_each
 from hybridflow.agent.agents import Agents
-from hybridflow.agent.collate import GROUPS_PER_STEP
+from hybridflow.agent.collate import GROUPS_PER_STEP, collate
 from hybridflow.agent.episode import Episode
+from hybridflow.agent.single_turn import RequestBatch, build_requests, demonstration_outputs, one_more_each
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
 from hybridflow.data.prompts import PromptRow
@@ -42,6 +42,7 @@ from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.base import GenerationOutput, RolloutStats, SamplingParams
 from hybridflow.trainer.ppo.columns import find_estimator
+from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
 from hybridflow.trainer.ppo.scoring import Scoring
@@ -54,8 +55,6 @@ MAX_BARREN_BATCHES = 100
 """Generation batches in a row that give no group before a step gives up, also where `max_num_gen_batches`
 sets no limit.
 """
-MAX_FAILED_STEPS = 3
-"""Steps in a row whose trajectories have all failed before the run ends."""
 
 
 class Trajectories:
@@ -69,8 +68,10 @@ class Trajectories:
         config: PPOConfig,
         timer: Timer,
         agents: Agents,
+        failures: Failures,
     ) -> None:
         self.agents = agents
+        self.failures = failures
         self.rollout = rollout
         self.rewards = rewards
         self.tokenizer = tokenizer
@@ -79,8 +80,6 @@ class Trajectories:
         needs = find_estimator(config.algorithm).needs
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
-        self._failed_steps = 0
-        self._newest_failure = ""
 
     def for_training(self, batches: Iterator[tuple[int, Sequence[PromptRow]]]) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights that were
@@ -93,8 +92,8 @@ class Trajectories:
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
         groups that vary, or MAX_BARREN_BATCHES in a row none.
 
-        The batch has no rows where every trajectory has failed. RolloutError ends the run at the
-        MAX_FAILED_STEPS-th such step in a row.
+        The batch has no rows where every trajectory has failed. RolloutError ends the run where too many
+        such steps come in a row.
         """
         wanted = self.config.data.train_batch_size
         filters = self.config.algorithm.filter_groups
@@ -125,7 +124,7 @@ class Trajectories:
             parts.append(rows)
         batch = join_rows(parts, self._pad_token_id)
         batch = rows_of(batch, uids_of(batch)[:wanted])
-        self._count_failed_steps(batch)
+        self.failures.end_step(len(batch))
         metrics.add_sum("training/num_gen_batches", taken)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
@@ -347,8 +346,7 @@ class Trajectories:
         failed = [trajectory for trajectory in trajectories if trajectory.failed]
         for trajectory in failed:
             metrics.add_sum(f"training/num_failed/{trajectory.outcome.cause}", 1.0)
-        if failed:
-            self._newest_failure = failed[0].outcome.detail
+            self.failures.add(trajectory)
         # failures of the reward function have been told by its manager
         generation = [one for one in failed if one.outcome.cause not in ("environment", "deadline")]
         if generation:
@@ -369,19 +367,6 @@ class Trajectories:
             metrics.add_sum("training/num_small_groups", len(small))
             kept = [one for one in kept if one.group not in small]
         return sorted(kept, key=lambda one: (one.group, one.sample))
-
-    def _count_failed_steps(self, batch: DataProto) -> None:
-        """Raise RolloutError where this is the last of too many steps in a row without a trajectory."""
-        if len(batch):
-            self._failed_steps = 0
-            return
-        self._failed_steps += 1
-        logger.warning("every trajectory of a step has failed, so nothing is learned")
-        if self._failed_steps == MAX_FAILED_STEPS:
-            raise RolloutError(
-                f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed; the newest reason: "
-                f"{self._newest_failure}"
-            )
 
     @property
     def _greedy_sample(self) -> int:
@@ -416,8 +401,8 @@ class Trajectories:
         limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} allows no more"
         if batches != filters.max_num_gen_batches:
             limit = f"the last {MAX_BARREN_BATCHES} of them gave none"
-        if self._newest_failure:
-            limit += f"; some trajectories have failed ({self._newest_failure})"
+        if self.failures.counts:
+            limit += f"; some trajectories have failed ({self.failures})"
         return (
             f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose "
             f"{filters.metric} varies{means}, and kept {kept} of the {generated} that {batches} generation "

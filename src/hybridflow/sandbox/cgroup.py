@@ -29,7 +29,7 @@ class Cgroup:
         name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         caps = {"memory": memory, "pids": processes}
         try:
-            for controller, (parent, version) in _parents().items():
+            for controller, (parent, version) in parents().items():
                 _sweep(parent)
                 folder = parent / name
                 folder.mkdir(exist_ok=True)
@@ -63,8 +63,8 @@ class Cgroup:
                 folder.rmdir()
 
 
-def _parents() -> dict[str, tuple[Path, int]]:
-    """Return the folder of this process's cgroup and its version for each controller. Raises OSError."""
+def parents() -> dict[str, tuple[Path, int]]:
+    """Return for each controller the folder that groups can be made in, and its version. Raises OSError."""
     found: dict[str, tuple[Path, int]] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -75,12 +75,19 @@ def _parents() -> dict[str, tuple[Path, int]]:
                 found.setdefault(controller, (ROOT / path.lstrip("/"), 2))
     for controller, (folder, version) in found.items():
         if version == 2:
-            delegated = (folder / "cgroup.subtree_control").read_text().split()
-            if controller not in delegated:
+            # a group with processes in it has no children with caps, but may have siblings
+            delegated = [each for each in (folder, folder.parent) if _has(each, controller)]
+            if not delegated:
                 raise OSError(f"the controller {controller} is not delegated in {folder}")
+            found[controller] = (delegated[0], 2)
     if len(found) < len(_FILES):
         raise OSError("there is no cgroup for memory and processes")
     return found
+
+
+def _has(folder: Path, controller: str) -> bool:
+    """Whether groups in the folder get the controller. Raises OSError in a folder that is no group."""
+    return controller in (folder / "cgroup.subtree_control").read_text().split()
 
 
 def _sweep(parent: Path) -> None:

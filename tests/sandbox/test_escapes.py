@@ -1,6 +1,6 @@
 """The escape suite: nothing gets out, each attempt ends in a verdict, and who runs it lives on.
 
-As root and as an ordinary user, with the kernel's caps (cgroup) and without. A layer that the machine does not
+As root and as an ordinary user, with the caps of cgroups and without. A layer that the machine does not
 have is a skip that names it.
 """
 

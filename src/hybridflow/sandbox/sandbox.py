@@ -134,7 +134,13 @@ class Sandbox:
 
     def _started(self) -> _Worker:
         if self._worker is None:
-            self._worker = _start(self.config, self.limits, cgroup=self._with_cgroup)
+            worker = _start(self.limits, cgroup=self._with_cgroup)
+            try:
+                _refuse_missing(worker.layers, self.config.give_up)
+            except ConfigError:
+                worker.close()
+                raise
+            self._worker = worker
         return self._worker
 
 
@@ -271,33 +277,39 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket, folder: str) 
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(config: SandboxConfig, limits: Limits, *, cgroup: bool) -> _Worker:
+def _start(limits: Limits, *, cgroup: bool) -> _Worker:
+    """Start a worker with as many layers as there are here, and note why the others are not."""
     if sys.platform != "linux":
-        raise ConfigError(
-            f"the sandbox for programs needs Linux, this is {sys.platform}; use a remote sandbox "
-            "(reward.sandbox_fusion.url)"
-        )
+        raise ConfigError(f"the sandbox needs Linux, this is {sys.platform}: use a remote sandbox")
     worker = _Worker(limits, private=True, cgroup=cgroup)
-    refused = set(missing_layers(worker.layers, is_root=os.geteuid() == 0)) - set(config.give_up)
-    if not refused and (worker.layers["private_root"] or worker.layers["namespaces"]):
-        reasons = worker.layers
+    reasons = {name: worker.layers[name] for name in ("private_root", "namespaces")}
+    if any(reasons.values()):
         worker.close()
         worker = _Worker(limits, private=False, cgroup=cgroup)
-        worker.layers |= {name: reasons[name] for name in ("private_root", "namespaces")}
-        refused = set(missing_layers(worker.layers, is_root=os.geteuid() == 0)) - set(config.give_up)
+        worker.layers |= reasons
+    return worker
+
+
+def _refuse_missing(layers: dict[str, str], give_up: Sequence[str]) -> None:
+    missing = missing_layers(layers, is_root=os.geteuid() == 0)
+    refused = [name for name in missing if name not in give_up]
     if refused:
-        worker.close()
-        why = "; ".join(
-            f"{name} ({worker.layers.get(name)}), without which {LAYERS[name].without}"
-            for name in LAYERS
-            if name in refused
-        )
+        why = "; ".join(f"{name} ({layers[name]}), without which {LAYERS[name].without}" for name in refused)
         raise ConfigError(
             f"programs of the model are not run here, because layers of the sandbox are missing: {why}. Use "
-            f"another machine or a remote sandbox, or give them up: reward.sandbox.give_up="
-            f"[{','.join(sorted(refused))}]"
+            "another machine or a remote sandbox, or do without by naming them: reward.sandbox.give_up="
+            f"[{','.join(refused)}]"
         )
-    return worker
+
+
+def find_layers() -> dict[str, str]:
+    """Return for each layer why it is not active on this machine, or "", whatever is needed of them."""
+    try:
+        worker = _start(Limits(), cgroup=True)
+    except (ConfigError, OSError) as error:
+        return dict.fromkeys(LAYERS, str(error))
+    worker.close()
+    return worker.layers
 
 
 def _readable(site_packages: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ process, whose driver sees it end, and never the machine. This is no sandbox.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import resource
@@ -77,6 +78,7 @@ class OwnLimits:
         os.close(writing)
         thread = threading.Thread(target=self._pass_on, args=(reading, passed_on), daemon=True)
         thread.start()
+        atexit.register(_let_drain, file_descriptor, passed_on, thread)
 
     def _pass_on(self, reading: int, passed_on: int) -> None:
         while part := os.read(reading, 1 << 16):
@@ -88,3 +90,9 @@ class OwnLimits:
                     allowed = allowed[os.write(passed_on, allowed) :]
             except OSError:  # whoever read it is gone
                 self._left = 0
+
+
+def _let_drain(file_descriptor: int, passed_on: int, thread: threading.Thread) -> None:
+    """Give up the pipe at the end of the process, and wait for what is in it."""
+    os.dup2(passed_on, file_descriptor)
+    thread.join(1.0)

@@ -20,7 +20,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,12 +106,11 @@ class Sandbox:
                 "limits": least,
             }
             worker = self._started()
-            try:
-                return worker.run(request)
-            except (OSError, EOFError, ValueError, TypeError) as error:
+            verdict = worker.run(request)
+            if not worker.usable:
                 self._worker = None
                 worker.close()
-                return Verdict("lost", stderr=f"{type(error).__name__}: {error}")
+            return verdict
 
     def layers(self) -> dict[str, str]:
         """Return for each layer why it is not active, or "". Raises ConfigError like `run`."""
@@ -190,6 +188,7 @@ class _Worker:
 
     def __init__(self, limits: Limits, *, private: bool, cgroup: bool) -> None:
         self.folder = tempfile.mkdtemp(prefix="hybridflow-sandbox-")
+        self.usable = True
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.cgroup: Cgroup | None = None
         self.socket, theirs = socket.socketpair()
@@ -240,26 +239,34 @@ class _Worker:
         return ""
 
     def run(self, request: dict[str, Any]) -> Verdict:
-        """Run one request. Raises OSError or EOFError where the worker is of no use any more."""
-        hits = {}
-        if self.cgroup:
-            hits = self.cgroup.hits()
-        deadline = time.monotonic() + request["limits"]["wall_s"] + GRACE_SECONDS
-        self.socket.settimeout(deadline - time.monotonic())
-        messages.send(self.socket, request)
-        fields: dict[str, Any] = {"status": "killed", "stderr": "the init of the execution was killed"}
-        answer = messages.receive(self.socket)
-        if "ended" not in answer:
-            fields = answer
-            self.socket.settimeout(max(0.1, deadline - time.monotonic()))
+        """Run one request. Afterwards `usable` is False if the worker must be replaced."""
+        before = self._hits()
+        self.usable = False
+        fields: dict[str, Any] = {
+            "status": "lost",
+            "stderr": "the init of the execution ended without a verdict",
+        }
+        try:
+            self.socket.settimeout(request["limits"]["wall_s"] + GRACE_SECONDS)
+            messages.send(self.socket, request)
             answer = messages.receive(self.socket)
-        if self.cgroup and fields["status"] in ("killed", "raised"):
-            now = self.cgroup.hits()
-            if now["memory"] > hits["memory"]:
-                fields["status"] = "memory_exceeded"
-            elif now["pids"] > hits["pids"]:
-                fields["status"] = "process_exceeded"
+            if "ended" not in answer:
+                fields = answer
+                messages.receive(self.socket)
+                self.usable = True
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            fields = {"status": "lost", "stderr": f"{type(error).__name__}: {error}"}
+        if fields["status"] in ("killed", "raised", "lost"):
+            for controller, status in (("memory", "memory_exceeded"), ("pids", "process_exceeded")):
+                if self._hits()[controller] > before[controller]:
+                    fields["status"] = status
+                    break
         return Verdict(**fields)
+
+    def _hits(self) -> dict[str, int]:
+        if self.cgroup is None:
+            return {"memory": 0, "pids": 0}
+        return self.cgroup.hits()
 
     def close(self) -> None:
         """End the worker."""

@@ -105,8 +105,8 @@ class RewardConfig:
 
     function: str = key(
         "auto",
-        "Built-in reward: auto (chosen by each row's data_source), exact_match, gsm8k, math, "
-        "arithmetic_chain or random. reward.terms joins several.",
+        "Built-in reward: auto (chosen by each row's data_source), or one of docs/rewards.md, such as gsm8k, "
+        "math or exact_match. reward.terms joins several.",
     )
     terms: list[dict[str, Any]] = key(
         [],

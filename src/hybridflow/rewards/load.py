@@ -18,6 +18,8 @@ from hybridflow.rewards.table import RewardFunction
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
+TOKENS = "response_ids"
+"""A further argument, of functions that have a parameter of this name."""
 
 
 def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> RewardFunction:
@@ -81,7 +83,10 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
     except ValueError:  # written in C: it has none to check
         return
     try:
-        signature.bind(**{**options, **dict.fromkeys(CALLED_WITH)})
+        called_with = {**options, **dict.fromkeys(CALLED_WITH)}
+        if TOKENS in signature.parameters:
+            called_with[TOKENS] = None
+        signature.bind(**called_with)
     except TypeError as error:
         given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
         raise ConfigError(
@@ -98,3 +103,11 @@ def is_async(function: RewardFunction) -> bool:
     while isinstance(inner, partial):
         inner = inner.func
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def takes_tokens(function: RewardFunction) -> bool:
+    """Whether a function has a parameter for the ids of the sampled tokens."""
+    try:
+        return TOKENS in inspect.signature(function).parameters
+    except ValueError:  # written in C: it has no signature
+        return False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.config.schema import group, key
 
 
@@ -116,6 +117,7 @@ class RewardConfig:
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
+    sandbox: SandboxConfig = group(SandboxConfig)
     num_workers: int = key(
         2,
         "Processes that score responses; 0: score in the trainer's process, for debugging and for cheap "

@@ -101,6 +101,19 @@ class ProcessRewardModelConfig:
 
 
 @dataclass(frozen=True)
+class SandboxFusionConfig:
+    """A SandboxFusion service that runs programs in place of the local sandbox."""
+
+    url: str | None = key(
+        None, "Address of the service, which ends in /run_code; null: programs run in the local sandbox."
+    )
+    max_concurrent: int = key(
+        64, "Programs of all reward.num_workers together that run there at once.", minimum=1
+    )
+    memory_limit_mb: int = key(1024, "MiB of memory of a program there.", minimum=1)
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """How a response gets its score."""
 
@@ -118,6 +131,7 @@ class RewardConfig:
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)
+    sandbox_fusion: SandboxFusionConfig = group(SandboxFusionConfig)
     num_workers: int = key(
         2,
         "Processes that score responses; 0: score in the trainer's process, for debugging and for cheap "

@@ -14,6 +14,7 @@ from typing import Any
 from hybridflow.data.plugin import load_module, load_object
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import table
+from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
@@ -22,16 +23,23 @@ TOKENS = "response_ids"
 """A further argument, of functions that have a parameter of this name."""
 
 
-def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> RewardFunction:
-    """Load a built-in function and bind its options.
+def load_builtin(
+    name: str, options: dict[str, Any], seed: int, runner: Runner, *, key: str
+) -> RewardFunction:
+    """Load a built-in function and bind its options, and what runs programs.
 
-    Raises ConfigError for an unknown name or option, RewardError if what it needs is not installed.
+    Raises ConfigError for an unknown name or option, or where programs cannot run here; RewardError if what
+    it needs is not installed.
     """
     function = table.find(name, key=key)
     table.check_options(name, options, key=key)
     table.prepare(name)
     if name == "random":
         options = {"seed": seed, **options}
+    if name == "code":
+        runner.prepare()
+    if name in ("code", "auto"):
+        options = {**options, "runner": runner}
     return _bound(function, options)
 
 

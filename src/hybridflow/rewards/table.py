@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.functions import (
     arithmetic_chain,
+    code,
     exact_match,
     format,
     geometry3k,
@@ -30,6 +31,7 @@ _MODULES: dict[str, ModuleType] = {
     "math": math,
     "math_dapo": math_dapo,
     "geometry3k": geometry3k,
+    "code": code,
     "arithmetic_chain": arithmetic_chain,
     "reasoning_gym": reasoning_gym,
     "search_r1": search_r1,
@@ -51,6 +53,7 @@ DATA_SOURCES: dict[str, str] = {
     "math": "math",
     "math_dapo": "math_dapo",
     "hiyouga/geometry3k": "geometry3k",
+    **dict.fromkeys(("code", "codecontests", "apps", "codeforces", "taco"), "code"),
     "arithmetic_chain": "arithmetic_chain",
     "reasoning_gym": "reasoning_gym",
 }
@@ -77,6 +80,7 @@ RETURNED: dict[str, tuple[str, ...]] = {
     "math": ("acc",),
     "math_dapo": ("acc", "format", "pred"),
     "geometry3k": ("acc", "format"),
+    "code": ("acc", "format", "verdict"),
     "arithmetic_chain": ("acc", "format"),
     "reasoning_gym": ("acc",),
     "search_r1": ("acc",),
@@ -86,10 +90,19 @@ RETURNED: dict[str, tuple[str, ...]] = {
 }
 """The keys that each built-in function returns for every row, besides `score`."""
 
-NEEDS_TRUTH = ("exact_match", "gsm8k", "math", "math_dapo", "geometry3k", "arithmetic_chain", "search_r1")
+NEEDS_TRUTH = (
+    "exact_match",
+    "gsm8k",
+    "math",
+    "math_dapo",
+    "geometry3k",
+    "code",
+    "arithmetic_chain",
+    "search_r1",
+)
 """The built-in functions that fail on a row without a ground truth."""
 
-_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
+_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info", "runner")
 
 
 def function_of(data_source: str) -> str | None:

@@ -143,6 +143,27 @@ class RewardConfig:
         "Seconds that one response may take to score; then its worker is killed and on_error decides.",
         above=0,
     )
+    max_retries: int = key(
+        0,
+        "Further tries of a response whose reward fails, after 1, 2, 4, … seconds, more or less; then "
+        "on_error decides.",
+        minimum=0,
+    )
+    max_concurrent: int | None = key(
+        None, "Responses that are scored at once, of all workers; null: as many as they take.", minimum=1
+    )
+    max_rpm: float | None = key(
+        None, "Requests a minute that the reward may be called with; null: no limit.", above=0
+    )
+    max_tpm: float | None = key(
+        None, "Tokens a minute that the reward may be called with; null: no limit.", above=0
+    )
+    estimated_tokens_per_request: int = key(2000, "Tokens that a request counts as for max_tpm.", minimum=1)
+    cache_size: int = key(
+        0,
+        "Outcomes that are kept, so that an equal response to the same prompt is not scored again; 0: none.",
+        minimum=0,
+    )
     on_error: Literal["raise", "zero", "drop"] = key(
         "raise",
         "What happens where a reward fails: raise stops the run, zero scores 0, drop leaves the row out of "

@@ -189,7 +189,12 @@ def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[A
 
 def _metrics(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
     by_type = Counter(outcome.error for outcome in outcomes if outcome.error)
+    tries = {
+        "reward/num_retries": float(sum(max(0, outcome.tries - 1) for outcome in outcomes)),
+        "reward/num_cached": float(sum(outcome.tries == 0 for outcome in outcomes)),
+    }
     return {
+        **{name: count for name, count in tries.items() if count},
         "reward/num_errors": float(sum(by_type.values())),
         "reward/num_timeouts": float(by_type["timeout"]),
         "reward/seconds": seconds,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+import random
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hybridflow.config.reward import RewardConfig
@@ -26,6 +27,7 @@ from hybridflow.processes import CallFailed, CallRaised, CallTooLong, Hosted, Ho
 from hybridflow.processes.pickles import dumps
 from hybridflow.processes.worker_process import START_TIMEOUT
 from hybridflow.rewards.call import failure
+from hybridflow.rewards.limits import RateLimit
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.resolve import describe
 
@@ -35,6 +37,8 @@ ASYNC_SLOTS = 32
 """Async samples under way in one worker."""
 ASYNC_GRACE = 0.5
 """Seconds beyond the deadline that an async worker has to cancel a sample itself."""
+LONGEST_PAUSE = 60.0
+"""Seconds, more or less, before a further try, which are 1, 2, 4, … otherwise."""
 
 
 @dataclass
@@ -63,6 +67,9 @@ class RewardPool:
         self._start_timeout = start_timeout
         # each has one worker: a poll must find the process that has the samples under way
         self._hosts = [Hosts(1, start_timeout=start_timeout) for _ in range(config.num_workers)]
+        self._limit = RateLimit(config)
+        self._max_retries = config.max_retries
+        self._jitter = random.Random(seed)
         self._free: asyncio.Queue[Hosted] = asyncio.Queue()
         self._waiting: asyncio.Queue[_Flight] = asyncio.Queue()
         self._is_async = False
@@ -142,10 +149,22 @@ class RewardPool:
         )
 
     async def _score(self, request: ScoreRequest) -> Outcome:
+        """Score a request, and try again for as often as may be where it fails."""
         try:
             payload = dumps(request)
         except Exception as error:  # whatever the rows of a dataset hold: not ours to know
             return failure(error, 0.0)
+        number = 0
+        while True:
+            async with self._limit.admitted():
+                outcome = await self._try(payload)
+            number += 1
+            if not outcome.error or number > self._max_retries:
+                return replace(outcome, tries=number)
+            pause = min(LONGEST_PAUSE, 2.0 ** (number - 1))
+            await asyncio.sleep(pause * self._jitter.uniform(0.5, 1.5))
+
+    async def _try(self, payload: bytes) -> Outcome:
         if self._is_async:
             flight = _Flight(payload, asyncio.get_running_loop().create_future())
             self._waiting.put_nowait(flight)

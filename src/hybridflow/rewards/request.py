@@ -29,6 +29,8 @@ class Outcome:
     detail: str = ""
     """The traceback, or a sentence where there is none."""
     seconds: float = 0.0
+    tries: int = 1
+    """Times that the function was called for it; 0 where a kept outcome was taken."""
     token_scores: tuple[float, ...] = ()
     """A score for each of `response_ids`, which sum up to `score`; empty where there is one score only."""
 

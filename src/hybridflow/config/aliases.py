@@ -29,6 +29,11 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"reward_manager\.(.+)", r"reward.reward_manager.\1"),
     (r"(?:reward_model|reward)\.overlong_buffer\.(.+)", r"reward.reward_kwargs.overlong_buffer_cfg.\1"),
     (r"reward_model\.(reward_kwargs|sandbox_fusion)\.(.+)", r"reward.\1.\2"),
+    (
+        r"(?:reward_model|reward\.reward_model)\."
+        r"(max_concurrent|max_rpm|max_tpm|estimated_tokens_per_request|timeout)",
+        r"reward.\1",
+    ),
     (r"sandbox_fusion\.(.+)", r"reward.sandbox_fusion.\1"),
     (r"reward_model\.(.+)", r"reward.reward_model.\1"),
     # LoRA under the actor

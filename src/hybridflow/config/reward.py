@@ -101,13 +101,26 @@ class ProcessRewardModelConfig:
 
 
 @dataclass(frozen=True)
+class SandboxFusionConfig:
+    """A SandboxFusion service that runs programs in place of the local sandbox."""
+
+    url: str | None = key(
+        None, "Address of the service, which ends in /run_code; null: programs run in the local sandbox."
+    )
+    max_concurrent: int = key(
+        64, "Programs of all reward.num_workers together that run there at once.", minimum=1
+    )
+    memory_limit_mb: int = key(1024, "MiB of memory of a program there.", minimum=1)
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """How a response gets its score."""
 
     function: str = key(
         "auto",
-        "Built-in reward: auto (chosen by each row's data_source), exact_match, gsm8k, math, "
-        "arithmetic_chain or random. reward.terms joins several.",
+        "Built-in reward: auto (chosen by each row's data_source), or one of docs/rewards.md, such as gsm8k, "
+        "math or exact_match. reward.terms joins several.",
     )
     terms: list[dict[str, Any]] = key(
         [],
@@ -118,6 +131,7 @@ class RewardConfig:
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)
+    sandbox_fusion: SandboxFusionConfig = group(SandboxFusionConfig)
     num_workers: int = key(
         2,
         "Processes that score responses; 0: score in the trainer's process, for debugging and for cheap "
@@ -128,6 +142,27 @@ class RewardConfig:
         30.0,
         "Seconds that one response may take to score; then its worker is killed and on_error decides.",
         above=0,
+    )
+    max_retries: int = key(
+        0,
+        "Further tries of a response whose reward fails, after 1, 2, 4, … seconds, more or less; then "
+        "on_error decides.",
+        minimum=0,
+    )
+    max_concurrent: int | None = key(
+        None, "Responses that are scored at once, of all workers; null: as many as they take.", minimum=1
+    )
+    max_rpm: float | None = key(
+        None, "Requests a minute that the reward may be called with; null: no limit.", above=0
+    )
+    max_tpm: float | None = key(
+        None, "Tokens a minute that the reward may be called with; null: no limit.", above=0
+    )
+    estimated_tokens_per_request: int = key(2000, "Tokens that a request counts as for max_tpm.", minimum=1)
+    cache_size: int = key(
+        0,
+        "Outcomes that are kept, so that an equal response to the same prompt is not scored again; 0: none.",
+        minimum=0,
     )
     on_error: Literal["raise", "zero", "drop"] = key(
         "raise",

@@ -295,10 +295,11 @@ REWARD: tuple[Rule, ...] = (
     ignored(r"reward\.reward_model\..+", "it is read only with a learned reward model, which is off"),
     Rule(
         r"reward\.reward_manager\.name",
-        (*OFF, "naive", "dapo", "gdpo", "prime"),
+        (*OFF, "naive", "dapo", "gdpo", "prime", "remote", "limited", "rate_limited"),
         "one manager scores all rewards: reward.function, reward.terms or reward.custom_reward_function "
         "decide, with reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for "
-        "gdpo and reward.num_workers for prime",
+        "gdpo, reward.num_workers for prime and remote, and reward.max_rpm, max_tpm, max_concurrent and "
+        "max_retries for limited",
         "use reward.function, reward.terms or reward.custom_reward_function",
     ),
     Rule(
@@ -310,8 +311,6 @@ REWARD: tuple[Rule, ...] = (
     ignored(
         r"reward\.reward_kwargs\.overlong_buffer_cfg\.log", "the metrics of the reward are always logged"
     ),
-    off(r"reward\.sandbox_fusion\.url", "running code for rewards comes in a later version: leave it out"),
-    ignored(r"reward\.sandbox_fusion\..+", "it is read only with sandbox_fusion.url, which is off"),
 )
 
 ALGORITHM: tuple[Rule, ...] = (

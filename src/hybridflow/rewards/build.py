@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from hybridflow.config.reward import RewardConfig
+from hybridflow.rewards.cache import CachedScorer
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import Scorer
 from hybridflow.rewards.resolve import describe, resolve
@@ -28,4 +29,6 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
         from hybridflow.rewards.in_process import InProcessScorer
 
         scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
+    if config.cache_size:
+        scorer = CachedScorer(scorer, config.cache_size)
     return RewardManager(scorer, on_error=config.on_error, function=describe(config))

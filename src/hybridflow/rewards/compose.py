@@ -20,6 +20,7 @@ from typing import Any
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.load import DEFAULT_NAMES, is_async, is_path, load_builtin, load_user_function
 from hybridflow.rewards.result import normalize_result
+from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
 
 
@@ -32,7 +33,7 @@ class Term:
     function: RewardFunction
 
 
-def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
+def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> list[Term]:
     """Load `reward.terms`. Raises ConfigError for a term without a name, or a weight that is no number."""
     loaded: list[Term] = []
     for position, term in enumerate(terms):
@@ -49,7 +50,7 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
             function = load_user_function(name, DEFAULT_NAMES[0], options, key=key)
             column = _function_name(name)
         else:
-            function = load_builtin(name, options, seed, key=key)
+            function = load_builtin(name, options, seed, runner, key=key)
         loaded.append(Term(str(term.get("key", column)), float(weight), function))
     columns = [term.column for term in loaded]
     if twice := {column for column in columns if columns.count(column) > 1}:

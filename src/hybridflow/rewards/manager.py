@@ -30,6 +30,8 @@ class ScoredBatch:
     """
 
     scores: list[float]
+    token_scores: list[tuple[float, ...]]
+    """For each row the scores of its sampled tokens, which sum up to its score; empty where it has none."""
     extras: dict[str, list[Any]]
     dropped: list[str]
     """Kind of the error of rows that reward.on_error=drop leaves out, which have score 0; else empty."""
@@ -78,6 +80,7 @@ class RewardManager:
             dropped = [outcome.error for outcome in outcomes]
         return ScoredBatch(
             scores=[outcome.score for outcome in outcomes],
+            token_scores=[outcome.token_scores for outcome in outcomes],
             extras=_columns(outcomes, zero_failed=self._on_error == "zero"),
             dropped=dropped,
             metrics=_metrics(outcomes, seconds),
@@ -186,7 +189,12 @@ def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[A
 
 def _metrics(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
     by_type = Counter(outcome.error for outcome in outcomes if outcome.error)
+    tries = {
+        "reward/num_retries": float(sum(max(0, outcome.tries - 1) for outcome in outcomes)),
+        "reward/num_cached": float(sum(outcome.tries == 0 for outcome in outcomes)),
+    }
     return {
+        **{name: count for name, count in tries.items() if count},
         "reward/num_errors": float(sum(by_type.values())),
         "reward/num_timeouts": float(by_type["timeout"]),
         "reward/seconds": seconds,

@@ -14,6 +14,8 @@ class ScoreRequest:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    response_ids: tuple[int, ...] = ()
+    """Ids of the tokens that the policy sampled, in the order of its calls; empty where not known."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Outcome:
     detail: str = ""
     """The traceback, or a sentence where there is none."""
     seconds: float = 0.0
+    tries: int = 1
+    """Times that the function was called for it; 0 where a kept outcome was taken."""
+    token_scores: tuple[float, ...] = ()
+    """A score for each of `response_ids`, which sum up to `score`; empty where there is one score only."""
 
 
 class OpenScoring(Protocol):

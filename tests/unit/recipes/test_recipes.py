@@ -20,7 +20,7 @@ from hybridflow.tools.toolset import Toolset
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ENVIRONMENTS = ["calculator", "guess", "search"]
-OTHERS = ["base", "sft", "agent_base", "agent_sft", *ENVIRONMENTS]
+OTHERS = ["base", "sft", "agent_base", "agent_sft", "code", "code_sft", *ENVIRONMENTS]
 TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in OTHERS)
 AGENTS = {"collabllm", "gsm8k_tools", "retool", "search_r1"}
 """Recipes with tools or users, whose tiny tasks are others."""

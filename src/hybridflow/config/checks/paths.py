@@ -14,7 +14,7 @@ from hybridflow.config.data import BaseDataConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
-TASKS = ("arithmetic_chain",)
+TASKS = ("arithmetic_chain", "one_liners")
 
 
 def is_remote(path: str) -> bool:
@@ -50,8 +50,8 @@ def data_problems(data: BaseDataConfig, *, own_class: bool = False) -> Iterator[
             yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield (
-            f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own "
-            "path/to/file.py:factory"
+            f"data.task.name={task.name}: there is arithmetic_chain, one_liners, reasoning_gym:NAME, or your "
+            "own path/to/file.py:factory"
         )
     if task.name and not task.name.startswith(("reasoning_gym:", "environment:")):
         yield from plugin_problem("data.task.name", task.name)

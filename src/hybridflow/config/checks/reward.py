@@ -24,3 +24,9 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
         )
     if reward.terms and reward.custom_reward_function.reward_kwargs:
         yield f"{CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term"
+    limits = ("max_retries", "max_concurrent", "max_rpm", "max_tpm")
+    if used := [f"reward.{name}" for name in limits if getattr(reward, name) and reward.num_workers == 0]:
+        yield (
+            f"{', '.join(used)} hold where processes score, and reward.num_workers=0 scores in the trainer's "
+            "own: set reward.num_workers to 1 or more"
+        )

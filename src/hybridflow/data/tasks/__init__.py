@@ -11,6 +11,7 @@ from hybridflow.data.plugin import load_function
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
 from hybridflow.data.tasks.base import Split, Task
 from hybridflow.data.tasks.environment import EnvironmentTask
+from hybridflow.data.tasks.one_liners import OneLiners
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask
 from hybridflow.errors import ConfigError
 
@@ -27,6 +28,8 @@ def build_task(config: TaskConfig) -> Task:
     try:
         if name == "arithmetic_chain":
             return ArithmeticChain(seed=config.seed, **config.options)
+        if name == "one_liners":
+            return OneLiners(seed=config.seed, **config.options)
         if name.startswith("environment:"):
             return EnvironmentTask(name.removeprefix("environment:"), seed=config.seed, **config.options)
         if name.startswith("reasoning_gym:"):
@@ -38,7 +41,7 @@ def build_task(config: TaskConfig) -> Task:
             )
         if ":" not in name:
             raise ConfigError(
-                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME, "
+                f"data.task.name: got {name!r}, wanted arithmetic_chain, one_liners, reasoning_gym:NAME, "
                 "environment:NAME or path/to/file.py:factory"
             )
         factory = load_function(name, key="data.task.name")

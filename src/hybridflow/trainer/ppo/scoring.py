@@ -36,7 +36,11 @@ class Scoring:
             self._to_score.append(place)
             facts = trajectory.extra
             request = ScoreRequest(
-                facts["data_source"], facts["solution_str"], facts["ground_truth"], facts["extra_info"]
+                facts["data_source"],
+                facts["solution_str"],
+                facts["ground_truth"],
+                facts["extra_info"],
+                trajectory.sampled_ids,
             )
             self._session.add(place, request)
 
@@ -65,7 +69,9 @@ class Scoring:
                 continue
             results = {key: values[row] for key, values in scored.extras.items()}
             extra = {**trajectory.extra, **_without_our_names(results, trajectory)}
-            self._trajectories[place] = replace(trajectory, reward=scored.scores[row], extra=extra)
+            self._trajectories[place] = replace(
+                trajectory, reward=scored.scores[row], token_rewards=scored.token_scores[row], extra=extra
+            )
         return [self._trajectories[place] for place in sorted(self._trajectories)], metrics
 
 

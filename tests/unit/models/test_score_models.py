@@ -128,7 +128,7 @@ def test_a_head_may_have_another_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
 @pytest.mark.parametrize("kind", sorted(HEADS))
 def test_trained_saved_and_exported(kind: Any, lora: LoraSettings | None, tmp_path: Path) -> None:
-    """From a causal LM: the scores begin at 0, move, come back from a state, and are what transformers reads."""
+    """From a causal LM: scores begin at 0, move, come back from a state, and are what transformers reads."""
     tiny_hf("qwen3").save_pretrained(tmp_path / "base")
     with pytest.raises(ModelError, match="has no head"):
         load(kind, tmp_path / "base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ class ScoreRequest:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation with the response, for a reward model; reward functions do not get it."""
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,15 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
 
 
 def _move_turn_rewards(scores: Tensor, trajectories: Sequence[Trajectory], samples: DataProto) -> None:
-    """Move the part of each score [K, L] that belongs to a call to the last token that the call sampled."""
+    """Move the part of each score [K, L] that belongs to a call to the last token that the call sampled, and
+    that of a single token to the token.
+    """
     for place, trajectory in enumerate(trajectories):
+        sampled = samples.batch["response_mask"][place]
+        if trajectory.token_rewards:
+            scores[place][sampled] = torch.tensor(trajectory.token_rewards)
         if not trajectory.turn_rewards:
             continue
-        sampled = samples.batch["response_mask"][place]
         end = int(sampled.nonzero().max())
         calls = samples.batch["call"][place]
         for call, reward in trajectory.turn_rewards.items():

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.config.schema import group, key
 
 
@@ -132,13 +133,26 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class SandboxFusionConfig:
+    """A SandboxFusion service that runs programs in place of the local sandbox."""
+
+    url: str | None = key(
+        None, "Address of the service, which ends in /run_code; null: programs run in the local sandbox."
+    )
+    max_concurrent: int = key(
+        64, "Programs of all reward.num_workers together that run there at once.", minimum=1
+    )
+    memory_limit_mb: int = key(1024, "MiB of memory of a program there.", minimum=1)
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """How a response gets its score."""
 
     function: str = key(
         "auto",
-        "Built-in reward: auto (chosen by each row's data_source), exact_match, gsm8k, math, "
-        "arithmetic_chain or random. reward.terms joins several.",
+        "Built-in reward: auto (chosen by each row's data_source), or one of docs/rewards.md, such as gsm8k, "
+        "math or exact_match. reward.terms joins several.",
     )
     terms: list[dict[str, Any]] = key(
         [],
@@ -149,6 +163,8 @@ class RewardConfig:
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
     reward_model: RewardModelConfig = group(RewardModelConfig)
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
+    sandbox: SandboxConfig = group(SandboxConfig)
+    sandbox_fusion: SandboxFusionConfig = group(SandboxFusionConfig)
     num_workers: int = key(
         2,
         "Processes that score responses; 0: score in the trainer's process, for debugging and for cheap "

@@ -309,8 +309,6 @@ REWARD: tuple[Rule, ...] = (
     ignored(
         r"reward\.reward_kwargs\.overlong_buffer_cfg\.log", "the metrics of the reward are always logged"
     ),
-    off(r"reward\.sandbox_fusion\.url", "running code for rewards comes in a later version: leave it out"),
-    ignored(r"reward\.sandbox_fusion\..+", "it is read only with sandbox_fusion.url, which is off"),
 )
 
 ALGORITHM: tuple[Rule, ...] = (

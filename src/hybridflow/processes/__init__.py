@@ -1,7 +1,6 @@
 """Worker processes that run the user's code, and that may be killed with all that it has started.
 
-driver ──Hosts (asyncio)──► WorkerProcess: keeper ──► worker: host.py ──► the user's tools, environments
-driver ──RewardPool───────► WorkerProcess: keeper ──► worker: rewards/worker.py ──► the reward function
+driver ──Hosts (asyncio)──► WorkerProcess: keeper ──► worker: host.py ──► tools, environments, rewards
 """
 
 from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost

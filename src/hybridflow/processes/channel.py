@@ -8,7 +8,6 @@ writes into this socket do not begin with the mark, so they are noticed and neve
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -58,44 +57,6 @@ def take_messages(buffer: bytearray) -> list[bytes]:
         del buffer[:end]
         messages.append(payload)
     return messages
-
-
-class Channel:
-    """The driver's end of the socket to a worker. No call blocks: what does not fit waits in `unsent`."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._received = bytearray()
-        self.unsent = bytearray()
-
-    def fileno(self) -> int:
-        """The socket's file descriptor, for selectors."""
-        return self._socket.fileno()
-
-    def send(self, payload: bytes) -> None:
-        """Queue a message and send what the socket takes now; OSError if the other end is gone."""
-        self.unsent += frame(payload)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send as much of `unsent` as the socket takes now. Raises OSError if the other end is gone."""
-        with contextlib.suppress(BlockingIOError):
-            while self.unsent:
-                sent = self._socket.send(memoryview(self.unsent)[:CHUNK])
-                del self.unsent[:sent]
-
-    def receive(self) -> tuple[list[bytes], bool]:
-        """The messages that have arrived, and whether the other end is closed.
-
-        Raises ChannelBroken for bytes that are no messages, OSError if the connection failed.
-        """
-        closed = False
-        with contextlib.suppress(BlockingIOError):
-            while chunk := self._socket.recv(CHUNK):
-                self._received += chunk
-            closed = True
-        return take_messages(self._received), closed
 
 
 class DriverEnd:

@@ -126,6 +126,8 @@ class Trajectory:
     """The part of `reward` that belongs to a call, by its number as in `Segment.call`; the rest belongs to
     the end.
     """
+    token_rewards: tuple[float, ...] = ()
+    """The part of `reward` that belongs to each of `sampled_ids`, all of it; empty where it has one score."""
     turns: int = 1
     """Calls to the policy that were accepted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -137,6 +139,13 @@ class Trajectory:
     def failed(self) -> bool:
         """Whether it failed, so that nothing may be learned from it."""
         return self.outcome.kind == "failed"
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """Ids of all tokens that the policy sampled, in the order of its calls."""
+        segments = [segment for lineage in self.lineages for segment in lineage.segments if segment.sampled]
+        segments.sort(key=lambda segment: segment.call)
+        return tuple(chain.from_iterable(segment.token_ids for segment in segments))
 
 
 def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:

@@ -1,13 +1,13 @@
 """The rewards room: responses in, scores out; imports neither torch nor ray.
 
-    ScoreRequest ─► manager.py ─► pool.py ══channel.py══► worker.py ─► call.py ─► the reward function
+    ScoreRequest ─► manager.py ─► pool.py ══processes═══► worker.py ─► call.py ─► the reward function
                         │     └─► in_process.py ────────────────────────┘
                         ▼
                   ScoredBatch: scores, extra columns, rows to drop, counters
 
 `load.py` and `resolve.py` turn `reward.*` into a function (a built-in one of `table.py`, a sum of
-`compose.py`, or the user's), `result.py` checks what a function returns, `keeper.py` ends the processes that
-a function leaves behind, `build.py` wires it all, `early_checks.py`, `dry_run.py` find mistakes before a run.
+`compose.py`, or the user's), `result.py` checks what a function returns, `build.py` wires it all,
+`early_checks.py`, `dry_run.py` find mistakes before a run.
 """
 
 from hybridflow.rewards.manager import RewardManager, ScoredBatch

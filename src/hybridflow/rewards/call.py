@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import HybridFlowError
+from hybridflow.rewards.load import takes_tokens
 from hybridflow.rewards.request import Outcome, ScoreRequest
-from hybridflow.rewards.result import normalize_result
+from hybridflow.rewards.result import normalize_result, token_scores_of
 from hybridflow.rewards.table import RewardFunction
 
 MAX_TRACEBACK = 4000
@@ -21,15 +24,14 @@ def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
     """Score one request; where the function gives a coroutine, it is run to its end."""
     started = time.perf_counter()
     try:
-        result = function(**_arguments(request))
+        result = function(**_arguments(function, request))
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
-        score, extras = normalize_result(result)
+        return _outcome(result, request, started)
     except BaseException as error:  # a user's callable; sys.exit() inside it is its error too
         if isinstance(error, KeyboardInterrupt):
             raise
         return failure(error, time.perf_counter() - started)
-    return Outcome(score, extras, seconds=time.perf_counter() - started)
 
 
 async def call_async(function: RewardFunction, request: ScoreRequest, timeout: float) -> Outcome:
@@ -38,7 +40,7 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
     deadline = asyncio.timeout(timeout)
     try:
         async with deadline:
-            score, extras = normalize_result(await function(**_arguments(request)))
+            return _outcome(await function(**_arguments(function, request)), request, started)
     except BaseException as error:  # a user's callable
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -46,7 +48,6 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
         if deadline.expired():
             return timed_out(timeout, seconds)
         return failure(error, seconds)
-    return Outcome(score, extras, seconds=time.perf_counter() - started)
 
 
 def timed_out(timeout: float, seconds: float) -> Outcome:
@@ -67,13 +68,28 @@ def failure(error: BaseException, seconds: float) -> Outcome:
     return Outcome(error=type(error).__name__, detail=detail, seconds=seconds)
 
 
-def _arguments(request: ScoreRequest) -> dict[str, Any]:
-    return {
+def _outcome(result: Any, request: ScoreRequest, started: float) -> Outcome:
+    """Return the outcome of a result. Raises RewardError if it is none that a reward function may return."""
+    token_scores = token_scores_of(result, len(request.response_ids))
+    if token_scores:
+        whole = {}
+        if isinstance(result, Mapping):
+            whole = dict(result)
+        result = {**whole, "score": math.fsum(token_scores)}
+    score, extras = normalize_result(result)
+    return Outcome(score, extras, seconds=time.perf_counter() - started, token_scores=token_scores)
+
+
+def _arguments(function: RewardFunction, request: ScoreRequest) -> dict[str, Any]:
+    arguments = {
         "data_source": request.data_source,
         "solution_str": request.solution_str,
         "ground_truth": request.ground_truth,
         "extra_info": request.extra_info,
     }
+    if takes_tokens(function):
+        arguments["response_ids"] = list(request.response_ids)
+    return arguments
 
 
 async def _await(awaitable: Any) -> Any:

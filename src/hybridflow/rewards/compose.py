@@ -26,6 +26,7 @@ from hybridflow.config.reward import MODEL_TERM
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import DEFAULT_NAMES, is_async, is_path, load_builtin, load_user_function
 from hybridflow.rewards.result import normalize_result
+from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
 
 
@@ -61,45 +62,51 @@ class Term:
 
 def model_term(terms: Sequence[dict[str, Any]]) -> Term:
     """Return the term of the reward model, which the checks of the keys have found."""
-    return next(term for term in load_terms([t for t in terms if t["name"] == MODEL_TERM], 0))
+    position, term = next((n, term) for n, term in enumerate(terms) if term["name"] == MODEL_TERM)
+    key = f"reward.terms[{position}]"
+    if options := _options(term):
+        raise ConfigError(f"{key}: {MODEL_TERM} has no option {', '.join(options)}: set reward.reward_model")
+    return _term(term, key, "reward_model_score", None)
 
 
-def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
-    """Load `reward.terms`. Raises ConfigError for a term without a name, or a weight that is no number."""
+def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> list[Term]:
+    """Load the functions of `reward.terms`. Raises ConfigError for a term without a name, or a weight that is
+    no number.
+    """
     loaded: list[Term] = []
     for position, term in enumerate(terms):
         key = f"reward.terms[{position}]"
         if not isinstance(term, dict) or not isinstance(term.get("name"), str):
             raise ConfigError(f"{key}: got {term!r}, wanted {{name: FUNCTION, weight: NUMBER, ...options}}")
-        own = ("name", "weight", "key", "when")
-        options = {str(name): value for name, value in term.items() if name not in own}
-        weight = term.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise ConfigError(f"{key}: got weight={weight!r}, wanted a number")
-        condition = None
-        if "when" in term:
-            condition = Condition(str(term["when"]))
         name = term["name"]
-        column = name
-        function: RewardFunction | None = None
         if name == MODEL_TERM:
-            column = "reward_model_score"
-            if options:
-                raise ConfigError(
-                    f"{key}: reward_model has no option {', '.join(options)}: set reward.reward_model"
-                )
+            loaded.append(model_term([term]))
         elif is_path(name):
-            function = load_user_function(name, DEFAULT_NAMES[0], options, key=key)
-            column = _function_name(name)
+            function = load_user_function(name, DEFAULT_NAMES[0], _options(term), key=key)
+            loaded.append(_term(term, key, _function_name(name), function))
         else:
-            function = load_builtin(name, options, seed, key=key)
-        loaded.append(Term(str(term.get("key", column)), float(weight), condition, function))
+            loaded.append(_term(term, key, name, load_builtin(name, _options(term), seed, runner, key=key)))
     columns = [term.column for term in loaded]
     if twice := {column for column in columns if columns.count(column) > 1}:
         raise ConfigError(
             f"reward.terms: two terms make the column {', '.join(sorted(twice))}; give each its own `key`"
         )
     return loaded
+
+
+def _options(term: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a term that are options of its function."""
+    return {str(name): value for name, value in term.items() if name not in ("name", "weight", "key", "when")}
+
+
+def _term(term: dict[str, Any], key: str, column: str, function: RewardFunction | None) -> Term:
+    weight = term.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise ConfigError(f"{key}: got weight={weight!r}, wanted a number")
+    condition = None
+    if "when" in term:
+        condition = Condition(str(term["when"]))
+    return Term(str(term.get("key", column)), float(weight), condition, function)
 
 
 def compose(terms: Sequence[Term]) -> RewardFunction:

@@ -14,22 +14,32 @@ from typing import Any
 from hybridflow.data.plugin import load_module, load_object
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import table
+from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
+TOKENS = "response_ids"
+"""A further argument, of functions that have a parameter of this name."""
 
 
-def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> RewardFunction:
-    """Load a built-in function and bind its options.
+def load_builtin(
+    name: str, options: dict[str, Any], seed: int, runner: Runner, *, key: str
+) -> RewardFunction:
+    """Load a built-in function and bind its options, and what runs programs.
 
-    Raises ConfigError for an unknown name or option, RewardError if what it needs is not installed.
+    Raises ConfigError for an unknown name or option, or where programs cannot run here; RewardError if what
+    it needs is not installed.
     """
     function = table.find(name, key=key)
     table.check_options(name, options, key=key)
     table.prepare(name)
     if name == "random":
         options = {"seed": seed, **options}
+    if name == "code":
+        runner.prepare()
+    if name in ("code", "auto"):
+        options = {**options, "runner": runner}
     return _bound(function, options)
 
 
@@ -81,7 +91,10 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
     except ValueError:  # written in C: it has none to check
         return
     try:
-        signature.bind(**{**options, **dict.fromkeys(CALLED_WITH)})
+        called_with = {**options, **dict.fromkeys(CALLED_WITH)}
+        if TOKENS in signature.parameters:
+            called_with[TOKENS] = None
+        signature.bind(**called_with)
     except TypeError as error:
         given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
         raise ConfigError(
@@ -98,3 +111,11 @@ def is_async(function: RewardFunction) -> bool:
     while isinstance(inner, partial):
         inner = inner.func
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def takes_tokens(function: RewardFunction) -> bool:
+    """Whether a function has a parameter for the ids of the sampled tokens."""
+    try:
+        return TOKENS in inspect.signature(function).parameters
+    except ValueError:  # written in C: it has no signature
+        return False

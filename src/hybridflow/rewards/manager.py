@@ -30,6 +30,8 @@ class ScoredBatch:
     """
 
     scores: list[float]
+    token_scores: list[tuple[float, ...]]
+    """For each row the scores of its sampled tokens, which sum up to its score; empty where it has none."""
     extras: dict[str, list[Any]]
     dropped: list[str]
     """Kind of the error of rows that reward.on_error=drop leaves out, which have score 0; else empty."""
@@ -82,6 +84,7 @@ class RewardManager:
             dropped = [outcome.error for outcome in outcomes]
         return ScoredBatch(
             scores=[outcome.score for outcome in outcomes],
+            token_scores=[outcome.token_scores for outcome in outcomes],
             extras=_columns(outcomes, zero_failed=self._on_error == "zero"),
             dropped=dropped,
             metrics=_metrics(outcomes, seconds),

@@ -1,93 +1,53 @@
 """Scoring in processes that may be killed: a deadline for each sample, whatever the function does.
 
-    add(request) ─► hand out ─► worker (socket) ─► collect ─► past the deadline? kill, count, start anew
-                                                              ─► outcomes in the order of the requests
+    add(request) ─► a free worker (processes/hosts.py) ─► outcome      past the deadline: killed, counted
 
-A thread does this from `open` to the last outcome, so that requests may come while others are being scored.
-
-The workers are fresh interpreters that import only this room and the reward function. Each has a keeper
-(`processes/keeper.py`) as its parent, so that ending it also ends every process that the function started.
-A sync function gets one sample at a time. An async function gets several; when such a worker dies or blocks,
-the samples that it had begun are tried once more one by one, so that the right one is blamed.
+An event loop in a thread of its own does this from the pool's start to its end, so that requests may come
+while others are being scored. A sync function gets one sample at a time. An async function gets several; when
+such a worker dies or blocks, the samples that it had begun are tried once more one by one, so that the right
+one is blamed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import asyncio
+import itertools
 import pickle
-import selectors
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridflow.config.reward import RewardConfig
-from hybridflow.errors import ConfigError, RewardError
-from hybridflow.processes.channel import Channel, ChannelBroken
-from hybridflow.processes.worker_process import START_TIMEOUT, WorkerProcess, kill_all
-from hybridflow.rewards.answers import decode, outcome_of
-from hybridflow.rewards.call import failure, timed_out
+from hybridflow.errors import ConfigError, HybridFlowError, RewardError
+from hybridflow.processes import CallFailed, CallRaised, CallTooLong, Hosted, Hosts, ProcessLost
+from hybridflow.processes.pickles import dumps
+from hybridflow.processes.worker_process import START_TIMEOUT
+from hybridflow.rewards.call import failure
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.resolve import describe
-from hybridflow.rewards.worker import TICKET_BYTES
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ASYNC_SLOTS = 32
 """Async samples under way in one worker."""
 ASYNC_GRACE = 0.5
 """Seconds beyond the deadline that an async worker has to cancel a sample itself."""
-MAX_IDLE_DEATHS = 10
-"""Workers in a row that may end without having begun a sample."""
-LONGEST_WAIT = 1.0
-"""Seconds between two looks at processes that died without closing their socket."""
-OPEN_WAIT = 0.05
-"""Seconds between two looks at the requests, while more of them may come."""
 
 
 @dataclass
 class _Flight:
-    """One sample that was given to a worker."""
+    """A sample of an async function, and where its outcome goes."""
 
-    position: int  # in the batch
-    started: float  # when it was handed out, by the monotonic clock
-    taken: bool = False  # the worker has begun to score it
+    payload: bytes
+    outcome: asyncio.Future[Outcome]
+    started: float = field(default_factory=time.monotonic)
 
-
-class _Worker(WorkerProcess):
-    """A process that scores, and the samples that it has."""
-
-    def __init__(self, start_timeout: float) -> None:
-        super().__init__("hybridflow.rewards.worker")
-        self.channel = Channel(self.socket)
-        self.start_deadline = time.monotonic() + start_timeout
-        self.slots = 0  # samples it takes at once; 0: not ready yet
-        self.process_id = 0  # of the worker itself; 0: not ready yet
-        self.in_flight: dict[int, _Flight] = {}  # by ticket
-        self.alone = False  # its one sample is a second try: give it no other
-
-    def kill(self) -> None:
-        """End the worker and every process below its keeper, and close its socket."""
-        super().kill()
-        self.socket.close()
-
-
-@dataclass
-class _Batch:
-    requests: list[ScoreRequest] = field(default_factory=list)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    waiting: deque[int] = field(default_factory=deque)
-    second_try: deque[int] = field(default_factory=deque)  # to be run with no other sample beside them
-    complete: bool = False  # no more requests come
-    abandoned: bool = False  # nobody waits for the outcomes
-
-    @property
-    def done(self) -> bool:
-        return self.complete and len(self.outcomes) == len(self.requests)
+    def settle(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
 
 
 class RewardPool:
@@ -98,278 +58,188 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, seed: int, *, start_timeout: float = START_TIMEOUT) -> None:
         assert config.num_workers > 0, "a pool needs workers; InProcessScorer scores without"
-        self._config = config
-        self._setup = pickle.dumps((config, seed))
+        self._timeout = config.timeout
+        self._function = describe(config)
         self._start_timeout = start_timeout
-        self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
-        self._next_ticket = 0
-        self._idle_deaths = 0
+        # each has one worker: a poll must find the process that has the samples under way
+        self._hosts = [Hosts(1, start_timeout=start_timeout) for _ in range(config.num_workers)]
+        self._free: asyncio.Queue[Hosted] = asyncio.Queue()
+        self._waiting: asyncio.Queue[_Flight] = asyncio.Queue()
+        self._is_async = False
         self._closed = False
-        # once it has, a worker that dies while it loads is a chance event, and replaced like others
-        self._has_started = False
-        self._finalizer = weakref.finalize(self, kill_all, self._workers)  # also when the interpreter ends
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
         try:
-            for _ in range(config.num_workers):
-                self._workers.append(self._launch())
-            while not all(worker.slots for worker in self._workers):
-                self._turn(_Batch())
-            self._has_started = True
+            self._submit(self._start(pickle.dumps((config, seed)))).result()
         except BaseException:
             self.close()
             raise
 
     def open(self) -> OpenScoring:
-        """Begin to score requests that come one by one; several that are open take their turns.
+        """Begin to score requests that come one by one; several may be open at once.
 
-        A function that fails, hangs or kills its worker gives an Outcome with an error. `outcomes` raises
-        RewardError if workers can no longer be started.
+        A function that fails, hangs or kills its worker gives an Outcome with an error.
         """
-        return _PoolScoring(self._run)
+        return _PoolScoring(self)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """Score requests that are all there."""
         scoring = self.open()
-        try:
-            for request in requests:
-                scoring.add(request)
-            return scoring.outcomes()
-        finally:
-            scoring.close()
+        for request in requests:
+            scoring.add(request)
+        return scoring.outcomes()
 
-    def _run(self, batch: _Batch) -> None:
-        """Score the requests of a batch until it is done."""
-        with self._lock:
-            if self._closed:
-                raise RewardError("the reward pool is closed")
-            try:
-                while not batch.done:
-                    if batch.abandoned:
-                        raise RewardError("the rewards under way were given up")
-                    self._hand_out(batch)
-                    if not batch.done:
-                        self._turn(batch)
-            except BaseException:
-                self.close()  # what is under way belongs to this batch and must not answer a later one
-                raise
+    def submit(self, request: ScoreRequest) -> futures.Future[Outcome]:
+        """Have a request scored; to cancel the future ends what is under way."""
+        return self._submit(self._score(request))
 
     def close(self) -> None:
         """End all workers, and all processes that the reward function started in them."""
-        self._closed = True
-        self._finalizer()
-
-    @property
-    def process_ids(self) -> list[int]:
-        """The process ids of the workers that are ready."""
-        return [worker.process_id for worker in self._workers if worker.slots]
-
-    def _launch(self) -> _Worker:
-        worker = _Worker(self._start_timeout)
-        with contextlib.suppress(OSError):  # it died already: found by the next look at it
-            worker.channel.send(self._setup)
-        return worker
-
-    def _replace(self, worker: _Worker) -> None:
-        worker.kill()
         if self._closed:
-            raise RewardError("the reward pool was closed while it was scoring")
-        self._workers[self._workers.index(worker)] = self._launch()
-
-    def _hand_out(self, batch: _Batch) -> None:
-        given = True
-        while given and (batch.waiting or batch.second_try):
-            given = False
-            # one each in turn, so that async samples spread over the workers
-            for worker in list(self._workers):
-                if not worker.in_flight and worker.slots and worker.has_ended():
-                    self._died_idle(worker)
-                elif batch.second_try and worker.slots and not worker.in_flight:
-                    worker.alone = True
-                    self._send(worker, batch, batch.second_try.popleft())
-                    given = True
-                elif batch.waiting and not worker.alone and len(worker.in_flight) < worker.slots:
-                    self._send(worker, batch, batch.waiting.popleft())
-                    given = True
-
-    def _send(self, worker: _Worker, batch: _Batch, position: int) -> None:
-        try:
-            payload = pickle.dumps(batch.requests[position])
-        except Exception as error:  # whatever the rows of a dataset hold: not ours to know
-            batch.outcomes[position] = failure(error, 0.0)
-            worker.alone = False
             return
-        ticket = self._next_ticket
-        self._next_ticket += 1
-        worker.in_flight[ticket] = _Flight(position, time.monotonic())
-        with contextlib.suppress(OSError):  # it is gone, which the next look at it tells
-            worker.channel.send(ticket.to_bytes(TICKET_BYTES, "big") + payload)
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+        for hosts in self._hosts:
+            hosts.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _turn(self, batch: _Batch) -> None:
-        """Wait for the next event (an answer, a death, a deadline) and deal with all that happened."""
-        now = time.monotonic()
-        deadlines = [self._deadline(worker) for worker in self._workers]
-        longest = LONGEST_WAIT
-        if self._has_started and not batch.complete:
-            longest = OPEN_WAIT
-        pause = min([longest, *(max(0.0, deadline - now) for deadline in deadlines)])
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                events = selectors.EVENT_READ
-                if worker.channel.unsent:
-                    events |= selectors.EVENT_WRITE
-                selector.register(worker.channel, events, worker)
-            ready = {id(each.data): events for each, events in selector.select(pause)}
-        for worker in list(self._workers):
-            events = ready.get(id(worker), 0)
-            if events & selectors.EVENT_WRITE:
-                with contextlib.suppress(OSError):  # the next read tells how it ended
-                    worker.channel.flush()
-            if events & selectors.EVENT_READ:
-                self._receive(worker, batch)
-            elif worker.has_ended() and (worker.in_flight or not worker.slots):
-                self._died(worker, batch)  # something it started still holds the socket open
-            elif time.monotonic() >= self._deadline(worker):
-                self._expired(worker, batch)
+    def _submit(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        if self._closed:
+            work.close()
+            raise RewardError("the reward pool is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _deadline(self, worker: _Worker) -> float:
-        if not worker.slots:
-            return worker.start_deadline
-        limit = self._config.timeout
-        if worker.slots > 1:
-            limit += ASYNC_GRACE
-        started = [flight.started for flight in worker.in_flight.values()]
-        return min(started, default=float("inf")) + limit
-
-    def _receive(self, worker: _Worker, batch: _Batch) -> None:
+    async def _start(self, setup: bytes) -> None:
+        """Have every worker load the function."""
+        factory = "hybridflow.rewards.worker:load"
+        deadline_s = self._start_timeout
         try:
-            messages, closed = worker.channel.receive()
-            for message in messages:
-                self._read(worker, batch, decode(message))
-        except OSError:
-            closed = True
-        except (ChannelBroken, ValueError, KeyError, TypeError) as error:
-            self._spoilt(worker, batch, error)
-            return
-        if closed:
-            self._died(worker, batch)
-
-    def _read(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
-        """Act on one message of a worker. Raises ValueError, KeyError or TypeError if it is no answer."""
-        state = message["state"]
-        if not worker.slots:
-            self._started(worker, message)
-        elif state == "taken":
-            worker.in_flight[message["ticket"]].taken = True
-        elif state == "scored":
-            outcome = outcome_of(message)
-            position = worker.in_flight.pop(message["ticket"]).position
-            worker.alone = False
-            self._idle_deaths = 0
-            batch.outcomes[position] = outcome
-        else:
-            raise ValueError(f"a message with the state {state!r}")
-
-    def _started(self, worker: _Worker, message: dict[str, Any]) -> None:
-        if message["state"] == "ready":
-            worker.slots = 1
-            if message["is_async"]:
-                worker.slots = ASYNC_SLOTS
-            worker.process_id = message["process_id"]
-        elif message["error"] == ConfigError.__name__:
-            raise ConfigError(message["detail"])
-        else:
-            raise RewardError(
-                f"{describe(self._config)} could not be loaded by a reward worker:\n{message['detail']}"
+            workers = await asyncio.gather(
+                *(hosts.create(factory, setup, deadline_s=deadline_s) for hosts in self._hosts)
             )
+            self._is_async = await workers[0].call("is_async", deadline_s=deadline_s)
+        except CallFailed as error:
+            raise self._refusal(error) from error
+        for worker in workers:
+            worker.kind = self._function
+            if self._is_async:
+                asyncio.create_task(self._serve(worker))  # noqa: RUF006 - `close` finds and ends it
+            else:
+                self._free.put_nowait(worker)
 
-    def _died(self, worker: _Worker, batch: _Batch) -> None:
-        if not worker.slots and not self._has_started:
-            raise RewardError(f"a reward worker {worker.ending()} while it loaded {describe(self._config)}")
-        # samples that the worker had not begun are not to blame
-        untaken = [ticket for ticket, flight in worker.in_flight.items() if not flight.taken]
-        batch.waiting.extendleft(worker.in_flight.pop(ticket).position for ticket in reversed(untaken))
-        if not worker.in_flight:
-            self._died_idle(worker)
-            return
-        detail = f"the process of the reward function {worker.ending()} while it scored this sample"
-        self._blame(worker, batch, lambda seconds: Outcome(error="died", detail=detail, seconds=seconds))
-
-    def _spoilt(self, worker: _Worker, batch: _Batch, error: Exception) -> None:
-        """End a worker that sent bytes which are no answer, as one that died."""
-        what = (
-            "wrote bytes of its own into the socket of its process, which only the library writes to "
-            f"({error})"
+    def _refusal(self, error: CallFailed) -> HybridFlowError:
+        if isinstance(error, CallTooLong):
+            return RewardError(
+                f"a reward worker did not finish loading {self._function} within {self._start_timeout:g} "
+                "seconds: keep the file's imports light, or load inside the function what it needs"
+            )
+        if not isinstance(error, CallRaised):
+            return RewardError(f"a reward worker ended while it loaded {self._function}: {error}")
+        if error.type_name == ConfigError.__name__:
+            return ConfigError(error.message)
+        return RewardError(
+            f"{self._function} could not be loaded by a reward worker:\n{error.traceback_text}"
         )
-        if not worker.in_flight:
-            if not worker.slots and not self._has_started:
-                raise RewardError(f"{describe(self._config)} {what} while it was loaded")
-            logger.warning("%s %s; its process is replaced", describe(self._config), what)
-            self._died_idle(worker)
+
+    async def _score(self, request: ScoreRequest) -> Outcome:
+        try:
+            payload = dumps(request)
+        except Exception as error:  # whatever the rows of a dataset hold: not ours to know
+            return failure(error, 0.0)
+        if self._is_async:
+            flight = _Flight(payload, asyncio.get_running_loop().create_future())
+            self._waiting.put_nowait(flight)
+            return await flight.outcome
+        worker = await self._free.get()
+        try:
+            return await self._alone(worker, payload)
+        finally:
+            self._free.put_nowait(worker)
+
+    async def _alone(self, worker: Hosted, payload: bytes) -> Outcome:
+        """Have a worker score one sample, which is to blame for whatever happens."""
+        started = time.monotonic()
+        deadline_s = self._timeout
+        if self._is_async:
+            deadline_s += ASYNC_GRACE
+        try:
+            outcome: Outcome = await worker.call("score", payload, deadline_s=deadline_s)
+        except CallFailed as error:
+            return self._blamed(error, time.monotonic() - started)
+        return outcome
+
+    def _blamed(self, error: CallFailed, seconds: float) -> Outcome:
+        if isinstance(error, CallTooLong):
+            detail = f"{error} (reward.timeout={self._timeout:g} seconds)"
+            return Outcome(error="timeout", detail=detail, seconds=seconds)
+        if isinstance(error, ProcessLost):
+            return Outcome(error="died", detail=str(error), seconds=seconds)
+        assert isinstance(error, CallRaised)
+        return Outcome(error=error.type_name, detail=error.traceback_text, seconds=seconds)
+
+    async def _serve(self, worker: Hosted) -> None:
+        """Keep up to ASYNC_SLOTS samples under way in a worker."""
+        tickets = itertools.count()
+        flights: dict[int, _Flight] = {}
+        while True:
+            flights = {ticket: flight for ticket, flight in flights.items() if not flight.outcome.done()}
+            taken = await self._take(ASYNC_SLOTS - len(flights), wait=not flights)
+            joining = {next(tickets): flight for flight in taken}
+            flights |= joining
+            if not flights:
+                continue
+            new = {ticket: flight.payload for ticket, flight in joining.items()}
+            deadline_s = self._timeout + ASYNC_GRACE
+            try:
+                outcomes = await worker.call("poll", new, list(flights), deadline_s=deadline_s)
+            except CallFailed as error:
+                await self._find_out(worker, list(flights.values()), error)
+                continue
+            for ticket, outcome in outcomes.items():
+                flights.pop(ticket).settle(outcome)
+
+    async def _take(self, room: int, *, wait: bool) -> list[_Flight]:
+        """Return samples for one worker; those that wait are shared among the workers."""
+        taken: list[_Flight] = []
+        if wait:
+            taken.append(await self._waiting.get())
+        share = 1 + self._waiting.qsize() // len(self._hosts)
+        while len(taken) < min(room, share) and not self._waiting.empty():
+            taken.append(self._waiting.get_nowait())
+        return [flight for flight in taken if not flight.outcome.done()]
+
+    async def _find_out(self, worker: Hosted, flights: Sequence[_Flight], error: CallFailed) -> None:
+        """Settle samples whose worker was lost: a single one is to blame, several are tried one by one."""
+        if len(flights) == 1 and not isinstance(error, CallRaised):
+            flights[0].settle(self._blamed(error, time.monotonic() - flights[0].started))
             return
-        detail = f"the reward function {what}"
-        self._blame(worker, batch, lambda seconds: Outcome(error="died", detail=detail, seconds=seconds))
-
-    def _died_idle(self, worker: _Worker) -> None:
-        self._idle_deaths += 1
-        if self._idle_deaths > MAX_IDLE_DEATHS:
-            raise RewardError(
-                f"{self._idle_deaths} reward workers in a row ended before they began a sample (the last one "
-                f"{worker.ending()}): look for code that ends the process in {describe(self._config)}"
-            )
-        self._replace(worker)
-
-    def _expired(self, worker: _Worker, batch: _Batch) -> None:
-        if not worker.slots:
-            raise RewardError(
-                f"a reward worker did not finish loading {describe(self._config)} within "
-                f"{self._start_timeout:g} seconds: keep the file's imports light, or load inside the "
-                "function what it needs"
-            )
-        self._blame(worker, batch, lambda seconds: timed_out(self._config.timeout, seconds))
-
-    def _blame(self, worker: _Worker, batch: _Batch, outcome_after: Callable[[float], Outcome]) -> None:
-        """End the worker and start another.
-
-        Its sample, if it had one alone, gets the outcome; several are tried again one by one.
-        """
-        self._replace(worker)
-        flights = list(worker.in_flight.values())
-        self._idle_deaths = 0
-        if len(flights) == 1:
-            flight = flights[0]
-            batch.outcomes[flight.position] = outcome_after(time.monotonic() - flight.started)
-        else:
-            batch.second_try.extend(flight.position for flight in flights)
+        for flight in flights:
+            flight.settle(await self._alone(worker, flight.payload))
 
 
 class _PoolScoring:
-    """Requests under way in a pool, and the thread that sees to them."""
+    """Requests under way in a pool."""
 
-    def __init__(self, run: Callable[[_Batch], None]) -> None:
-        self._batch = _Batch()
-        self._run = run
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._see_to_it, name="rewards", daemon=True)
-        self._thread.start()
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._futures: list[futures.Future[Outcome]] = []
 
     def add(self, request: ScoreRequest) -> None:
-        batch = self._batch
-        batch.requests.append(request)
-        batch.waiting.append(len(batch.requests) - 1)
+        self._futures.append(self._pool.submit(request))
 
     def outcomes(self) -> list[Outcome]:
-        self._batch.complete = True
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return [self._batch.outcomes[position] for position in range(len(self._batch.requests))]
+        try:
+            return [future.result() for future in self._futures]
+        except futures.CancelledError as error:
+            raise RewardError("the reward pool was closed while it was scoring") from error
 
     def close(self) -> None:
-        self._batch.abandoned = True
-        self._thread.join()
+        for future in self._futures:
+            future.cancel()
 
-    def _see_to_it(self) -> None:
-        try:
-            self._run(self._batch)
-        except BaseException as error:  # raised where the outcomes are waited for
-            self._error = error
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,6 +15,8 @@ class ScoreRequest:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    response_ids: tuple[int, ...] = ()
+    """Ids of the tokens that the policy sampled, in the order of its calls; empty where not known."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The conversation with the response, for a reward model; reward functions do not get it."""
 
@@ -30,6 +32,8 @@ class Outcome:
     detail: str = ""
     """The traceback, or a sentence where there is none."""
     seconds: float = 0.0
+    token_scores: tuple[float, ...] = ()
+    """A score for each of `response_ids`, which sum up to `score`; empty where there is one score only."""
 
 
 class OpenScoring(Protocol):

@@ -7,6 +7,7 @@ from hybridflow.config.convert import raise_all
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.compose import compose, load_terms
 from hybridflow.rewards.load import DEFAULT_NAMES, is_path, load_builtin, load_user_function
+from hybridflow.rewards.run_programs import build_runner
 from hybridflow.rewards.table import RewardFunction
 
 
@@ -18,15 +19,16 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     """
     raise_all(list(reward_problems(config)))  # a run from the command line was checked for this before
     custom = config.custom_reward_function
+    runner = build_runner(config)
     if config.terms:
-        return compose(load_terms(config.terms, seed))
+        return compose(load_terms(config.terms, seed, runner))
     if custom.path:
         return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=CUSTOM)
     if is_path(config.function):
         return load_user_function(
             config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function"
         )
-    return load_builtin(config.function, dict(custom.reward_kwargs), seed, key="reward.function")
+    return load_builtin(config.function, dict(custom.reward_kwargs), seed, runner, key="reward.function")
 
 
 def describe(config: RewardConfig) -> str:

@@ -40,6 +40,28 @@ def normalize_result(result: Any) -> tuple[float, dict[str, Any]]:
     return _number(result["score"], 'as "score" '), extras
 
 
+def token_scores_of(result: Any, num_tokens: int) -> tuple[float, ...]:
+    """Return the scores of single tokens, where the function's result, or its `score`, is a list of them.
+
+    Returns an empty tuple where there is one score. Raises RewardError if there is not one for each token
+    (`num_tokens` 0: how many is not known), or one is no number that float32 can hold.
+    """
+    if isinstance(result, Mapping):
+        result = result.get("score")
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+        if isinstance(result, list) and len(result) == 1:
+            return ()  # an array of one number is a number
+    if not isinstance(result, (list, tuple)):
+        return ()
+    if num_tokens and len(result) != num_tokens:
+        raise RewardError(
+            f"the reward function returned {len(result)} scores of tokens; wanted {num_tokens}, one for each "
+            "of response_ids, the tokens that the policy has sampled"
+        )
+    return tuple(_number(value, f"as score of token {place} ") for place, value in enumerate(result))
+
+
 def _number(value: Any, where: str) -> float:
     if not isinstance(value, (str, bytes)) and hasattr(value, "item"):
         with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element: refused below

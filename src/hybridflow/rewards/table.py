@@ -10,11 +10,14 @@ from typing import Any
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.functions import (
     arithmetic_chain,
+    code,
     exact_match,
     format,
+    geometry3k,
     gsm8k,
     length,
     math,
+    math_dapo,
     random,
     reasoning_gym,
     search_r1,
@@ -26,6 +29,9 @@ _MODULES: dict[str, ModuleType] = {
     "exact_match": exact_match,
     "gsm8k": gsm8k,
     "math": math,
+    "math_dapo": math_dapo,
+    "geometry3k": geometry3k,
+    "code": code,
     "arithmetic_chain": arithmetic_chain,
     "reasoning_gym": reasoning_gym,
     "search_r1": search_r1,
@@ -45,15 +51,25 @@ DATA_SOURCES: dict[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
     "math": "math",
-    "math_dapo": "math",
+    "math_dapo": "math_dapo",
+    "hiyouga/geometry3k": "geometry3k",
+    **dict.fromkeys(("code", "codecontests", "apps", "codeforces", "taco"), "code"),
     "arithmetic_chain": "arithmetic_chain",
     "reasoning_gym": "reasoning_gym",
 }
+PREFIXES: dict[str, str] = {
+    "aime": "math_dapo",
+    "numina_": "math",
+    "searchR1_": "search_r1",
+}
+"""Beginnings of data sources, which come in several."""
 
 ANSWER_FORMS: dict[str, str] = {
     "gsm8k": "#### {}",
     "arithmetic_chain": "#### {}",
     "math": "\\boxed{{{}}}",
+    "math_dapo": "Answer: {}",
+    "geometry3k": "<think></think>\\boxed{{{}}}",
     "search_r1": "<answer>{}</answer>",
 }
 """The text in which a function finds a bare answer; {} is the answer. Others take it as it is."""
@@ -62,6 +78,9 @@ RETURNED: dict[str, tuple[str, ...]] = {
     "exact_match": ("acc",),
     "gsm8k": ("acc",),
     "math": ("acc",),
+    "math_dapo": ("acc", "format", "pred"),
+    "geometry3k": ("acc", "format"),
+    "code": ("acc", "format", "verdict"),
     "arithmetic_chain": ("acc", "format"),
     "reasoning_gym": ("acc",),
     "search_r1": ("acc",),
@@ -71,15 +90,26 @@ RETURNED: dict[str, tuple[str, ...]] = {
 }
 """The keys that each built-in function returns for every row, besides `score`."""
 
-NEEDS_TRUTH = ("exact_match", "gsm8k", "math", "arithmetic_chain", "search_r1")
+NEEDS_TRUTH = (
+    "exact_match",
+    "gsm8k",
+    "math",
+    "math_dapo",
+    "geometry3k",
+    "code",
+    "arithmetic_chain",
+    "search_r1",
+)
 """The built-in functions that fail on a row without a ground truth."""
 
-_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
+_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info", "runner")
 
 
 def function_of(data_source: str) -> str | None:
     """Return the name of the function that `auto` takes for a data source, or None where it knows none."""
-    return DATA_SOURCES.get(data_source) or DATA_SOURCES.get(data_source.partition(":")[0])
+    by_prefix = [name for prefix, name in PREFIXES.items() if data_source.startswith(prefix)]
+    known = DATA_SOURCES.get(data_source) or DATA_SOURCES.get(data_source.partition(":")[0])
+    return known or next(iter(by_prefix), None)
 
 
 def name_for_source(data_source: str) -> str:
@@ -95,9 +125,10 @@ def name_for_source(data_source: str) -> str:
 
 def unknown_source(data_source: str) -> str:
     """Return the message about a data source that `auto` knows no function for."""
+    known = [*DATA_SOURCES, *(f"{prefix}…" for prefix in PREFIXES)]
     return (
         f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: "
-        f"{', '.join(DATA_SOURCES)}); set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give "
+        f"{', '.join(known)}); set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give "
         "your own by reward.custom_reward_function.path=FILE.py:NAME, or choose another column by "
         "data.reward_fn_key"
     )

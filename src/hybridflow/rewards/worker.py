@@ -1,83 +1,106 @@
-"""The scoring process: it loads the reward function, then answers requests until its socket closes.
+"""The reward function in a worker process (`processes/hosts.py`), which loads it once and calls it often.
 
-    trainer ──setup: (RewardConfig, seed)──► worker ──ready or failed────────────► trainer
-    trainer ──(ticket, request)────────────► worker ──taken, then scored: JSON───► trainer
-
-Requests are pickles, made by the trainer of its own rows. Answers are JSON (`answers.py`): the reward
-function makes the values, so the trainer must not run what it reads.
+A request comes as its pickle, so that one that cannot be read is that row's error. Outcomes hold plain values
+only (`result.py`), so what the driver reads of them runs no code.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import functools
 import pickle
+from collections.abc import Awaitable, Mapping, Sequence
 
-from hybridflow.processes.channel import DriverEnd
-from hybridflow.rewards.answers import encode, encode_outcome
 from hybridflow.rewards.call import call, call_async, failure
 from hybridflow.rewards.load import is_async
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.resolve import resolve
-from hybridflow.rewards.table import RewardFunction
 
-TICKET_BYTES = 8
+MAX_ANSWER = 60 << 20
+"""Longest pickle of an outcome in bytes; `processes/pickles.py` refuses a little more."""
+POLL_SECONDS = 0.05
+"""Seconds after which `poll` returns also where no request is done, so that new ones can join."""
 
 
-def main(file_descriptor: int) -> None:
-    """Serve on the inherited socket `file_descriptor`; return only if the function cannot be loaded."""
-    trainer = DriverEnd(file_descriptor)
-    config, seed = pickle.loads(trainer.inbox.get())
+class LoadedReward:
+    """The reward function that (RewardConfig, seed) choose; it travels as their pickle, `setup`.
+
+    Raises what `resolve` raises.
+    """
+
+    def __init__(self, setup: bytes) -> None:
+        config, seed = pickle.loads(setup)
+        self._setup = setup
+        self._timeout: float = config.timeout
+        self._function = resolve(config, seed)
+        self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        return load, (self._setup,)
+
+    def is_async(self) -> bool:
+        """Return whether the function gives coroutines, so that many requests can be under way at once."""
+        return is_async(self._function)
+
+    def score(self, payload: bytes) -> Outcome | Awaitable[Outcome]:
+        """Score one request, and no other beside it."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+        if self.is_async():
+            return self._score_async(payload)
+        request = _read(payload)
+        if isinstance(request, Outcome):
+            return request
+        return _bounded(call(self._function, request))
+
+    async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
+        """Begin new requests; return the outcomes, by their tickets, that are there after a short wait.
+
+        `known` has all tickets, at least one; other requests are cancelled. Raises LookupError if a process
+        that has ended had some of them.
+        """
+        if lost := set(known) - set(new) - set(self._tasks):
+            raise LookupError(f"{len(lost)} requests were in a process that has ended")
+        for ticket in set(self._tasks) - set(known):
+            self._tasks.pop(ticket).cancel()
+        for ticket, payload in new.items():
+            self._tasks[ticket] = asyncio.create_task(self._score_async(payload))
+        await asyncio.wait(self._tasks.values(), timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done = [ticket for ticket, task in self._tasks.items() if task.done()]
+        return {ticket: self._tasks.pop(ticket).result() for ticket in done}
+
+    async def _score_async(self, payload: bytes) -> Outcome:
+        request = _read(payload)
+        if isinstance(request, Outcome):
+            return request
+        return _bounded(await call_async(self._function, request, self._timeout))
+
+
+@functools.cache
+def load(setup: bytes) -> LoadedReward:
+    """Load the function that a process does not have yet."""
+    return LoadedReward(setup)
+
+
+def _read(payload: bytes) -> ScoreRequest | Outcome:
+    """Return the request, or the error of one that this process cannot read."""
     try:
-        function = resolve(config, seed)
-    except BaseException as error:  # the user's file is imported here
-        outcome = failure(error, 0.0)
-        trainer.write(encode({"state": "failed", "error": outcome.error, "detail": outcome.detail}))
-        return
-    asynchronous = is_async(function)
-    trainer.write(encode({"state": "ready", "is_async": asynchronous, "process_id": os.getpid()}))
-    if asynchronous:
-        asyncio.run(_serve_async(trainer, function, config.timeout))
-    _serve(trainer, function)
-
-
-def _serve(trainer: DriverEnd, function: RewardFunction) -> None:
-    while True:
-        message = trainer.inbox.get()
-        ticket = _take(trainer, message)
-        outcome = _request(message)
-        if isinstance(outcome, ScoreRequest):
-            outcome = call(function, outcome)
-        trainer.write(encode_outcome(ticket, outcome))
-
-
-async def _serve_async(trainer: DriverEnd, function: RewardFunction, timeout: float) -> None:
-    async def answer(message: bytes) -> None:
-        ticket = _take(trainer, message)
-        outcome = _request(message)
-        if isinstance(outcome, ScoreRequest):
-            outcome = await call_async(function, outcome, timeout)
-        trainer.write(encode_outcome(ticket, outcome))
-
-    loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
-    while True:
-        task = loop.create_task(answer(await loop.run_in_executor(None, trainer.inbox.get)))
-        tasks.add(task)  # the loop itself keeps only weak references
-        task.add_done_callback(tasks.discard)
-
-
-def _take(trainer: DriverEnd, message: bytes) -> int:
-    """The ticket of a request, after telling the trainer that its scoring begins."""
-    ticket = int.from_bytes(message[:TICKET_BYTES], "big")
-    trainer.write(encode({"state": "taken", "ticket": ticket}))
-    return ticket
-
-
-def _request(message: bytes) -> ScoreRequest | Outcome:
-    """The request in a message, or the error of a request that this process cannot read."""
-    try:
-        request: ScoreRequest = pickle.loads(message[TICKET_BYTES:])
+        request: ScoreRequest = pickle.loads(payload)
     except Exception as error:  # a ground truth of a class that this process cannot import
         return failure(error, 0.0)
     return request
+
+
+def _bounded(outcome: Outcome) -> Outcome:
+    """Return the outcome, or the error of one that is too large to be sent."""
+    length = len(pickle.dumps(outcome))
+    if length <= MAX_ANSWER:
+        return outcome
+    sizes = {name: len(pickle.dumps(value)) for name, value in outcome.extras.items()}
+    largest = max(sizes, key=sizes.__getitem__, default="score")
+    detail = (
+        f"the reward function returned {length:,} bytes of values, most of them under {largest!r}; wanted at "
+        f"most {MAX_ANSWER:,}: return less"
+    )
+    return Outcome(error="RewardError", detail=detail, seconds=outcome.seconds)

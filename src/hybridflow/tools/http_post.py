@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)
 """Seconds before each further try; the deadline of the call ends them earlier."""
 BUSY = (429, 500, 502, 503, 504)
@@ -32,6 +30,8 @@ class Limit:
 
 @functools.cache
 def _ssl_context() -> ssl.SSLContext:
+    import httpx
+
     return httpx.create_ssl_context()  # reads all certificates: once a process
 
 
@@ -63,6 +63,8 @@ async def post(
     Raises httpx.HTTPError where it refuses, or after the last try, and ValueError for an answer that is no
     JSON.
     """
+    import httpx  # here, because workers that post nothing start faster without it
+
     async with httpx.AsyncClient(timeout=timeout, verify=_ssl_context()) as client:
         for delay in (*RETRY_DELAYS, None):
             try:

@@ -337,7 +337,6 @@ MUST_BE_REFUSED = [
     "reward_model.enable=True",
     "reward.reward_model.enable=True",
     "reward_model.reward_manager=batch",
-    "reward_model.sandbox_fusion.url=http://localhost",
     "algorithm.rollout_correction.rollout_rs=geometric",
     "algorithm.rollout_is_level=sequence",
     "algorithm.rollout_is_mode=mask",

@@ -69,7 +69,7 @@ request = ScoreRequest("x", f"{sys.argv[3]} returns", None, {"note": sys.argv[2]
 thread = threading.Thread(target=lambda: scored.extend(pool.score([request])))
 thread.start()
 thread.join()
-print(scored[0].score, *pool.process_ids, flush=True)
+print(scored[0].score, *(worker.keeper.pid for worker in pool._hosts[0]._workers), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -127,8 +127,8 @@ def test_nothing_is_left_when_a_worker_ends(
     outcome = pool.score([ScoreRequest("x", f"{how} {then}", None, {"note": str(note)})])[0]
     assert outcome.error == kind
     assert {"hangs": "2 seconds", "exits": "exit code 7", "aborts": "SIGABRT"}[then] in outcome.detail
-    assert all(gone(pid) for pid in noted(note))
     pool.close()
+    assert all(gone(pid) for pid in noted(note))
 
 
 @pytest.mark.parametrize("how", ["session", "tree"])

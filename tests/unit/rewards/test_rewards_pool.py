@@ -19,6 +19,7 @@ import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.processes.keeper import living_descendants
 from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import dry_run
@@ -137,6 +138,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
     return condition()
 
 
+def processes(pool: RewardPool) -> set[int]:
+    """The process ids of a pool's workers and of their keepers."""
+    keepers = [worker.keeper.pid for hosts in pool._hosts for worker in hosts._workers]
+    return {pid for keeper in keepers for pid in [keeper, *living_descendants(keeper)]}
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended (a zombie that nobody reaps has)."""
     try:
@@ -153,15 +160,17 @@ def test_rows_that_come_one_by_one_are_scored_by_their_places(pool: RewardPool) 
         assert session.result().scores == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_scores_that_nobody_waits_for_are_ended(bad_file: str) -> None:
+def test_scores_that_nobody_waits_for_are_ended(bad_file: str, tmp_path: Path) -> None:
     pool = RewardPool(config_of(bad_file, timeout=600.0, num_workers=1), seed=0)
-    (worker,) = pool.process_ids
+    note = tmp_path / "pid"
     with pytest.raises(ValueError, match="the step was left"), RewardManager(pool).open() as session:
-        session.add(0, request("hangs"))
+        session.add(0, request("child", note=str(note)))
+        session.add(1, request("hangs"))
+        assert wait_until(lambda: note.exists() and note.read_text() != "")
         raise ValueError("the step was left")
-    assert wait_until(lambda: gone(worker)), "what is under way must not answer a later batch"
-    with pytest.raises(RewardError, match="closed"):
-        pool.score([request("number")])
+    assert wait_until(lambda: gone(int(note.read_text()))), "what is under way ends with its step"
+    assert pool.score([request("number", 4.0)])[0].score == 4.0, "the next step is scored by another worker"
+    pool.close()
 
 
 def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> None:
@@ -195,7 +204,7 @@ def test_results_come_in_request_order_from_both_workers(pool: RewardPool) -> No
 
 def test_workers_are_their_own_light_processes(pool: RewardPool) -> None:
     outcome = pool.score([request("pid")])[0]
-    assert outcome.extras["pid"] in pool.process_ids
+    assert outcome.extras["pid"] in processes(pool)
     assert (outcome.extras["torch"], outcome.extras["threads"]) == (False, "1")
 
 
@@ -206,14 +215,12 @@ def test_killing_a_worker_also_ends_what_the_function_started(pool: RewardPool, 
 
 
 def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
-    assert pool.score([request("number")] * 4)
-    pids = pool.process_ids
-    assert pids
-    for pid in pids:
+    workers = {outcome.extras["pid"] for outcome in pool.score([request("pid")] * 4)}
+    for pid in workers:
         os.kill(pid, signal.SIGKILL)
     # at once: a sample that a dying worker was given and never began is not blamed
     assert [outcome.score for outcome in pool.score([request("number", 3.0)] * 4)] == [3.0] * 4
-    assert not set(pids) & set(pool.process_ids)
+    assert not workers & processes(pool)
 
 
 def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> None:
@@ -334,14 +341,15 @@ def test_a_worker_that_does_not_start_ends_in_a_named_refusal(tmp_path: Path) ->
         RewardPool(config_of(str(tmp_path / "slow.py"), num_workers=1), seed=0, start_timeout=0.5)
     (tmp_path / "dead.py").write_text("import os\nos._exit(4)\n")
     with pytest.raises(
-        RewardError, match=r"(ended with exit code 4|closed its socket) while it loaded .*dead.py"
+        RewardError, match=r"a reward worker ended while it loaded .*dead.py.*(exit code 4|closed its socket)"
     ):
         RewardPool(config_of(str(tmp_path / "dead.py"), num_workers=1), seed=0)
 
 
 def test_close_ends_the_workers(bad_file: str) -> None:
     pool = RewardPool(config_of(bad_file), seed=0)
-    pids = pool.process_ids
+    pids = processes(pool)
+    assert len(pids) == 4
     pool.close()
     pool.close()
     assert all(gone(pid) for pid in pids)
@@ -356,7 +364,7 @@ from hybridflow.rewards import ScoreRequest
 from hybridflow.rewards.pool import RewardPool
 # no guard against being imported again: workers must not run this file
 pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=2), 0)
-print(*pool.process_ids, flush=True)
+print(*(worker.keeper.pid for hosts in pool._hosts for worker in hosts._workers), flush=True)
 threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 pool.score([ScoreRequest("x", "hangs", None)])
 """

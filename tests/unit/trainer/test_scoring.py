@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridflow.agent import collate
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.protocol.columns import place_scores
@@ -114,3 +115,26 @@ def test_on_error_zero_and_raise() -> None:
     assert [one.reward for one in scored] == [1.0, 0.0] and not any(one.failed for one in scored)
     with pytest.raises(RewardError, match="no number in it"):
         score(trajectories("4", "broken"), manager("raise"))
+
+
+def test_scores_of_single_tokens_land_on_the_tokens_that_were_sampled() -> None:
+    def by_token(*, response_ids: list[int], solution_str: str, **row: Any) -> Any:
+        scores = [token / 8 for token in response_ids]
+        return {"two": scores[:2], "dict": {"score": scores, "acc": 1}}.get(solution_str, scores)
+
+    def segment(call: int, *ids: int) -> Segment:
+        return Segment(ids, True, (-1.0,) * len(ids), (0,) * len(ids), call)
+
+    rows = (
+        Lineage(Prompt((5,)), (segment(0, 1, 2), Segment((9, 9)), segment(2, 3))),
+        Lineage(Prompt((5, 5)), (segment(1, 4),)),
+    )
+    rewards = RewardManager(InProcessScorer(lambda: by_token, RewardConfig().timeout), on_error="drop")
+    made = [replace(one, lineages=rows) for one in trajectories("list", "dict", "two")]
+    (listed, as_dict, wrong), metrics = score(made, rewards)
+    assert listed.sampled_ids == (1, 2, 4, 3)
+    assert listed.reward == 10 / 8 and as_dict.extra["acc"] == 1.0
+    assert wrong.failed and metrics["reward/num_errors/RewardError"] == 1.0
+    batch = collate([listed, as_dict], pad_token_id=0)
+    wanted = [[1 / 8, 2 / 8, 0, 0, 3 / 8], [4 / 8, 0, 0, 0, 0]]
+    assert batch.batch["token_level_scores"].tolist() == wanted * 2

@@ -44,6 +44,7 @@ class Scoring:
                 facts["solution_str"],
                 facts["ground_truth"],
                 facts["extra_info"],
+                trajectory.sampled_ids,
                 self._messages(place, facts),
             )
             self._session.add(place, request)
@@ -80,7 +81,9 @@ class Scoring:
                 continue
             results = {key: values[row] for key, values in scored.extras.items()}
             extra = {**trajectory.extra, **_without_our_names(results, trajectory)}
-            self._trajectories[place] = replace(trajectory, reward=scored.scores[row], extra=extra)
+            self._trajectories[place] = replace(
+                trajectory, reward=scored.scores[row], token_rewards=scored.token_scores[row], extra=extra
+            )
         return [self._trajectories[place] for place in sorted(self._trajectories)], metrics
 
 

@@ -1,0 +1,56 @@
+"""Code: the share of the test cases that the program in a response passes, run in a sandbox.
+
+response ──last fenced block──► program ──sandbox, or a SandboxFusion service──► output ──► cases passed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.run_programs import Runner
+from hybridflow.rewards.test_cases import programs_of, solution_of
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    continuous: bool = True,
+    max_cases: int = 10,
+    runner: Runner | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Return the share of the first `max_cases` cases that pass; if not `continuous`, 1.0 for all, else 0.0.
+
+    `rewards/test_cases.py` has the forms of the ground truth. `acc` is 1.0 where all pass, `format` is 1.0
+    where the response has a fenced block, and `verdict` is passed, wrong, or how the first program that did
+    not end well has ended. Raises RewardError where the sandbox fails, or the row has no test cases.
+    """
+    assert runner is not None, "bound where the function is loaded"
+    programs = programs_of(solution_of(solution_str), required(ground_truth), max_cases)
+    passed: list[bool] = []
+    verdict = ""
+    for program, ran in zip(programs, runner.run(programs), strict=True):
+        if ran.status in ("lost", "refused"):
+            raise RewardError(f"the sandbox failed: {ran.output}")
+        # a program that calls a function many times has printed the values before it was stopped
+        if ran.status == "ok" or program.num_cases > 1:
+            passed += program.passed(ran.output)
+        else:
+            passed += [False] * program.num_cases
+        if ran.status != "ok":
+            verdict = verdict or ran.status
+    share = sum(passed) / len(passed)
+    if not verdict:
+        verdict = "passed" if share == 1.0 else "wrong"
+    solved = float(share == 1.0)
+    return {
+        "score": share if continuous else solved,
+        "acc": solved,
+        "format": float("```" in solution_str),
+        "verdict": verdict,
+    }

@@ -1,0 +1,135 @@
+"""Programs of a response, run in the sandbox of this machine or by a SandboxFusion service.
+
+[Program, …] ──LocalRunner or RemoteRunner──► [Ran, …], in their order
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
+from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.rewards.test_cases import Program
+from hybridflow.sandbox.sandbox import Sandbox
+from hybridflow.tools.http_post import Limit, post
+
+NOT_RUN = "timed_out"
+"""Status of programs for which no time was left."""
+SHARE_OF_TIMEOUT = 0.7
+"""Share of `reward.timeout` that the programs of a response may take; the rest is for all else."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended, by the words of `sandbox.verdict.Verdict`, and its standard output."""
+
+    status: str
+    output: str
+
+
+class Runner(Protocol):
+    """Runs the programs of one response."""
+
+    def prepare(self) -> None:
+        """Get ready before the first response. Raises ConfigError where programs cannot run here."""
+
+    def run(self, programs: Sequence[Program]) -> list[Ran]: ...
+
+
+class LocalRunner:
+    """One sandbox, in which the programs of a response have `budget_s` seconds together."""
+
+    def __init__(self, config: SandboxConfig, budget_s: float) -> None:
+        self._sandbox = Sandbox(config)
+        self._budget_s = budget_s
+
+    def prepare(self) -> None:
+        """Start the sandbox. Raises ConfigError where layers of it are missing."""
+        self._sandbox.layers()
+
+    def run(self, programs: Sequence[Program]) -> list[Ran]:
+        """Run one after the other; those after one that was stopped at its time are not run."""
+        results: list[Ran] = []
+        deadline = time.monotonic() + self._budget_s
+        for program in programs:
+            left = deadline - time.monotonic()
+            if left <= 0 or (results and results[-1].status == NOT_RUN):
+                results.append(Ran(NOT_RUN, ""))
+                continue
+            limits = replace(self._sandbox.limits, wall_s=left)  # the keys' limit holds where it is less
+            verdict = self._sandbox.run(program.code, stdin=program.stdin, limits=limits)
+            output = verdict.stdout
+            if verdict.status in ("lost", "refused"):
+                output = verdict.stderr
+            results.append(Ran(verdict.status, output))
+        return results
+
+
+class RemoteRunner:
+    """A SandboxFusion service, asked for at most `num_parallel` programs of a response at once.
+
+    A program has `seconds`. Where the service cannot be reached or refuses, it is "lost".
+    """
+
+    def __init__(self, config: SandboxFusionConfig, seconds: float, num_parallel: int) -> None:
+        assert config.url is not None, "no service is asked for"
+        self._url = config.url
+        self._seconds = seconds
+        self._memory_limit_mb = config.memory_limit_mb
+        self._limit = Limit(num_parallel)
+
+    def prepare(self) -> None:
+        """Do nothing: the service is there, or each response says that it is not."""
+
+    def run(self, programs: Sequence[Program]) -> list[Ran]:
+        """Run them side by side."""
+        return asyncio.run(self._run_all(programs))
+
+    async def _run_all(self, programs: Sequence[Program]) -> list[Ran]:
+        return list(await asyncio.gather(*(self._run(program) for program in programs)))
+
+    async def _run(self, program: Program) -> Ran:
+        request = {
+            "code": program.code,
+            "stdin": program.stdin,
+            "language": "python",
+            "compile_timeout": self._seconds,
+            "run_timeout": self._seconds,
+            "memory_limit_MB": self._memory_limit_mb,
+            "files": {},
+            "fetch_files": [],
+        }
+        async with self._limit.here():
+            try:
+                answer = await post(self._url, request, timeout=2 * self._seconds)
+            except Exception as error:  # of the network, or of an answer that is no JSON
+                return Ran("lost", f"{self._url}: {type(error).__name__}: {error}")
+        return ran_of(answer)
+
+
+def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
+    """Return what runs programs by the keys, for one of `reward.num_workers` processes."""
+    budget_s = SHARE_OF_TIMEOUT * config.timeout
+    service = config.sandbox_fusion
+    if not service.url:
+        return LocalRunner(config.sandbox, budget_s)
+    # a program is compiled, then run, each within its time
+    seconds = min(config.sandbox.timeout, budget_s / 2)
+    return RemoteRunner(service, seconds, max(1, service.max_concurrent // max(1, config.num_workers)))
+
+
+def ran_of(answer: dict[str, Any]) -> Ran:
+    """Return what a service's answer says of a program."""
+    if answer.get("status") == "SandboxError":
+        return Ran("lost", str(answer.get("message")))
+    ended = answer.get("run_result") or answer.get("compile_result") or {}
+    output = str(ended.get("stdout") or "")
+    if ended.get("status") == "TimeLimitExceeded":
+        return Ran("timed_out", output)
+    if ended.get("status") == "Finished" and ended.get("return_code") == 0:
+        return Ran("ok", output)
+    return Ran("raised", output)

@@ -1,0 +1,316 @@
+"""Programs of the model, run behind the kernel's layers by warm workers: what rewards and tools use.
+
+with SandboxPool(config.reward.sandbox) as pool:
+    verdict = pool.run("print(input())", stdin="5")     # Verdict(status="ok", stdout="5\\n", ...)
+    verdict = await pool.run_async("print(1)")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+import hybridflow
+from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.errors import ConfigError
+from hybridflow.sandbox import messages
+from hybridflow.sandbox.cgroup import Cgroup
+from hybridflow.sandbox.layers import LAYERS, missing_layers
+from hybridflow.sandbox.verdict import Limits, Verdict
+
+START_SECONDS = 60.0
+"""Seconds in which a worker must be there."""
+GRACE_SECONDS = 20.0
+"""Seconds beyond an execution's wall time in which its verdict must be there."""
+OWN_MEMORY_MB = 64
+"""MiB of a worker's own processes in its cgroup, besides a program's memory and scratch folder."""
+OWN_PROCESSES = 12
+"""Processes of a worker's own in its cgroup, and those above a program's limit that show it goes beyond."""
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from hybridflow.sandbox.fork_server import main; "
+    "main(int(sys.argv[2]))"
+)
+
+
+def limits_of(config: SandboxConfig) -> Limits:
+    """Return the limits that the keys set."""
+    return Limits(
+        wall_s=config.timeout,
+        cpu_s=config.cpu_time,
+        memory_mb=config.memory_limit_mb,
+        address_space_mb=config.address_space_mb,
+        processes=config.max_processes,
+        output_kb=config.max_output_kb,
+        scratch_mb=config.scratch_mb,
+    )
+
+
+class Sandbox:
+    """One warm worker, which runs one program at a time. It is started when it is first needed.
+
+    Raises ConfigError at its start where a needed layer is missing and not given up.
+    """
+
+    def __init__(self, config: SandboxConfig | None = None, *, cgroup: bool = True) -> None:
+        """Take the keys; `cgroup=False` does without the kernel's groups, for tests."""
+        self.config = config or SandboxConfig()
+        self.limits = limits_of(self.config)
+        self._with_cgroup = cgroup
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+
+    def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> Verdict:
+        """Run a Python program to its end and return how it ended; no program makes this raise.
+
+        The program is `main.py` in an empty folder with `files` (relative path -> text). Of `limits`, what is
+        above those of the keys counts as theirs.
+        """
+        with self._lock:
+            limits = limits or self.limits
+            least = {
+                name: min(value, getattr(self.limits, name))
+                for name, value in dataclasses.asdict(limits).items()
+            }
+            for name in files or {}:
+                if problem := _problem_of_path(name):
+                    return Verdict("refused", stderr=f"the file {name!r}: {problem}")
+            request = {
+                "code": code,
+                "stdin": stdin,
+                "files": dict(files or {}),
+                "arguments": list(arguments),
+                "limits": least,
+            }
+            worker = self._started()
+            try:
+                return worker.run(request)
+            except (OSError, EOFError, ValueError, TypeError) as error:
+                self._worker = None
+                worker.close()
+                return Verdict("lost", stderr=f"{type(error).__name__}: {error}")
+
+    def layers(self) -> dict[str, str]:
+        """Return for each layer why it is not active, or "". Raises ConfigError like `run`."""
+        with self._lock:
+            return self._started().layers
+
+    def close(self) -> None:
+        """End the worker, with whatever runs in it."""
+        with self._lock:
+            if self._worker:
+                self._worker.close()
+                self._worker = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _started(self) -> _Worker:
+        if self._worker is None:
+            self._worker = _start(self.config, self.limits, cgroup=self._with_cgroup)
+        return self._worker
+
+
+class SandboxPool:
+    """`num_workers` sandboxes. Safe to use from several threads; executions beyond the workers wait."""
+
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        self.config = config or SandboxConfig()
+        self._all = [Sandbox(self.config) for _ in range(self.config.num_workers)]
+        self._free: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # the warmest first
+        for each in self._all:
+            self._free.put(each)
+        self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="sandbox")
+
+    def run(self, code: str, **request: Any) -> Verdict:
+        """Run a program in the next free sandbox, see `Sandbox.run`."""
+        sandbox = self._free.get()
+        try:
+            return sandbox.run(code, **request)
+        finally:
+            self._free.put(sandbox)
+
+    async def run_async(self, code: str, **request: Any) -> Verdict:
+        """Run a program without holding up the event loop."""
+        call = functools.partial(self.run, code, **request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def layers(self) -> dict[str, str]:
+        """Return for each layer why it is not active, or "". Raises ConfigError where too few are."""
+        return self._all[0].layers()
+
+    def close(self) -> None:
+        """End all workers after what they run."""
+        self._threads.shutdown(cancel_futures=True)
+        for each in self._all:
+            each.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """A fork server that runs, and the socket to it."""
+
+    def __init__(self, limits: Limits, *, private: bool, cgroup: bool) -> None:
+        self.folder = tempfile.mkdtemp(prefix="hybridflow-sandbox-")
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.cgroup: Cgroup | None = None
+        self.socket, theirs = socket.socketpair()
+        source = str(Path(hybridflow.__file__).parent.parent)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-X", "utf8", "-c", _START, source, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self.errors,
+                cwd="/",
+                env={"LANG": "C.UTF-8"},
+                start_new_session=True,
+            )
+        self._finalizer = weakref.finalize(self, _end, self.process, self.socket, self.folder)
+        self.layers = dict.fromkeys(LAYERS, "")
+        self.layers["cgroup"] = self._enter_cgroup(limits, wanted=cgroup)
+        self.socket.settimeout(START_SECONDS)
+        site_packages = [each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")]
+        plan = {
+            "readable": _readable(site_packages),
+            "site_packages": site_packages,
+            "folder": self.folder,
+            "private": private,
+        }
+        try:
+            messages.send(self.socket, plan)
+            self.layers |= messages.receive(self.socket)["layers"]
+        except (OSError, EOFError) as error:
+            self.errors.seek(0)
+            said = self.errors.read().decode(errors="replace").strip()
+            self.close()
+            raise ConfigError(
+                f"the sandbox for programs did not start on this machine: {said or error}; see "
+                "`hybridflow doctor`, or use a remote sandbox"
+            ) from error
+
+    def _enter_cgroup(self, limits: Limits, *, wanted: bool) -> str:
+        if not wanted:
+            return "not asked for"
+        memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
+        try:
+            self.cgroup = Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
+            self.cgroup.add(self.process.pid)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def run(self, request: dict[str, Any]) -> Verdict:
+        """Run one request. Raises OSError or EOFError where the worker is of no use any more."""
+        hits = {}
+        if self.cgroup:
+            hits = self.cgroup.hits()
+        deadline = time.monotonic() + request["limits"]["wall_s"] + GRACE_SECONDS
+        self.socket.settimeout(deadline - time.monotonic())
+        messages.send(self.socket, request)
+        fields: dict[str, Any] = {"status": "killed", "stderr": "the init of the execution was killed"}
+        answer = messages.receive(self.socket)
+        if "ended" not in answer:
+            fields = answer
+            self.socket.settimeout(max(0.1, deadline - time.monotonic()))
+            answer = messages.receive(self.socket)
+        if self.cgroup and fields["status"] in ("killed", "raised"):
+            now = self.cgroup.hits()
+            if now["memory"] > hits["memory"]:
+                fields["status"] = "memory_exceeded"
+            elif now["pids"] > hits["pids"]:
+                fields["status"] = "process_exceeded"
+        return Verdict(**fields)
+
+    def close(self) -> None:
+        """End the worker."""
+        self._finalizer()
+        self.errors.close()
+        if self.cgroup:
+            self.cgroup.remove()
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket, folder: str) -> None:
+    channel.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(config: SandboxConfig, limits: Limits, *, cgroup: bool) -> _Worker:
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"the sandbox for programs needs Linux, this is {sys.platform}; use a remote sandbox "
+            "(reward.sandbox_fusion.url)"
+        )
+    worker = _Worker(limits, private=True, cgroup=cgroup)
+    refused = set(missing_layers(worker.layers, is_root=os.geteuid() == 0)) - set(config.give_up)
+    if not refused and (worker.layers["private_root"] or worker.layers["namespaces"]):
+        reasons = worker.layers
+        worker.close()
+        worker = _Worker(limits, private=False, cgroup=cgroup)
+        worker.layers |= {name: reasons[name] for name in ("private_root", "namespaces")}
+        refused = set(missing_layers(worker.layers, is_root=os.geteuid() == 0)) - set(config.give_up)
+    if refused:
+        worker.close()
+        why = "; ".join(
+            f"{name} ({worker.layers.get(name)}), without which {LAYERS[name].without}"
+            for name in LAYERS
+            if name in refused
+        )
+        raise ConfigError(
+            f"programs of the model are not run here, because layers of the sandbox are missing: {why}. Use "
+            f"another machine or a remote sandbox, or give them up: reward.sandbox.give_up="
+            f"[{','.join(sorted(refused))}]"
+        )
+    return worker
+
+
+def _readable(site_packages: Sequence[str]) -> list[str]:
+    """Return the folders of the interpreter and its packages."""
+    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *site_packages}
+    found |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    return sorted(str(Path(each).resolve()) for each in found if each) + sorted(found)
+
+
+def _problem_of_path(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or "\0" in name:
+        return "it is no path"
+    if path.is_absolute() or ".." in path.parts:
+        return "its path must be relative and stay in the folder"
+    return ""

@@ -1,0 +1,118 @@
+"""The reward for code: programs in the sandbox of this machine, and by a SandboxFusion service."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
+from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.errors import ConfigError
+from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards.call import call
+from hybridflow.rewards.resolve import resolve
+from hybridflow.rewards.run_programs import ran_of
+
+PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}
+ECHO = {"inputs": ["a", "b"], "outputs": ["a", "b"]}
+
+
+def scored(config: RewardConfig, *rows: tuple[str, Any]) -> list[Outcome]:
+    """Score (program, test cases) in this process, by the function of their data source."""
+    try:
+        function = resolve(config, seed=0)
+        function(data_source="taco", solution_str="", ground_truth=ECHO)
+    except ConfigError as error:
+        pytest.skip(f"no sandbox here: {error}")
+    return [call(function, ScoreRequest("taco", f"```python\n{code}\n```", cases)) for code, cases in rows]
+
+
+def test_programs_are_scored_in_the_sandbox() -> None:
+    config = RewardConfig(timeout=60.0, sandbox=SandboxConfig(timeout=3.0))
+    outcomes = scored(
+        config,
+        ("def f(x): return x + 1", PLUS),
+        ("def f(x): return abs(x) + 1", json.dumps(PLUS)),
+        ("print(input())", ECHO),
+        ("print('a')", ECHO),
+        ("while True: pass", ECHO),
+        ("def f(x):\n    while x < 0: pass\n    return x + 1", PLUS),
+        ("raise ValueError", ECHO),
+        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(1) == 3"]),
+        ("import socket; socket.create_connection(('1.1.1.1', 80), 5); print(input())", ECHO),
+        ("print(1)", {"inputs": ["1"]}),
+    )
+    assert [round(outcome.score, 3) for outcome in outcomes] == [1, 0.667, 1, 0.5, 0, 0.667, 0, 0.5, 0, 0]
+    verdicts = ["passed", "wrong", "passed", "wrong", "timed_out", "timed_out", "raised", "wrong", "raised"]
+    assert [outcome.extras.get("verdict") for outcome in outcomes[:-1]] == verdicts
+    assert outcomes[0].extras["acc"] == outcomes[0].extras["format"] == 1.0
+    assert outcomes[-1].error == "RewardError"
+
+
+def test_all_pass_or_nothing_and_as_a_term() -> None:
+    config = RewardConfig(timeout=60.0, terms=[{"name": "code", "weight": 2, "continuous": False}])
+    outcomes = scored(config, ("print('a')", ECHO), ("print(input())", ECHO))
+    assert [outcome.score for outcome in outcomes] == [0.0, 2.0]
+
+
+class _Service(http.server.BaseHTTPRequestHandler):
+    """Runs programs as SandboxFusion's /run_code does, without any protection."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert request["language"] == "python" and request["memory_limit_MB"] == 512
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", request["code"]],
+            input=request["stdin"],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout}
+        answer = json.dumps({"status": "Success", "run_result": result}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/run_code"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_service_runs_the_programs_where_it_is_asked_for(service: str) -> None:
+    fusion = SandboxFusionConfig(service, memory_limit_mb=512)
+    outcomes = scored(
+        RewardConfig(timeout=600.0, sandbox_fusion=fusion),
+        ("def f(x): return x + 1", PLUS),
+        ("print(input())", ECHO),
+        ("print('a')", ECHO),
+        ("raise ValueError", ECHO),
+    )
+    assert [outcome.score for outcome in outcomes] == [1.0, 1.0, 0.5, 0.0]
+    assert outcomes[-1].extras["verdict"] == "raised"
+
+
+def test_what_a_service_says_of_a_program() -> None:
+    def ran(**result: Any) -> str:
+        return ran_of({"status": "Failed", "run_result": result}).status
+
+    assert ran(status="TimeLimitExceeded") == "timed_out"
+    assert ran(status="Finished", return_code=1) == "raised"
+    assert ran(status="Error") == "raised"
+    assert ran_of({"status": "SandboxError", "message": "full"}).status == "lost"

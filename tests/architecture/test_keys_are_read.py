@@ -36,6 +36,7 @@ READ_IN_CONFIG = {
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
             "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
             "critic.ulysses_sequence_parallel_size",
+            "reward.reward_model.ulysses_sequence_parallel_size",
         ),
         "roles: engine_keys gives it out",
     ),

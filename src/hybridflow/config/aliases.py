@@ -77,6 +77,8 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"algorithm.rollout_correction.bypass_mode",
     ),
     (r"distillation\.teacher_model\.model_path", r"distillation.teacher_model.path"),
+    (r"reward\.reward_model\.model_path", r"reward.reward_model.model.path"),
+    (r"reward\.reward_model\.model\.fsdp_config\.(.+)", r"reward.reward_model.fsdp_config.\1"),
     # checkpoints
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),

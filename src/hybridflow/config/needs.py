@@ -56,6 +56,9 @@ def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConf
         yield "critic.model", critic.model, critic.fsdp_config
     if process.enable:
         yield "reward.process_reward_model.model", process.model, roles.actor.fsdp_config
+    learned = config.reward.reward_model
+    if learned.enable:
+        yield "reward.reward_model.model", learned.model, learned.fsdp_config
     if needs_teacher(config):
         yield "distillation.teacher_model", config.distillation.teacher_model, None
 

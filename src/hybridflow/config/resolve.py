@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from hybridflow.config.checks.cluster import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
+from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import get_value, with_values
 
@@ -59,6 +60,7 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     notes: list[str] = []
     config = with_values(config, _bypass_loss(config, notes))
     config = with_values(config, _environment_rows(config))
+    config = with_values(config, _model_reward(config))
     config = with_values(config, _mini_batch(config, given, notes))
     config = _followed(config, PPO_FOLLOWS)
     values = _ppo(config) | _paper_bounds(config, given, notes)
@@ -95,6 +97,15 @@ def _environment_rows(config: PPOConfig) -> dict[str, Any]:
     if not data.environment or data.train_files or data.task.name or data.custom_cls.path:
         return {}
     return {"data.task.name": f"environment:{data.environment}"}
+
+
+def _model_reward(config: PPOConfig) -> dict[str, Any]:
+    """A reward model beside no chosen function is the whole reward."""
+    reward = config.reward
+    chosen = reward.terms or reward.custom_reward_function.path or reward.function != "auto"
+    if chosen or not reward.reward_model.enable:
+        return {}
+    return {"reward.terms": [{"name": MODEL_TERM}]}
 
 
 def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:

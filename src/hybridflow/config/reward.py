@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.config.schema import group, key
@@ -100,6 +101,37 @@ class ProcessRewardModelConfig:
     checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
 
+MODEL_TERM = "reward_model"
+"""Name of the term of `reward.terms` that is the score of `reward.reward_model`."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A learned reward model: a sequence classifier with one label, which reads the whole conversation."""
+
+    enable: bool = key(
+        False,
+        "Score responses by a reward model. Without reward.terms its score is the reward; a term "
+        "{name: reward_model, weight: 1} joins it with others.",
+    )
+    model: ModelConfig = group(ModelConfig)
+    max_length: int = key(
+        8192,
+        "Most tokens of a conversation that the reward model reads; a longer one is an error of that row.",
+        minimum=2,
+    )
+    micro_batch_size_per_gpu: int | None = key(
+        None, "Largest number of rows in one forward pass; null: only the token limit counts.", minimum=1
+    )
+    forward_max_token_len_per_gpu: int | None = key(
+        None,
+        "Largest number of tokens in one forward pass; null: the actor's limit, or max_length if larger.",
+        minimum=1,
+    )
+    ulysses_sequence_parallel_size: int = key(1, "Ranks that share the tokens of each row.", minimum=1)
+    fsdp_config: FSDPConfig = group(FSDPConfig)
+
+
 @dataclass(frozen=True)
 class SandboxFusionConfig:
     """A SandboxFusion service that runs programs in place of the local sandbox."""
@@ -125,10 +157,11 @@ class RewardConfig:
     terms: list[dict[str, Any]] = key(
         [],
         "Weighted sum of rewards in place of one, for example [{name: gsm8k, weight: 1}, {name: length, "
-        "weight: -0.1, max_chars: 400}].",
+        "weight: -0.1, max_chars: 400, when: acc}]. A term with `when` counts where that column is above 0.",
     )
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
+    reward_model: RewardModelConfig = group(RewardModelConfig)
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)
     sandbox_fusion: SandboxFusionConfig = group(SandboxFusionConfig)

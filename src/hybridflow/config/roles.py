@@ -34,6 +34,7 @@ ROLE_KEYS: Mapping[str, RoleKeys] = {
     "reference": RoleKeys("actor_rollout_ref.model", layout="actor_rollout_ref.ref"),
     "critic": RoleKeys("critic.model", layout="critic", updates="critic"),
     "teacher": RoleKeys("distillation.teacher_model"),
+    "reward_model": RoleKeys("reward.reward_model.model", layout="reward.reward_model"),
     "process_reward": RoleKeys("reward.process_reward_model.model", updates="reward.process_reward_model"),
 }
 

@@ -140,10 +140,6 @@ ENGINE: tuple[Rule, ...] = (
         "the entropy is always computed, a chunk of tokens at a time",
     ),
     ignored(r".+\.calculate_sum_pi_squared", "Σπ² is computed when the advantage estimator needs it"),
-    ignored(
-        r"reward\.reward_model\..+\.(fsdp_config|fsdp)\..+",
-        "there is no learned reward model in this version",
-    ),
     off(rf"(distillation|reward)\..+\.{FSDP}\.(param|optimizer|grad)_offload", ONE_MODEL_LAYOUT),
     Rule(
         rf"(distillation|reward)\..+\.{FSDP}\..+",
@@ -282,17 +278,20 @@ DATA: tuple[Rule, ...] = (
 REWARD: tuple[Rule, ...] = (
     ignored(r"reward\.(reward_model\.)?num_examine", "trainer.log_val_generations shows samples"),
     off(
-        r"reward\.reward_model\.enable",
-        "learned reward models come in a later version: use reward.custom_reward_function",
-    ),
-    off(
-        r"reward\.reward_model\.enable_resource_pool",
-        "learned reward models come in a later version; trainer.placement gives a role its pool",
+        r"reward\.reward_model\.(enable_resource_pool|n_gpus_per_node|nnodes)",
+        "name a pool in trainer.resource_pools and set trainer.placement.reward_model to it",
     ),
     ignored(
         r"reward\.reward_model\.launch_reward_fn_async", "processes of their own (reward.num_workers) score"
     ),
-    ignored(r"reward\.reward_model\..+", "it is read only with a learned reward model, which is off"),
+    ignored(
+        r"reward\.reward_model\.model\.input_tokenizer",
+        "conversations are told in messages, so the reward model's own template and tokenizer suffice",
+    ),
+    ignored(
+        r"reward\.reward_model\.(rollout|profiler|router)\..+",
+        "the reward model is computed as the reference is, without a server of its own",
+    ),
     Rule(
         r"reward\.reward_manager\.name",
         (*OFF, "naive", "dapo", "gdpo", "prime", "remote", "limited", "rate_limited"),

@@ -91,9 +91,9 @@ class TrainEngine(Protocol):
         """Return a context in which a model with adapters answers as its base does; for `forward` alone."""
 
     def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
-        """Write a policy's Hugging Face folder without the tokenizer, all ranks their shares.
+        """Write the Hugging Face folder of a policy or a reward model, all ranks their shares.
 
-        Without `with_weights` only the configuration is written.
+        It has no tokenizer. Without `with_weights` only the configuration is written.
         """
 
     @property

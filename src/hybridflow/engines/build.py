@@ -8,8 +8,9 @@ several ranks   meta device ─► tensor parallel ─► adapters ─► shards
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,18 +25,21 @@ from hybridflow.engines.fsdp.offload import ActivationOffload
 from hybridflow.engines.fsdp.sharding import shard, widen_trained
 from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
-from hybridflow.models.build import build_policy, build_value, resolve_dtype
+from hybridflow.models.build import Kind, build_policy, build_value, resolve_dtype
+from hybridflow.models.build_score import build_score
 from hybridflow.models.lora import LoraSettings, add_lora, init_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe_twin import probe_twin
+from hybridflow.models.score import HEAD_NAMES, ScoreModel
 from hybridflow.models.sharded_load import MetaModel, load_weights, materialise, meta_model
 from hybridflow.models.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.value import ValueModel
 
-Kind = Literal["policy", "value"]
 _BUILDERS: dict[Kind, Callable[..., PolicyModel | ValueModel]] = {
     "policy": build_policy,
     "value": build_value,
+    "score": partial(build_score, "score"),
+    "token_score": partial(build_score, "token_score"),
 }
 
 
@@ -54,10 +58,11 @@ def build_engine(
     activation_offload: bool = False,
     lora: LoraSettings | None = None,
 ) -> FSDPEngine:
-    """Build the engine of a policy or a value model.
+    """Build the engine of a policy, a value model or a reward model.
 
     `model` holds the arguments of `build_policy`; without `optim` nothing is trained. With more than one
-    rank, all ranks of the process group build it together. Raises ModelError as `build_policy` does.
+    rank, all ranks of the process group build it together. Raises ModelError as `build_policy` does, and for
+    a reward model without a head that is not to be trained.
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
@@ -70,8 +75,7 @@ def build_engine(
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
     if mesh is None:
-        build = _BUILDERS[kind]
-        module = build(device=device, dtype=dtype, **settings)
+        module = _BUILDERS[kind](device=device, dtype=dtype, **settings)
         if lora is not None:
             add_lora(module, lora)
         if optim is None:
@@ -87,6 +91,11 @@ def build_engine(
         module = meta.module
         blocks = decoder_blocks(module)
         compute_dtypes = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
+    if isinstance(module, ScoreModel) and module.new_head and optim is None:
+        raise ModelError(
+            f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
+            "would be 0: give a reward model, which `hybridflow reward-model` makes of this one"
+        )
     if fsdp.use_torch_compile:
         compile_blocks(module, blocks)
     return FSDPEngine(
@@ -136,9 +145,9 @@ def _shard(
     load_weights(meta)
     if lora is not None:
         init_lora(module, lora)
-    if isinstance(module, ValueModel):
-        nn.init.zeros_(module.head.weight)
-        nn.init.zeros_(module.head.bias)
+    if isinstance(module, ValueModel) and "head.weight" not in meta.sources:
+        for parameter in module.head.parameters():
+            nn.init.zeros_(parameter)
     return compute_dtypes
 
 

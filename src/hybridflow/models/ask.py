@@ -14,7 +14,8 @@ Answers = dict[str, Tensor]
 class Ask:
     """The numbers that are wanted of each predicted token.
 
-    `log_probs`, `entropy` and `sum_pi_squared` are asked of a policy, and `values` of a value model.
+    `log_probs`, `entropy` and `sum_pi_squared` are asked of a policy, `values` of a value model, and `scores`
+    of a reward model.
 
     Example: `Ask(log_probs=True, entropy=True, temperature=0.8)`.
     """
@@ -27,5 +28,7 @@ class Ask:
     """Sums of the squared probabilities of these distributions, without gradient."""
     values: bool = False
     """Returns expected in the states in which the tokens are chosen, in units of the reward."""
+    scores: bool = False
+    """Scores of a reward model: of each token, or of each row, at its last token and 0 at the others."""
     temperature: float = 1.0
     """Divisor of the logits before any of a policy's numbers are computed."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.data.plugin import load_module
@@ -23,12 +31,32 @@ from hybridflow.models.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.score import HEAD_NAMES, ScoreModel, head_name, is_head
 from hybridflow.models.value import ValueModel
 
 logger = logging.getLogger(__name__)
 
 _FILE_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+Kind = Literal["policy", "value", "score", "token_score"]
+AUTO_CLASSES: dict[Kind, Any] = {
+    "policy": AutoModelForCausalLM,
+    "value": AutoModelForCausalLM,
+    "score": AutoModelForSequenceClassification,
+    "token_score": AutoModelForTokenClassification,
+}
+"""The class of transformers that reads a model of each kind."""
+
+
+def wrap(kind: Kind, hf: PreTrainedModel) -> PolicyModel | ValueModel:
+    """Return the module of a kind around a model of transformers; a reward model is a ValueModel too."""
+    if kind == "policy":
+        return PolicyModel(hf)
+    if kind == "value":
+        return ValueModel(hf)
+    return ScoreModel(hf, of_rows=kind == "score")
 
 
 def build_policy(
@@ -187,21 +215,32 @@ def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def causal_config(
-    path: str | Path, *, trust_remote_code: bool, override_config: dict[str, Any] | None
+def checked_config(
+    path: str | Path,
+    *,
+    trust_remote_code: bool,
+    override_config: dict[str, Any] | None,
+    kind: Kind = "policy",
 ) -> tuple[PretrainedConfig, str]:
-    """Return the configuration of a causal LM whose weights can be read, and its folder or hub name.
+    """Return the configuration of a model whose weights can be read as `kind`, and its folder or hub name.
 
-    Raises ModelError that says what is wrong.
+    A reward model that begins from a language model has one label. Raises ModelError that says what is wrong.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
-        getattr(config, "auto_map", None) or {}
+    for reader, meant in (
+        (AutoModelForCausalLM, "causal language model"),
+        (AUTO_CLASSES[kind], "classifier"),
     ):
-        raise ModelError(
-            f"model {path!r} has model_type {config.model_type!r}, which is no causal language model of "
-            "transformers"
-        )
+        if type(config) not in reader._model_mapping and reader.__name__ not in (
+            getattr(config, "auto_map", None) or {}
+        ):
+            raise ModelError(
+                f"model {path!r} has model_type {config.model_type!r}, which is no {meant} of transformers "
+                f"({reader.__name__})"
+            )
+    architecture = "".join(config.architectures or ())
+    if kind in ("score", "token_score") and "Classification" not in architecture:
+        config.num_labels = 1
     path = hub_folder(str(path))
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
@@ -220,16 +259,19 @@ def load_whole(
     dtype: torch.dtype,
     trust_remote_code: bool,
     override_config: dict[str, Any] | None,
+    kind: Kind = "policy",
 ) -> PreTrainedModel:
-    """Load the causal LM with all of its weights on `device`, without dropout and with eager attention.
+    """Load a model with all of its weights on `device`, without dropout and with eager attention.
 
     Errors are those of `build_policy`.
     """
-    config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    config, where = checked_config(
+        path, trust_remote_code=trust_remote_code, override_config=override_config, kind=kind
+    )
     before = source_dtype(config, where)
     try:
         with without_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AUTO_CLASSES[kind].from_pretrained(
                 where,
                 config=config,
                 dtype=dtype,
@@ -237,15 +279,18 @@ def load_whole(
                 use_safetensors=True,
                 attn_implementation="eager",
                 output_loading_info=True,
+                key_mapping=_head_names(kind, config, trust_remote_code),
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot load model {path!r}: {_first_lines(error)}") from error
     hf, info = loaded
-    missing = sorted(info["missing_keys"])
+    missing = set(info["missing_keys"])
+    if kind in ("score", "token_score"):
+        missing = _with_head(hf, missing, set(info["unexpected_keys"]), path)
     if missing:
         raise ModelError(
             f"model {path!r} lacks {len(missing)} weights its configuration asks for, the first "
-            f"{missing[0]!r}: they would be random"
+            f"{min(missing)!r}: they would be random"
         )
     if info.get("mismatched_keys"):
         raise ModelError(
@@ -256,6 +301,37 @@ def load_whole(
     hf.source_dtype = before
     model: PreTrainedModel = hf.to(device)
     return model
+
+
+def _head_names(kind: Kind, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, str] | None:
+    """Return other names that a head may have in files, as expressions, with its own; None without a head."""
+    if kind not in ("score", "token_score"):
+        return None
+    with torch.device("meta"):
+        hf = AUTO_CLASSES[kind].from_config(config, trust_remote_code=trust_remote_code)
+    own = head_name(hf)
+    return {rf"^{re.escape(name)}\.(weight|bias)$": rf"{own}.\1" for name in HEAD_NAMES if name != own}
+
+
+def _with_head(hf: Any, missing: set[str], unexpected: set[str], path: str | Path) -> set[str]:
+    """Make a head that no file has a new one, whose scores are 0; return what else is missing.
+
+    Raises ModelError for a part of a head that this architecture has no place for.
+    """
+    odd = sorted(name for name in unexpected if is_head(name))
+    if odd:
+        raise ModelError(
+            f"model {path!r} has {odd[0]} in its files, which {type(hf).__name__} has no place for: its "
+            "scores would be others. Export it as a classifier of transformers"
+        )
+    head = hf.get_submodule(head_name(hf))
+    hf._weight_conversions = None  # it is exported by its own names, not by those of this folder
+    hf.new_head = f"{head_name(hf)}.weight" in missing
+    if not hf.new_head:
+        return missing
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return {name for name in missing if not is_head(name)}
 
 
 def source_dtype(config: PretrainedConfig, where: str) -> torch.dtype | None:

@@ -37,6 +37,7 @@ from hybridflow.models.lora import (
 )
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.score import ScoreModel
 
 ADAPTER_FOLDER = "lora_adapter"
 """Name of the adapter's folder below a Hugging Face folder. It is a folder of its own, since a loader that
@@ -47,8 +48,11 @@ MAX_FILE_BYTES = 4 * 2**30
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_hf(policy: PolicyModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write the policy's weights to `folder`, which `AutoModelForCausalLM` reads anywhere.
+Exported = PolicyModel | ScoreModel
+
+
+def save_hf(policy: Exported, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write the weights of a policy or a reward model to `folder`, which transformers reads anywhere.
 
     The weights are written in `dtype`, or in their own where it is None.
     """
@@ -59,14 +63,14 @@ def save_hf(policy: PolicyModel, folder: Path, *, dtype: torch.dtype | None = No
             policy.hf.save_pretrained(folder)
 
 
-def save_config(policy: PolicyModel, folder: Path) -> None:
+def save_config(policy: Exported, folder: Path) -> None:
     """Write the Hugging Face folder without weights and tokenizer; of adapters their configuration.
 
     The configuration's dtype is that of the model's own folder, whatever dtype it is trained in: merging the
     checkpoint writes the weights in it.
     """
     _write_config(policy, folder, policy.source_dtype)
-    if has_adapters(policy):
+    if has_adapters(policy) and isinstance(policy, PolicyModel):
         write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(policy))
 
 
@@ -79,7 +83,7 @@ def save_adapter(policy: PolicyModel, folder: Path) -> None:
 
 
 def save_hf_sharded(
-    model: PolicyModel,
+    model: Exported,
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -89,13 +93,15 @@ def save_hf_sharded(
     """Write a Hugging Face folder from a sharded model.
 
     All ranks of the world, if there is one, call this, and each writes its share of the files. A layer at a
-    time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside.
+    time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in, and a policy's are
+    written beside.
     `dtypes` has the compute dtypes of weights whose shards are wider, by names of `model.state_dict()`;
     `dtype` is the one in which all weights are written, or None to keep theirs. Raises ModelError on every
     rank where one could not write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank, world_size = rank_and_size()
+    dtypes = {model.file_name(name): each for name, each in dtypes.items()}
     entries = _entries(model)
     files = _plan(entries, max_file_bytes)
     places: dict[str, tuple[str, int]] = {}
@@ -109,8 +115,7 @@ def save_hf_sharded(
         for bucket in buckets:
             # collective: every rank comes by here
             gathered = {
-                each: _rounded(whole(entries[each].value(), dtypes.get(f"hf.{each}")), dtype)
-                for each in bucket
+                each: _rounded(whole(entries[each].value(), dtypes.get(each)), dtype) for each in bucket
             }
             if mine:
                 tensors |= {
@@ -131,8 +136,8 @@ def save_hf_sharded(
     if rank == 0:
         if len(files) > 1:
             _write_index(folder, places)
-        _write_config(model, folder, dtype or dtypes.get("hf." + next(iter(entries)), model.dtype))
-    if has_adapters(model):
+        _write_config(model, folder, dtype or dtypes.get(next(iter(entries)), model.dtype))
+    if has_adapters(model) and isinstance(model, PolicyModel):
         save_adapter(model, folder / ADAPTER_FOLDER)
     if world_size > 1:
         dist.barrier()
@@ -158,7 +163,7 @@ def plain_weights(
             yield name, whole(plain[name].value(folded=folded), dtypes.get(f"hf.{name}"))
 
 
-def _tied(model: PolicyModel) -> set[str]:
+def _tied(model: Exported) -> set[str]:
     """Return the names of tied parameters that also have an earlier name."""
     first: dict[int, str] = {}
     return {
@@ -168,11 +173,11 @@ def _tied(model: PolicyModel) -> set[str]:
     }
 
 
-def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
+def _entries(model: Exported) -> dict[str, PlainEntry]:
     """Return the entries of the files by Hugging Face names; tied weights are there once."""
     tied = _tied(model)
     skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
-    plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
+    plain = {model.file_name(name): entry for name, entry in plain_state(model).items()}
     return {
         name: entry
         for name, entry in plain.items()
@@ -239,12 +244,13 @@ def _write_index(folder: Path, places: dict[str, tuple[str, int]]) -> None:
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _write_config(policy: PolicyModel, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_config(policy: Exported, folder: Path, dtype: torch.dtype | None) -> None:
     """Write the configurations of model and generation, with the dtype of the weights if it is known."""
     config: Any = deepcopy(policy.config)
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(policy.hf).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    if policy.hf.generation_config is not None:
-        policy.hf.generation_config.save_pretrained(folder)
+    generation = getattr(policy.hf, "generation_config", None)  # a classifier has none
+    if generation is not None:
+        generation.save_pretrained(folder)

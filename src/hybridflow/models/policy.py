@@ -81,6 +81,10 @@ class PolicyModel(nn.Module):
         """Parameters, tied ones counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    def file_name(self, name: str) -> str:
+        """Return the name that a parameter of this module has in files."""
+        return name.removeprefix("hf.")
+
     def forward(
         self,
         packed: PackedBatch,

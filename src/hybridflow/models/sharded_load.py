@@ -15,36 +15,37 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.hub import cached_file
 
 from hybridflow.distributed.shards import local, own_slices
 from hybridflow.errors import ModelError
 from hybridflow.models.build import (
-    causal_config,
+    AUTO_CLASSES,
+    Kind,
+    checked_config,
     enable_gradient_checkpointing,
     load_whole,
     source_dtype,
     without_dropout,
+    wrap,
 )
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.score import HEAD_NAMES, ScoreModel, is_head
 from hybridflow.models.value import ValueModel
 
 logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-
-_MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyModel, "value": ValueModel}
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class MetaModel:
 
 
 def meta_model(
-    kind: Literal["policy", "value"],
+    kind: Kind,
     path: str | Path,
     *,
     dtype: torch.dtype,
@@ -78,15 +79,18 @@ def meta_model(
 
     Raises ModelError as `build_policy` does.
     """
-    config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    config, where = checked_config(
+        path, trust_remote_code=trust_remote_code, override_config=override_config, kind=kind
+    )
     before = source_dtype(config, where)
     with parameters_on_meta():
-        hf = AutoModelForCausalLM.from_config(
+        hf = AUTO_CLASSES[kind].from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     hf.eval()
     hf.source_dtype = before
-    _read_generation_config(hf, where)
+    if kind in ("policy", "value"):
+        _read_generation_config(hf, where)
     without_dropout(hf)
     if use_liger:
         patch_liger(hf)
@@ -98,14 +102,22 @@ def meta_model(
     names: dict[int, list[str]] = {}
     for name, tensor in hf.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    module = _MODELS[kind](hf)
+    module = wrap(kind, hf)
+    in_files: Mapping[str, str] = {}
+    if isinstance(module, ScoreModel):
+        in_files = _weight_files(where)
+        module.new_head = not any(is_head(name) for name in in_files)
     sources: dict[str, tuple[str, ...]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in names:
+        if isinstance(module, ScoreModel) and name.startswith("head."):
+            part = name.removeprefix("head.")
+            if not module.new_head:
+                sources[name] = tuple(f"{head}.{part}" for head in (module.head_name, *HEAD_NAMES))
+        elif id(tensor) in names:
             sources[name] = tuple(names[id(tensor)])
 
     def whole() -> PreTrainedModel:
-        return load_whole(path, "cpu", dtype, trust_remote_code, override_config)
+        return load_whole(path, "cpu", dtype, trust_remote_code, override_config, kind)
 
     return MetaModel(module, config, sources, where, dtype, direct, whole)
 

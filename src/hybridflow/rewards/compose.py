@@ -1,9 +1,14 @@
 """Terms in, one reward function out: score = Σ_i weight_i · term_i, each term's own value kept as a column.
+A term with `when: COLUMN` counts, and is computed, only for rows whose value in that column is above 0 (or a
+true one, where it is no number); otherwise its column is empty.
 
     reward.terms:
       - {name: gsm8k, weight: 1}
       - {name: length, weight: -0.1, max_chars: 400}
-      - {name: my.py:politeness}
+      - {name: my.py:politeness, when: format}
+      - {name: reward_model, weight: 0.5, when: format}
+
+The term reward_model is no function: `trainer/ppo/model_rewards.py` adds it.
 
 A term's column has the function's name, or the term's `key`. Other columns that a term returns (acc, ...) are
 kept; where two terms return the same one, the earlier term's stands.
@@ -13,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.config.reward import MODEL_TERM
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import DEFAULT_NAMES, is_async, is_path, load_builtin, load_user_function
 from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.run_programs import Runner
@@ -25,33 +31,61 @@ from hybridflow.rewards.table import RewardFunction
 
 
 @dataclass(frozen=True)
+class Condition:
+    """The column that decides whether a term counts."""
+
+    column: str
+
+    def holds(self, columns: Mapping[str, Any]) -> bool:
+        """Return whether the row's value is above 0; RewardError where the row has no such column."""
+        if self.column not in columns:
+            raise RewardError(
+                f"reward.terms: when={self.column} names no column of the row; it has "
+                f"{', '.join(columns) or 'none'}"
+            )
+        value = columns[self.column]
+        if isinstance(value, (bool, int, float)):
+            return value > 0
+        return bool(value)
+
+
+@dataclass(frozen=True)
 class Term:
-    """One summand: its column, its weight and the function with its options bound."""
+    """One summand: its column, its weight, when it counts, and the function with its options bound."""
 
     column: str
     weight: float
-    function: RewardFunction
+    condition: Condition | None
+    function: RewardFunction | None
+    """None for the score of the reward model."""
+
+
+def model_term(terms: Sequence[dict[str, Any]]) -> Term:
+    """Return the term of the reward model, which the checks of the keys have found."""
+    position, term = next((n, term) for n, term in enumerate(terms) if term["name"] == MODEL_TERM)
+    key = f"reward.terms[{position}]"
+    if options := _options(term):
+        raise ConfigError(f"{key}: {MODEL_TERM} has no option {', '.join(options)}: set reward.reward_model")
+    return _term(term, key, "reward_model_score", None)
 
 
 def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> list[Term]:
-    """Load `reward.terms`. Raises ConfigError for a term without a name, or a weight that is no number."""
+    """Load the functions of `reward.terms`. Raises ConfigError for a term without a name, or a weight that is
+    no number.
+    """
     loaded: list[Term] = []
     for position, term in enumerate(terms):
         key = f"reward.terms[{position}]"
         if not isinstance(term, dict) or not isinstance(term.get("name"), str):
             raise ConfigError(f"{key}: got {term!r}, wanted {{name: FUNCTION, weight: NUMBER, ...options}}")
-        options = {str(name): value for name, value in term.items() if name not in ("name", "weight", "key")}
-        weight = term.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise ConfigError(f"{key}: got weight={weight!r}, wanted a number")
         name = term["name"]
-        column = name
-        if is_path(name):
-            function = load_user_function(name, DEFAULT_NAMES[0], options, key=key)
-            column = _function_name(name)
+        if name == MODEL_TERM:
+            loaded.append(model_term([term]))
+        elif is_path(name):
+            function = load_user_function(name, DEFAULT_NAMES[0], _options(term), key=key)
+            loaded.append(_term(term, key, _function_name(name), function))
         else:
-            function = load_builtin(name, options, seed, runner, key=key)
-        loaded.append(Term(str(term.get("key", column)), float(weight), function))
+            loaded.append(_term(term, key, name, load_builtin(name, _options(term), seed, runner, key=key)))
     columns = [term.column for term in loaded]
     if twice := {column for column in columns if columns.count(column) > 1}:
         raise ConfigError(
@@ -60,35 +94,81 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> li
     return loaded
 
 
+def _options(term: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a term that are options of its function."""
+    return {str(name): value for name, value in term.items() if name not in ("name", "weight", "key", "when")}
+
+
+def _term(term: dict[str, Any], key: str, column: str, function: RewardFunction | None) -> Term:
+    weight = term.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise ConfigError(f"{key}: got weight={weight!r}, wanted a number")
+    condition = None
+    if "when" in term:
+        condition = Condition(str(term["when"]))
+    return Term(str(term.get("key", column)), float(weight), condition, function)
+
+
 def compose(terms: Sequence[Term]) -> RewardFunction:
-    """Return the weighted sum of the terms as one reward function, which is async if a term is."""
+    """Return the weighted sum of the functions as one reward function, which is async if one is.
+
+    Terms with a condition come after the others, whose columns it may name.
+    """
+    functions = [(term, term.function) for term in terms if term.function is not None]
 
     def total(results: Sequence[Any]) -> dict[str, Any]:
         score = 0.0
         columns: dict[str, Any] = {}
         extras: dict[str, Any] = {}
-        for term, result in zip(terms, results, strict=True):
+        for (term, _), result in zip(functions, results, strict=True):
+            columns[term.column] = None
+            if result is _LEFT_OUT:
+                continue
             value, more = normalize_result(result)
             score += term.weight * value
             columns[term.column] = value
             extras = {**more, **extras}
         return {**extras, **columns, "score": score}
 
+    def wanted(known: Sequence[Any]) -> list[bool]:
+        """Return which terms are computed: those without a condition, then those whose condition holds."""
+        if not known:
+            return [term.condition is None for term, _ in functions]
+        columns = total(known)
+        return [term.condition is not None and term.condition.holds(columns) for term, _ in functions]
+
+    def merged(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
+        return [late if early is _LEFT_OUT else early for early, late in zip(first, then, strict=True)]
+
+    def wave(row: dict[str, Any], known: Sequence[Any]) -> list[Any]:
+        chosen = zip(functions, wanted(known), strict=True)
+        return [function(**row) if now else _LEFT_OUT for (_, function), now in chosen]
+
     def compute_score(**row: Any) -> dict[str, Any]:
-        return total([term.function(**row) for term in terms])
+        results = wave(row, [])
+        if _LEFT_OUT in results:
+            results = merged(results, wave(row, results))
+        return total(results)
 
     async def compute_score_async(**row: Any) -> dict[str, Any]:
-        return total(await asyncio.gather(*(evaluate(term, row) for term in terms)))
+        results = await asyncio.gather(*map(_awaited, wave(row, [])))
+        if _LEFT_OUT in results:
+            results = merged(results, await asyncio.gather(*map(_awaited, wave(row, results))))
+        return total(results)
 
-    async def evaluate(term: Term, row: dict[str, Any]) -> Any:
-        result = term.function(**row)
-        if inspect.isawaitable(result):
-            return await result
-        return result
-
-    if any(is_async(term.function) for term in terms):
+    if any(is_async(function) for _, function in functions):
         return compute_score_async
     return compute_score
+
+
+_LEFT_OUT = object()
+"""In place of the result of a term that was not computed."""
+
+
+async def _awaited(result: Any) -> Any:
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 def _function_name(path: str) -> str:

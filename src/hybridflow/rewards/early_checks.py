@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hybridflow.config.checks.reward import CUSTOM
 from hybridflow.config.needs import may_score_itself
-from hybridflow.config.reward import RewardConfig
+from hybridflow.config.reward import MODEL_TERM, RewardConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
@@ -52,7 +52,7 @@ def _check_functions(reward: RewardConfig) -> None:
     custom = reward.custom_reward_function
     if reward.terms:
         for position, term in enumerate(reward.terms):
-            if isinstance(term, dict) and isinstance(term.get("name"), str):
+            if isinstance(term, dict) and isinstance(term.get("name"), str) and term["name"] != MODEL_TERM:
                 _check_function(term["name"], f"reward.terms[{position}]")
     elif custom.path:
         check_location(split_path(custom.path)[0], key=CUSTOM)

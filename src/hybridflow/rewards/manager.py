@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,6 +51,10 @@ class RewardManager:
         self._on_error = on_error
         self._function = function
         self._shown = False
+
+    def add_scorer(self, around: Callable[[Scorer], Scorer]) -> None:
+        """Have the outcomes completed by a further scorer, which is given the present one."""
+        self._scorer = around(self._scorer)
 
     def open(self) -> RewardSession:
         """Begin to score rows that come one by one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ class ScoreRequest:
     extra_info: dict[str, Any] = field(default_factory=dict)
     response_ids: tuple[int, ...] = ()
     """Ids of the tokens that the policy sampled, in the order of its calls; empty where not known."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation with the response, for a reward model; reward functions do not get it."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Actor, critic, reference, teacher, process reward model and rollout: a worker class and its typed group in
-one file each.
+"""Actor, critic, reference, teacher, reward models, rollout: a worker class and its typed group in one file.
 
 The names below are loaded when they are first used, so that the maths of `losses.py` needs no model library.
 """
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from hybridflow.workers.critic import CriticGroup, CriticWorker
     from hybridflow.workers.process_reward import ProcessRewardGroup, ProcessRewardWorker
     from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker, TeacherGroup
+    from hybridflow.workers.reward_model import RewardModelGroup, RewardModelWorker
     from hybridflow.workers.rollout import RolloutWorker
     from hybridflow.workers.rollout_group import RolloutGroup
 
@@ -26,6 +26,8 @@ _HOMES = {
     "ProcessRewardWorker": "process_reward",
     "ReferenceGroup": "reference",
     "ReferenceWorker": "reference",
+    "RewardModelGroup": "reward_model",
+    "RewardModelWorker": "reward_model",
     "RolloutGroup": "rollout_group",
     "RolloutWorker": "rollout",
     "TeacherGroup": "reference",
@@ -40,6 +42,8 @@ __all__ = [
     "ProcessRewardWorker",
     "ReferenceGroup",
     "ReferenceWorker",
+    "RewardModelGroup",
+    "RewardModelWorker",
     "RolloutGroup",
     "RolloutWorker",
     "TeacherGroup",

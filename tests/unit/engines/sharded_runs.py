@@ -37,7 +37,7 @@ class Run:
     """One training of the tiny model: how it is spread, and how rows are dealt."""
 
     folder: str
-    kind: str = "policy"
+    kind: Any = "policy"
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     sizes: dict[str, int] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def build(run: Run, world_size: int) -> FSDPEngine:
     }
     torch.manual_seed(0)  # a value head is given weights below
     engine = build_engine(
-        "policy" if run.kind == "policy" else "value",
+        run.kind,
         arguments,
         name="actor",
         optim=run.optim,
@@ -86,7 +86,7 @@ def build(run: Run, world_size: int) -> FSDPEngine:
         activation_offload=run.activation_offload,
         lora=run.lora,
     )
-    if run.kind == "value":
+    if run.kind != "policy":
         state = engine.state_dict()["model"]
         head = torch.randn(state["head.weight"].shape, generator=torch.Generator().manual_seed(5)) * 0.1
         engine.load_state_dict({"model": {**state, "head.weight": head}})
@@ -96,6 +96,8 @@ def build(run: Run, world_size: int) -> FSDPEngine:
 def ask(run: Run) -> Ask:
     if run.kind == "value":
         return Ask(values=True)
+    if run.kind != "policy":
+        return Ask(scores=True)
     return Ask(log_probs=True, entropy=True, temperature=0.8)
 
 
@@ -103,11 +105,10 @@ def loss_of(run: Run, rows: DataProto) -> LossFn:
     """Normalised by the counts of all rows."""
     scale = LossScale.count(rows.batch["loss_mask"])
     config = ActorConfig(entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean")
-    return (
-        policy_loss(config, scale, find_policy_loss(config))
-        if run.kind == "policy"
-        else critic_loss(CriticConfig(), scale, None)
-    )
+    if run.kind == "policy":
+        return policy_loss(config, scale, find_policy_loss(config))
+    loss = critic_loss(CriticConfig(), scale, None)
+    return lambda answers, micro: loss({"values": next(iter(answers.values()))}, micro)
 
 
 def whole(tensor: Tensor) -> Tensor:

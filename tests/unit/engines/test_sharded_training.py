@@ -82,6 +82,12 @@ CASES: dict[str, dict[str, Any]] = {
     "one forward each": {"limits": BatchLimits(1000)},
     "untied": {"folder": "untied"},
     "value model": {"kind": "value", "folder": "untied"},
+    "reward model": {"kind": "score", "folder": "untied"},
+    "process reward model, tokens of a row on two ranks": {
+        "kind": "token_score",
+        "sizes": {"sequence": 2},
+        "deal": (ALL,),
+    },
     "two copies": {"sizes": {"fsdp_size": 1}},
     "kept gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
     "kept gathered, value model": {"fsdp": FSDPConfig(reshard_after_forward=False), "kind": "value"},

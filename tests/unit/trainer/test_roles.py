@@ -14,12 +14,9 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.tree import get_value
-from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerGroup, register
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.role_builders import RoleBuilders
-from hybridflow.trainer.ppo.roles import ROLES, Roles, RoleSpec, needed_roles
+from hybridflow.trainer.ppo.roles import ROLES, Roles, needed_roles
 
 OWN = """
 from hybridflow.algorithms.aggregation import LossOutput
@@ -90,7 +87,7 @@ def test_roles_follow_from_what_is_named(
 
 def test_records_keys_and_groups_are_of_the_same_roles() -> None:
     names = [spec.name for spec in ROLES]
-    assert names == list(ROLE_KEYS) and set(names) == {field.name for field in fields(Roles)} - {"scorers"}
+    assert names == list(ROLE_KEYS) and set(names) == {field.name for field in fields(Roles)}
     config = PPOConfig()
     for name, keys in ROLE_KEYS.items():
         sharding, sequence, model = engine_keys(config, name)
@@ -98,50 +95,6 @@ def test_records_keys_and_groups_are_of_the_same_roles() -> None:
         if keys.updates:
             block = get_value(config, keys.updates)
             assert block.optim.lr > 0 and "model" in block.checkpoint.save_contents, name
-
-
-class LengthScorer(Worker):
-    """Toy models: the score of a row is its length, that of a token its place."""
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("response_mask",), writes=("rm_scores",))
-    def row_scores(self, batch: DataProto) -> DataProto:
-        return DataProto.from_dict({"rm_scores": batch.batch["response_mask"].sum(-1).float()})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("response_mask",), writes=("process_rewards",))
-    def token_scores(self, batch: DataProto) -> DataProto:
-        mask = batch.batch["response_mask"]
-        return DataProto.from_dict({"process_rewards": mask.cumsum(-1) * mask.float()})
-
-
-class RowScorerGroup(WorkerGroup[LengthScorer]):
-    def score(self, batch: DataProto) -> DataProto:
-        return self.call(LengthScorer.row_scores, batch)
-
-
-class TokenScorerGroup(WorkerGroup[LengthScorer]):
-    def score(self, batch: DataProto) -> DataProto:
-        return self.call(LengthScorer.token_scores, batch)
-
-
-def test_a_reward_model_is_a_line_in_the_table_of_roles(
-    model: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build_scorer(builders: RoleBuilders, info: RankInfo) -> LengthScorer:
-        return LengthScorer()
-
-    judge = RoleSpec("judge", RowScorerGroup, build_scorer, kind="score")
-    critique = RoleSpec("critique", TokenScorerGroup, build_scorer, kind="token_score")
-    monkeypatch.setattr("hybridflow.trainer.ppo.roles.ROLES", (*ROLES, judge, critique))
-    for name in ("judge", "critique"):
-        monkeypatch.setitem(ROLE_KEYS, name, ROLE_KEYS["teacher"])  # type: ignore[arg-type]
-    settings = (f"algorithm.adv_estimator='{own}:judged'",)
-    with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
-        batch, metrics = trainer.step(trainer.source.next(1).rows, 1)
-    mask = batch.batch["response_mask"]
-    assert torch.equal(batch.batch["rm_scores"], mask.sum(-1).float())
-    wanted = mask.sum(-1, keepdim=True) + mask.cumsum(-1)
-    assert torch.equal(batch.batch["advantages"], wanted * mask)
-    assert metrics.to_floats()["actor/num_updates"] == 2.0
 
 
 def test_a_teacher_is_another_model_and_is_never_trained(model: Path, own: Path, tmp_path: Path) -> None:

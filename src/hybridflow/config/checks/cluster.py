@@ -109,7 +109,12 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: "
             "ranks that share rows hold each prompt as often as it has responses; leave one of them out"
         )
-    built = {"actor": True, "reference": needs_reference(config), "critic": config.critic.enable}
+    built = {
+        "actor": True,
+        "reference": needs_reference(config),
+        "critic": config.critic.enable,
+        "reward_model": config.reward.reward_model.enable,
+    }
     spreads = [
         RoleLayout(
             ROLE_KEYS[role].layout, *engine_keys(config, role), processes=sum(pool_sizes(trainer, role))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.config.reward import RewardConfig
+from hybridflow.config.reward import MODEL_TERM, RewardConfig
 
 CUSTOM = "reward.custom_reward_function"
 
@@ -22,6 +22,22 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
             f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name "
             "of a term)"
         )
+    named = [term.get("name") for term in reward.terms if isinstance(term, dict)].count(MODEL_TERM)
+    learned = reward.reward_model
+    if named > 1:
+        yield f"reward.terms names {MODEL_TERM} {named} times, and a run has one reward model: keep one"
+    if named and not learned.enable:
+        yield (
+            f"reward.terms names {MODEL_TERM}, which is off: set reward.reward_model.enable=true and "
+            "reward.reward_model.model.path"
+        )
+    if learned.enable and chosen and not named:
+        yield (
+            f"reward.reward_model.enable=true beside {chosen[0]}, which does not use its score: join them by "
+            f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}]"
+        )
+    if learned.enable and (learned.model.lora_rank or learned.model.lora_adapter_path):
+        yield "reward.reward_model.model.lora_rank: the reward model does not train; merge its adapter first"
     if reward.terms and reward.custom_reward_function.reward_kwargs:
         yield f"{CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term"
     limits = ("max_retries", "max_concurrent", "max_rpm", "max_tpm")

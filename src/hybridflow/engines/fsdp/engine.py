@@ -29,6 +29,7 @@ from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.export import save_config, save_hf, save_hf_sharded
 from hybridflow.models.lora import adapters_off, has_adapters, saved_names
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.score import ScoreModel
 from hybridflow.observability.progress import progress
 
 
@@ -133,18 +134,19 @@ class FSDPEngine(MicroBatchEngine):
 
     def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
         """See `TrainEngine.export_hf`."""
-        policy = self.policy
+        model = self.module
+        assert isinstance(model, (PolicyModel, ScoreModel)), f"the model of {self.name} has no form in files"
         target = Path(folder)
-        dtype = policy.source_dtype
+        dtype = model.source_dtype
         if not with_weights:
             if rank_and_size()[0] == 0:
-                save_config(policy, target)
+                save_config(model, target)
             return
         with self.offloader.parameters():
             if dist.is_initialized():
-                save_hf_sharded(policy, target, dtype=dtype, dtypes=self.compute_dtypes)
+                save_hf_sharded(model, target, dtype=dtype, dtypes=self.compute_dtypes)
             else:
-                save_hf(policy, target, dtype=dtype)
+                save_hf(model, target, dtype=dtype)
 
     @property
     def is_offloaded(self) -> bool:

@@ -28,6 +28,7 @@ from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.failures import Failures
+from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import facts_of
 from hybridflow.trainer.ppo.roles import Roles, factories, groups, needed_roles
@@ -96,6 +97,8 @@ def _trainer(
     with progress.phase("starting the workers"):
         facts = facts_of(config, tokenizer, total_steps, run.folder.nonfinite)
         roles = groups(run.start(partial(factories, facts), partial(meshes, config, names)), names, config)
+    if roles.reward_model is not None:
+        add_reward_model(rewards, roles.reward_model, config.reward)
     failures = Failures(run.folder.failures)
     trajectories = partial(
         Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures

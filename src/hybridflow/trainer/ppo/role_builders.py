@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import OptimConfig
@@ -18,12 +17,19 @@ from hybridflow.distributed.device import resolve_device
 from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.build import shape_of
+from hybridflow.models.build import Kind, shape_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
 from hybridflow.trainer.ppo.parallel_layout import sizes
-from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
+from hybridflow.workers import (
+    ActorWorker,
+    CriticWorker,
+    ProcessRewardWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
 from hybridflow.workers.reference import TEACHER_COLUMN
 from hybridflow.workers.rollout_build import build_rollout_worker
 
@@ -116,6 +122,13 @@ class RoleBuilders:
         limits = BatchLimits(config.log_prob_max_token_len_per_gpu or self._token_cap)
         return ReferenceWorker(engine, temperature=self._temperature, limits=limits, column=TEACHER_COLUMN)
 
+    def reward_model(self, info: RankInfo) -> RewardModelWorker:
+        """Build the classifier that scores responses."""
+        config = self.config.reward.reward_model
+        engine = self._engine("score", "reward_model", None, 0, None)
+        cap = config.forward_max_token_len_per_gpu or max(self._token_cap, config.max_length)
+        return RewardModelWorker(engine, limits=BatchLimits(cap, config.micro_batch_size_per_gpu))
+
     def process_reward(self, info: RankInfo) -> ProcessRewardWorker:
         """Build the implicit process reward model; without a path of its own it starts as the actor does."""
         config = self.config.reward.process_reward_model
@@ -180,7 +193,7 @@ class RoleBuilders:
 
     def _engine(
         self,
-        kind: Literal["policy", "value"],
+        kind: Kind,
         role: str,
         optim: OptimConfig | None,
         updates: int,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerHost
-from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts
@@ -23,20 +22,11 @@ from hybridflow.workers import (
     ProcessRewardWorker,
     ReferenceGroup,
     ReferenceWorker,
+    RewardModelGroup,
     RolloutGroup,
     TeacherGroup,
 )
 from hybridflow.workers.losses import TRAJECTORY_COLUMNS, find_policy_loss
-
-
-class Scorer(Protocol):
-    """The driver's view of a role that judges responses and does not learn."""
-
-    def score(self, batch: DataProto) -> DataProto:
-        """Return one column, which estimators read by its name: a number for each row, [B] float32, from a
-        role of the kind `score`; one for each token, [B, R] float32, from one of the kind `token_score`.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,9 +38,8 @@ class Roles:
     critic: CriticGroup | None = None
     reference: ReferenceGroup | None = None
     teacher: TeacherGroup | None = None
+    reward_model: RewardModelGroup | None = None
     process_reward: ProcessRewardGroup | None = None
-    scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    """Further roles of the kinds `score` and `token_score`, by name."""
 
     def together(self, first: str, second: str) -> bool:
         """Whether two roles share processes, so that their calls take turns."""
@@ -69,8 +58,6 @@ class RoleSpec:
     """Builds its worker in a process."""
     needed: Callable[[PPOConfig, Set[str]], bool] = lambda config, named: True
     """Whether a run has it: (config, arguments that its estimator and its loss name)."""
-    kind: Literal["policy", "value", "score", "token_score"] = "policy"
-    """What its model gives: log-probs, values, or a score for each row or each token (`Scorer`)."""
 
 
 def _has_process_rewards(config: PPOConfig, named: Set[str]) -> bool:
@@ -92,13 +79,18 @@ ROLES: tuple[RoleSpec, ...] = (
         CriticGroup,
         RoleBuilders.critic,
         lambda config, named: bool(config.critic.enable),
-        kind="value",
     ),
     RoleSpec(
         "teacher",
         TeacherGroup,
         RoleBuilders.teacher,
         lambda config, named: needs_teacher(config) or "teacher_log_probs" in named,
+    ),
+    RoleSpec(
+        "reward_model",
+        RewardModelGroup,
+        RoleBuilders.reward_model,
+        lambda config, named: config.reward.reward_model.enable,
     ),
     RoleSpec("process_reward", ProcessRewardGroup, RoleBuilders.process_reward, _has_process_rewards),
 )
@@ -130,16 +122,12 @@ def columns_also_read(
 def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
     """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
     more = columns_also_read(config, backend)
-    own: dict[str, Any] = {}
-    scorers: dict[str, Scorer] = {}
-    for spec in ROLES:
-        if spec.name in names:
-            group = spec.group(backend, spec.name, also_read=more.get(spec.name, {}))
-            if spec.kind in ("score", "token_score"):
-                scorers[spec.name] = group
-            else:
-                own[spec.name] = group
-    return Roles(**own, scorers=scorers)
+    own: dict[str, Any] = {
+        spec.name: spec.group(backend, spec.name, also_read=more.get(spec.name, {}))
+        for spec in ROLES
+        if spec.name in names
+    }
+    return Roles(**own)
 
 
 def needed_roles(config: PPOConfig) -> list[str]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hybridflow.agent.conversation import Message, messages_of
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol.fields import FIELDS
 from hybridflow.protocol.trajectory import FailureCause, Outcome, Trajectory
@@ -22,8 +24,10 @@ logger = logging.getLogger(__name__)
 class Scoring:
     """The scores of the trajectories of one generation call."""
 
-    def __init__(self, session: RewardSession) -> None:
+    def __init__(self, session: RewardSession, prompts: Sequence[Any] = ()) -> None:
+        """`prompts` has the messages or the text of each place's prompt, for a reward model."""
         self._session = session
+        self._prompts = prompts
         self._trajectories: dict[int, Trajectory] = {}
         self._to_score: list[int] = []
 
@@ -41,8 +45,16 @@ class Scoring:
                 facts["ground_truth"],
                 facts["extra_info"],
                 trajectory.sampled_ids,
+                self._messages(place, facts),
             )
             self._session.add(place, request)
+
+    def _messages(self, place: int, facts: Mapping[str, Any]) -> Sequence[Message]:
+        """Return the conversation as an agent tells it, else the prompt with the response."""
+        told: Sequence[Message] = facts["extra_info"].get("messages") or ()
+        if told or not self._prompts:
+            return told
+        return [*messages_of(self._prompts[place]), {"role": "assistant", "content": facts["solution_str"]}]
 
     def result(self, *, failures_count: bool = True) -> tuple[list[Trajectory], Metrics]:
         """Wait for all scores; return the trajectories in the order of their places.

@@ -102,8 +102,6 @@ class PPOStep:
             jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch, fetch=fetch)))
         if roles.critic:
             jobs.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
-        for name, scorer in roles.scorers.items():
-            jobs.append(Job(name, name, partial(scorer.score, batch)))  # their scores
         with self.leavable():
             found_columns = self.side_by_side(jobs)
         for columns in found_columns:

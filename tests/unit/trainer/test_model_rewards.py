@@ -1,0 +1,157 @@
+"""A reward model in a run: its scores are those of transformers for the conversation in its own template, and
+they join those of functions by weights and conditions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_trainer import ppo_config, tiny_model
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hybridflow.config import PPOConfig
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors import ConfigError, ModelError, RewardError
+from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.build import build
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}."
+ALONE = ("reward.custom_reward_function.path=null",)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier with random weights, and a chat template that is not the policy's."""
+    folder = tiny_model(tmp_path_factory.mktemp("reward_model"), hidden=48, seed=7)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+        torch.nn.init.normal_(hf.score.weight)
+    hf.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config(policy: Path, reward_model: Path, run: Path, *settings: str) -> PPOConfig:
+    enabled = ("reward.reward_model.enable=true", f"reward.reward_model.model.path='{reward_model}'")
+    return ppo_config(policy, run, *enabled, *settings)
+
+
+def first_batch(config: PPOConfig) -> tuple[DataProto, dict[str, float]]:
+    with build(config) as trainer:
+        made = trainer.source.next(1)
+        return made.rows, made.metrics.to_floats()
+
+
+def expected(folder: Path, rows: DataProto, policy: Path) -> Tensor:
+    """Score by transformers what was asked and answered, a row at a time."""
+    hf = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = load_tokenizer(policy)
+    scores = []
+    for prompt, response in zip(rows.batch["prompts"], rows.non_tensor_batch["solution_str"], strict=True):
+        text = theirs.decode(
+            [t for t in prompt.tolist() if t != theirs.pad_token_id], skip_special_tokens=True
+        )
+        question = text.removeprefix("user\n").removesuffix("assistant\n").strip("\n")
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
+        ids = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            scores.append(hf(input_ids=ids).logits[0, 0])
+    return torch.stack(scores)
+
+
+def test_a_reward_model_alone_is_the_reward(policy: Path, reward_model: Path, tmp_path: Path) -> None:
+    settings = (*ALONE, "reward.reward_model.fsdp_config.param_offload=true")
+    with build(config(policy, reward_model, tmp_path / "run", *settings)) as trainer:
+        rows = trainer.source.next(1).rows
+        _, metrics = trainer.step(rows, 1)
+        validated = trainer.validator(1) if trainer.validator else {}
+    got = rows.batch["token_level_scores"].sum(-1)
+    torch.testing.assert_close(got, expected(reward_model, rows, policy), atol=1e-4, rtol=1e-4)
+    assert got.std() > 0 and metrics.to_floats()["actor/num_updates"] == 2.0
+    assert any("reward_model_score" in name for name in validated)
+
+
+def test_terms_are_weighed_and_may_have_a_condition(policy: Path, reward_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "even.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(solution_str) % 2 == 0)\n"
+    )
+    terms = (
+        f"reward.terms=[{{name: '{tmp_path}/even.py'}},"
+        f"{{name: '{tmp_path}/even.py', key: again, weight: 10, when: even}},"
+        "{name: reward_model, weight: 0.5, when: even}]"
+    )
+    rows, _ = first_batch(config(policy, reward_model, tmp_path / "run", *ALONE, terms))
+    even = torch.tensor([len(text) % 2 == 0 for text in rows.non_tensor_batch["solution_str"]])
+    assert 0 < int(even.sum()) < len(rows)
+    wanted = torch.where(even, 11.0 + 0.5 * expected(reward_model, rows, policy), 0.0)
+    torch.testing.assert_close(rows.batch["token_level_scores"].sum(-1), wanted, atol=1e-4, rtol=1e-4)
+    for column in ("again", "reward_model_score"):
+        values = torch.tensor([float(value) for value in rows.non_tensor_batch[column]])
+        assert torch.equal(values.isnan(), ~even), column
+
+
+def test_a_row_that_the_model_cannot_read_is_an_error_of_the_reward(
+    policy: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    short = (*ALONE, "reward.reward_model.max_length=2")
+    with pytest.raises(RewardError, match=r"reward_model\.max_length=2"):
+        first_batch(config(policy, reward_model, tmp_path / "run", *short))
+    rows, metrics = first_batch(
+        config(policy, reward_model, tmp_path / "drop", *short, "reward.on_error=drop")
+    )
+    assert len(rows) == 0 and metrics["reward/num_errors"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("reward.reward_model.enable=false", "reward.terms=[{name: reward_model}]", *ALONE), "which is off"),
+        ((), r"does not use its score: join them by reward\.terms"),
+        (("reward.terms=[{name: reward_model}, {name: reward_model, key: b}]", *ALONE), "one reward model"),
+        (("reward.reward_model.model.path=null", *ALONE), r"reward_model\.model\.path is not set"),
+    ],
+)
+def test_mistakes_are_refused(
+    settings: tuple[str, ...], problem: str, policy: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config(policy, reward_model, tmp_path / "run", *settings)
+
+
+def test_a_language_model_is_no_reward_model(policy: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ModelError, match="has no head"),
+        build(config(policy, policy, tmp_path / "run", *ALONE)),
+    ):
+        pass
+
+
+def test_keys_of_verl_choose_the_model(policy: Path, reward_model: Path, tmp_path: Path) -> None:
+    made: Any = ppo_config(
+        policy,
+        tmp_path / "run",
+        *ALONE,
+        "reward_model.enable=true",
+        f"reward_model.model.path='{reward_model}'",
+        "reward_model.model.input_tokenizer=null",
+        "reward_model.micro_batch_size_per_gpu=3",
+        "reward_model.model.fsdp_config.param_offload=true",
+        "reward_model.strategy=fsdp",
+    )
+    learned = made.reward.reward_model
+    assert learned.enable and learned.micro_batch_size_per_gpu == 3 and learned.fsdp_config.param_offload
+    assert made.reward.terms == [{"name": "reward_model"}]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from sources import Source, sources
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import RUNS
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.arguments import arguments_of_keys
 from hybridflow.config.tree import keys_of, type_hints
@@ -49,7 +49,7 @@ def blocks(cls: type, root: type, path: str = "") -> Iterator[tuple[type, tuple[
             yield from blocks(hint, root, f"{path}.{name}".strip("."))  # type: ignore[arg-type]
 
 
-BLOCKS = [found for root in (PPOConfig, SFTConfig) for found in blocks(root, root)]
+BLOCKS = [found for root in RUNS.values() for found in blocks(root, root)]
 PLACES = {place for _, place in BLOCKS}
 RETURNS = {
     node.name: node.returns
@@ -135,7 +135,7 @@ def test_each_key_is_read() -> None:
     arguments = {name for facts in (*ESTIMATORS.values(), *POLICY_LOSSES.values()) for name in facts.reads}
     unread = [
         path
-        for root in (PPOConfig, SFTConfig)
+        for root in RUNS.values()
         for path in keys_of(root)
         if path not in READ_IN_CONFIG
         and (root, path) not in read

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hybridflow.config.data import TaskConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
+from hybridflow.data.tasks.arithmetic_preferences import ArithmeticPreferences
 from hybridflow.data.tasks.base import Split, Task
 from hybridflow.data.tasks.environment import EnvironmentTask
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask
@@ -27,6 +28,8 @@ def build_task(config: TaskConfig) -> Task:
     try:
         if name == "arithmetic_chain":
             return ArithmeticChain(seed=config.seed, **config.options)
+        if name == "arithmetic_preferences":
+            return ArithmeticPreferences(seed=config.seed, **config.options)
         if name.startswith("environment:"):
             return EnvironmentTask(name.removeprefix("environment:"), seed=config.seed, **config.options)
         if name.startswith("reasoning_gym:"):
@@ -38,8 +41,8 @@ def build_task(config: TaskConfig) -> Task:
             )
         if ":" not in name:
             raise ConfigError(
-                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME, "
-                "environment:NAME or path/to/file.py:factory"
+                f"data.task.name: got {name!r}, wanted arithmetic_chain, arithmetic_preferences, "
+                "reasoning_gym:NAME, environment:NAME or path/to/file.py:factory"
             )
         factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)

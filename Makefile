@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents preference bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -34,6 +34,9 @@ learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 c
 
 agents: setup  ## tiny models learn to use tools and to play, on three seeds, resumable; writes benchmarks/results/agents.md
 	$(BIN)/python benchmarks/agents.py
+
+preference: $(VENV)/.bench  ## preference losses and reward models on three seeds, and DPO against TRL, resumable; writes benchmarks/results/preference.md
+	$(BIN)/python benchmarks/preference.py
 
 BENCHMARKS := generation grpo_step training weights start transport
 

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.recipes import FOLDER, read_recipe
+from hybridflow.config.recipes import COMPARISONS, FOLDER, read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,10 +77,8 @@ class Cell:
 
 def all_names() -> list[str]:
     """Every tiny recipe with a twin for models of any size, and the control."""
-    return [
-        *sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if (FOLDER / path.name).is_file()),
-        CONTROL,
-    ]
+    names = {path.stem for path in (FOLDER / "tiny").glob("*.yaml") if (FOLDER / path.name).is_file()}
+    return [*sorted(names - {*COMPARISONS}), CONTROL]
 
 
 def result_path(out: Path, cell: Cell) -> Path:

@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> int:
 
 def algorithms() -> list[str]:
     """Return the recipes of algorithms: those with a twin for the tiny task, which agents have not."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml") if (RECIPES / "tiny" / path.name).is_file())
+    names = {path.stem for path in RECIPES.glob("*.yaml") if (RECIPES / "tiny" / path.name).is_file()}
+    return sorted(names - {"dpo", "reward_model"})
 
 
 def pages() -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
 from hybridflow.config.verl_rule import Rule
@@ -92,6 +92,12 @@ def render() -> str:
         "## Supervised fine-tuning\n\n`hybridflow sft` and `python -m hybridflow.trainer.main_sft` read "
         "these keys.\n",
         *_tables(SFTConfig),
+        "## Preference optimisation and reward models\n\n`hybridflow dpo` (`main_dpo`) and `hybridflow "
+        "reward-model` (`main_reward_model`) read the keys of supervised fine-tuning, and these.\n",
+        "### `hybridflow dpo`\n",
+        *_further_tables(DPOConfig),
+        "### `hybridflow reward-model`\n",
+        *_further_tables(RewardModelConfig),
         "## Keys of verl\n\nA command of verl's documents runs after its module's name is changed. This is "
         "what becomes of verl's keys that are not in the tables above.\n",
         "### Other names\n\nEach of these prints one line that names the key now used. The patterns are "
@@ -125,6 +131,14 @@ def _tables(root: type[Any]) -> Iterator[str]:
     for block, infos in blocks.items():
         yield f"### {block}\n"
         yield _table(("key", "type", "default", "meaning"), (_key(info) for info in infos))
+
+
+def _further_tables(root: type[Any]) -> Iterator[str]:
+    """Give one table of the keys that a run of supervised fine-tuning does not have, or not so."""
+    own = keys_of(SFTConfig)
+    further = [info for path, info in keys_of(root).items() if own.get(path) != info]
+    rows = ((f"`{info.path}`", *_key(info)[1:]) for info in further)
+    yield _table(("key", "type", "default", "meaning"), rows)
 
 
 def _key(info: KeyInfo) -> tuple[str, ...]:

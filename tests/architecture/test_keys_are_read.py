@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 from sources import Source, sources
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import RUNS
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.arguments import arguments_of_keys
 from hybridflow.config.tree import keys_of, type_hints
@@ -54,7 +54,7 @@ def blocks(cls: type, root: type, path: str = "") -> Iterator[tuple[type, tuple[
             yield from blocks(hint, root, f"{path}.{name}".strip("."))  # type: ignore[arg-type]
 
 
-BLOCKS = [found for root in (PPOConfig, SFTConfig) for found in blocks(root, root)]
+BLOCKS = [found for root in RUNS.values() for found in blocks(root, root)]
 PLACES = {place for _, place in BLOCKS}
 BOUNDS = {"C": ("PPOConfig", "SFTConfig")}
 """Type variables of configurations."""
@@ -144,7 +144,7 @@ def test_each_key_is_read() -> None:
     arguments = {name for facts in (*ESTIMATORS.values(), *POLICY_LOSSES.values()) for name in facts.reads}
     unread = [
         path
-        for root in (PPOConfig, SFTConfig)
+        for root in RUNS.values()
         for path in keys_of(root)
         if path not in READ_IN_CONFIG
         and (root, path) not in read

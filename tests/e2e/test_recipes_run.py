@@ -10,12 +10,12 @@ import pytest
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.config.recipes import FOLDER
+from hybridflow.config.recipes import COMPARISONS, FOLDER
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.main_ppo import run
 
 TINY = sorted((FOLDER / "tiny").glob("*.yaml"))
-NAMES = [path.stem for path in TINY if (FOLDER / path.name).is_file()]
+NAMES = [path.stem for path in TINY if (FOLDER / path.name).is_file() and path.stem not in COMPARISONS]
 ENVIRONMENTS = ("calculator", "guess", "search")
 SMALL = (
     "data.task.size=64",

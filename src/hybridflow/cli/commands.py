@@ -38,16 +38,15 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Run `train` or `sft`: one run, or every combination of a sweep."""
+    """Run a command that trains: one run, or every combination of a sweep."""
     from hybridflow.observability.progress import progress
 
     with progress.shown():
         with progress.phase("reading the configuration"):
-            from hybridflow.config import PPOConfig, SFTConfig
+            from hybridflow.config import RUNS
             from hybridflow.trainer.main import run
 
-            schemas: dict[str, type[Any]] = {"train": PPOConfig, "sft": SFTConfig}
-            configs = _prepared(options, schemas[options.command])
+            configs = _prepared(options, RUNS[options.command])
         for each in configs:
             run(each)
     return 0
@@ -78,11 +77,11 @@ def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
 
 def config(options: argparse.Namespace) -> int:
     """Print the resolved configuration as YAML, or what follows from it; without words, the defaults."""
-    from hybridflow.config import PPOConfig, SFTConfig
+    from hybridflow.config import RUNS
     from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml
 
-    root: type[PPOConfig] | type[SFTConfig] = SFTConfig if options.sft else PPOConfig
+    root = RUNS[options.run]
     if not (options.recipe or options.overrides or options.explain or options.changed):
         print(to_yaml(root()), end="")
         return 0

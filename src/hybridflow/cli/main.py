@@ -18,6 +18,12 @@ FIRST_STEPS = (
     "key=value …` and the same with `train`. `hybridflow COMMAND --help` has the options of a command."
 )
 RECIPE = "a recipe by name (grpo, ppo, dapo, …), or a YAML file"
+TRAINING = {
+    "train": "train by reinforcement learning",
+    "sft": "supervised fine-tuning",
+    "dpo": "preference optimisation on pairs of answers: dpo, ipo, kto, simpo, orpo",
+    "reward-model": "train a reward model on pairs of answers, or on labels of steps",
+}
 OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` alone lists all keys"
 
 
@@ -50,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(body=commands.demo)
 
-    for word, text in (("train", "train by reinforcement learning"), ("sft", "supervised fine-tuning")):
+    for word, text in TRAINING.items():
         run = words.add_parser(word, help=text)
         run.add_argument("--recipe", help=RECIPE)
         run.add_argument(
@@ -95,7 +101,9 @@ def _add_looking(words: Any) -> None:
         "config", help="print the keys and values of a run, or with --explain its steps, processes and memory"
     )
     config.add_argument("--recipe", help=RECIPE)
-    config.add_argument("--sft", action="store_true", help="a supervised run")
+    for word in list(TRAINING)[1:]:
+        text = f"a run of `hybridflow {word}`"
+        config.add_argument(f"--{word}", dest="run", action="store_const", const=word, help=text)
     config.add_argument(
         "--explain",
         action="store_true",
@@ -103,7 +111,7 @@ def _add_looking(words: Any) -> None:
     )
     config.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     config.add_argument("overrides", nargs="*", help=OVERRIDES)
-    config.set_defaults(body=commands.config)
+    config.set_defaults(body=commands.config, run="train")
 
     explained = words.add_parser(
         "explain",
@@ -158,7 +166,7 @@ def _demo_names() -> list[str]:
     """Return the names of the recipes with a tiny twin that needs nothing but the demo's own model."""
     folder = Path(__file__).parents[1] / "recipes"
     names = {path.stem for path in (folder / "tiny").glob("*.yaml") if (folder / path.name).is_file()}
-    return sorted(names - {"on_policy_distillation"})
+    return sorted(names - {"on_policy_distillation", "dpo", "reward_model"})
 
 
 @ends_in_status

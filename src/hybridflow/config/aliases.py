@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.root import SFTConfig
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
 LEARNERS = r"(actor_rollout_ref\.actor|critic)\."
@@ -130,7 +130,11 @@ ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
 )
 
-ALIASES = {PPOConfig: PPO_ALIASES, SFTConfig: SFT_ALIASES}
+
+def _aliases(root: type[Any]) -> tuple[tuple[str, str], ...]:
+    if issubclass(root, SFTConfig):
+        return SFT_ALIASES
+    return PPO_ALIASES
 
 
 def rewrite(root: type[Any], path: str, value: Any) -> str | None:
@@ -139,7 +143,7 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
         match = re.fullmatch(text, path)
         if match and value in values:
             return match.expand(new)
-    for pattern, new in ALIASES[root]:
+    for pattern, new in _aliases(root):
         match = re.fullmatch(pattern, path)
         if match:
             return match.expand(new)

@@ -42,7 +42,7 @@ HELP_FLAGS = ("--help", "-h")
 HELP = """\
 usage: python -m hybridflow.trainer.{module} [--config-path FOLDER --config-name NAME] key=value ...
 
-Each key=value sets one key of the run, as in data.train_batch_size=256. `hybridflow config{sft}` lists every
+Each key=value sets one key of the run, as in data.train_batch_size=256. `hybridflow config{flag}` lists every
 key with its default and its meaning, and docs/configuration.md is the same as a page.
 
 --config-path FOLDER  folder of a YAML file of your own, which sets several keys
@@ -50,7 +50,7 @@ key with its default and its meaning, and docs/configuration.md is the same as a
 --help                show this text
 
 `hybridflow {command}` runs the same, and has --recipe and --multirun. Before anything runs,
-`hybridflow config --explain{sft} key=value ...` shows what follows from the keys.
+`hybridflow config --explain{flag} key=value ...` shows what follows from the keys.
 """
 
 
@@ -60,10 +60,11 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def help_text(module: str) -> str:
-    """Return the help of `python -m hybridflow.trainer.main_ppo` or `main_sft`, by the module's name."""
-    if module == "main_sft":
-        return HELP.format(module=module, command="sft", sft=" --sft")
-    return HELP.format(module=module, command="train", sft="")
+    """Return the help of `python -m hybridflow.trainer.main_ppo` or one of its like, by the module's name."""
+    if module == "main_ppo":
+        return HELP.format(module=module, command="train", flag="")
+    word = module.removeprefix("main_").replace("_", "-")
+    return HELP.format(module=module, command=word, flag=f" --{word}")
 
 
 def read_flags(words: Sequence[str], recipe: str | Path | None = None) -> tuple[list[str], str | Path | None]:

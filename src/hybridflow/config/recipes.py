@@ -21,6 +21,10 @@ BASES = ("ppo_trainer", "sft_trainer", "sft_trainer_engine")
 """verl's names for files of all keys with their defaults: in a `defaults` list they stand for the schema."""
 
 
+COMPARISONS = ("dpo", "reward_model", "process_reward")
+"""Names of the recipes of `hybridflow dpo` and `hybridflow reward-model`."""
+
+
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package, those in folders as `folder/name`."""
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))

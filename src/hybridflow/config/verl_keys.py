@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.config.aliases import rewrite, rewrite_value
-from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.root import SFTConfig
 from hybridflow.config.tree import blocks_of, is_native
 from hybridflow.config.verl_rule import Rule
 from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
@@ -35,7 +34,10 @@ class KeyStatus:
     value: Any = None
 
 
-RULES: Mapping[type[Any], tuple[Rule, ...]] = {PPOConfig: PPO_RULES, SFTConfig: SFT_RULES}
+def _rules(root: type[Any]) -> tuple[Rule, ...]:
+    if issubclass(root, SFTConfig):
+        return SFT_RULES
+    return PPO_RULES
 
 
 def status(root: type[Any], path: str, value: Any) -> KeyStatus:
@@ -56,7 +58,7 @@ def status(root: type[Any], path: str, value: Any) -> KeyStatus:
         return KeyStatus("no effect", path, "the keys of the block keep their values")
     if is_native(root, path) or path in blocks_of(root):
         return KeyStatus("native", path, value=value)
-    for rule in RULES[root]:
+    for rule in _rules(root):
         if re.fullmatch(rule.pattern, path):
             return _ruled(rule, path, value)
     return KeyStatus("unknown", path)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import torch
 
 from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig
+from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
 from hybridflow.data.demonstrations import DemonstratedPrompts
 from hybridflow.data.files import Rows, as_list, load_rows
-from hybridflow.data.loader import MapDataset, StatefulLoader
+from hybridflow.data.loader import Item, MapDataset, StatefulLoader
 from hybridflow.data.plugin import blaming, join_spec, load_function
+from hybridflow.data.preference import Comparison, PreferenceDataset
 from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.samplers import CurriculumSampler, Sampler, SequentialSampler, ShuffledSampler
 from hybridflow.data.sft import SFTDataset, SFTRow
+from hybridflow.data.step_labels import StepDataset
 from hybridflow.data.tasks import Split, build_task
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
@@ -55,11 +58,11 @@ class PromptData:
 
 
 @dataclass(frozen=True)
-class SFTData:
-    """The data of a supervised run; the validation half may be missing."""
+class LearningData(Generic[Item]):
+    """The data of a run that learns from it as it is; the validation half may be missing."""
 
-    train_loader: StatefulLoader[SFTRow]
-    val_dataset: SFTDataset | None
+    train_loader: StatefulLoader[Item]
+    val_dataset: MapDataset[Item] | None
 
 
 def build_prompt_data(
@@ -99,17 +102,48 @@ def build_prompt_data(
     return PromptData(loader, _prompt_dataset(config, tokenizer, "validation", seed))
 
 
-def build_sft_data(config: SFTDataConfig, tokenizer: Tokenizer, seed: int) -> SFTData:
+def build_sft_data(config: SFTDataConfig, tokenizer: Tokenizer, seed: int) -> LearningData[SFTRow]:
     """Build the loader of training conversations and the dataset of validation conversations.
 
     Raises DataError for data that cannot be used, ConfigError for keys that do not go together.
     """
+    return _learning_data(config, seed, lambda rows: SFTDataset(rows, tokenizer, config))
+
+
+def build_preference_data(
+    config: PreferenceDataConfig, tokenizer: Tokenizer, seed: int, *, single: bool
+) -> LearningData[Comparison]:
+    """Build the loader of training comparisons and the dataset of validation comparisons.
+
+    `single` and errors: `PreferenceDataset`.
+    """
+    return _learning_data(
+        config, seed, lambda rows: PreferenceDataset(rows, tokenizer, config, single=single)
+    )
+
+
+def build_reward_data(
+    config: RewardDataConfig, tokenizer: Tokenizer, seed: int, *, steps: bool
+) -> LearningData[Any]:
+    """Build the loader of training pairs, or of answers with labels of their `steps`, and the validation
+    dataset. Raises what `build_sft_data` does.
+    """
+    if steps:
+        return _learning_data(config, seed, lambda rows: StepDataset(rows, tokenizer, config))
+    return _learning_data(
+        config, seed, lambda rows: PreferenceDataset(rows, tokenizer, config, margin_key=config.margin_key)
+    )
+
+
+def _learning_data(
+    config: SFTDataConfig, seed: int, build: Callable[[Rows], MapDataset[Item]]
+) -> LearningData[Item]:
     train_rows = _rows(config, "train", seed)
     if train_rows is None:
         raise ConfigError(
             "data.train_files is empty and data.task.name is not set: there is nothing to train on"
         )
-    train = SFTDataset(train_rows, tokenizer, config)
+    train = build(train_rows)
     loader = StatefulLoader(
         train,
         _own_sampler(train, config.shuffle, seed),
@@ -118,9 +152,10 @@ def build_sft_data(config: SFTDataConfig, tokenizer: Tokenizer, seed: int) -> SF
         num_workers=config.dataloader_num_workers,
     )
     val_rows = _rows(config, "validation", seed)
-    if val_rows is None:
-        return SFTData(loader, None)
-    return SFTData(loader, SFTDataset(val_rows, tokenizer, config))
+    val = None
+    if val_rows is not None:
+        val = build(val_rows)
+    return LearningData(loader, val)
 
 
 def _prompt_dataset(

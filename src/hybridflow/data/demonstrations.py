@@ -16,7 +16,7 @@ from hybridflow.data.messages import SHAREGPT, check_messages
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
-from hybridflow.data.sft import encode_conversation, encode_pair
+from hybridflow.data.sft import encode_conversation, encode_pair, last_answer
 from hybridflow.data.tokenizer import Tokenizer
 
 
@@ -84,8 +84,5 @@ def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataCo
                 raise ValueError("the messages before the answer are not the prompt of the row")
         template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
         ids, mask = encode_conversation(template, messages)
-    if 1 not in mask:
-        raise ValueError("the answer is empty")
-    end = len(mask) - mask[::-1].index(1)
-    start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
+    start, end = last_answer(mask)
     return ids[start:end]

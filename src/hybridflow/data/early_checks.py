@@ -16,8 +16,17 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import DataConfig, SFTDataConfig
+from hybridflow.config.preference import (
+    DPOConfig,
+    PreferenceDataConfig,
+    RewardDataConfig,
+    RewardModelConfig,
+    learns_from_pairs,
+)
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.data.comparisons import answers_of_pair
 from hybridflow.data.files import (
     JSON_LINES,
     PARQUET,
@@ -31,7 +40,14 @@ from hybridflow.data.files import (
 )
 from hybridflow.data.messages import check_messages, messages_column, prompt_of
 from hybridflow.data.remote import local_file
-from hybridflow.data.row_schema import complete_row, require_conversations, require_prompts, source_of
+from hybridflow.data.row_schema import (
+    complete_row,
+    require_comparisons,
+    require_conversations,
+    require_prompts,
+    require_steps,
+    source_of,
+)
 from hybridflow.errors import DataError
 
 FIRST_ROWS = 64
@@ -76,7 +92,7 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
     """
     data = config.data
     if data.task.name:
-        if data.task.name != "arithmetic_chain" and not data.task.name.startswith("reasoning_gym:"):
+        if data.task.name not in TASKS and not data.task.name.startswith("reasoning_gym:"):
             return []  # nothing is known of a user's own task
         columns = ["data_source", "prompt", "reward_model", "extra_info"]
         return [SplitFacts("data.task.name", data.task.name, columns, [data.task.name])]
@@ -92,6 +108,10 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         whole = Rows([[dict.fromkeys(columns)]], source)
         if isinstance(data, DataConfig):
             require_prompts(whole, data)
+        elif isinstance(config, RewardModelConfig) and not learns_from_pairs(config):
+            require_steps(whole, config.data)
+        elif isinstance(data, PreferenceDataConfig):
+            require_comparisons(whole, data, single=_takes_single_answers(config))
         else:
             require_conversations(whole, data)
         without_truth = {}
@@ -105,6 +125,11 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         sources = list(dict.fromkeys(name for look in looks for name in look.sources))
         found.append(SplitFacts(key, source, columns, sources, without_truth))
     return found
+
+
+def _takes_single_answers(config: PPOConfig | SFTConfig) -> bool:
+    """Whether a run of preference optimisation needs no pairs."""
+    return isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
 
 
 def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:
@@ -187,6 +212,11 @@ def _has_truth(rows: Rows, data: DataConfig) -> bool:
 
 
 def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> None:
+    if isinstance(data, RewardDataConfig) and data.steps_key in columns:
+        return  # or pairs: the dataset knows
+    if isinstance(data, PreferenceDataConfig) and data.chosen_key in columns:
+        answers_of_pair(row, data)
+        return
     column = messages_column(columns, data.messages_key, data.prompt_key, data.response_key)
     if column is not None:
         check_messages(row[column])

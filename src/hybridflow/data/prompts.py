@@ -145,6 +145,8 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
 
     Of a cut in the middle the first and the last `limit` / 2 tokens are left (the last get the odd one).
     """
+    if len(ids) <= limit:
+        return ids
     if side == "middle":
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]

@@ -25,3 +25,7 @@ class RaggedInts:
         if not 0 <= index < len(self):
             raise IndexError(f"list {index} of {len(self)}")
         return self._values[self._offsets[index] : self._offsets[index + 1]].tolist()
+
+    def content(self) -> bytes:
+        """Return bytes that are equal for equal lists, for a digest."""
+        return self._offsets.tobytes() + self._values.tobytes()

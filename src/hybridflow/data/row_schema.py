@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from hybridflow.config.data import DataConfig, SFTDataConfig
+from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import choose_column, messages_column, prompt_of
 
@@ -58,6 +59,28 @@ def require_conversations(rows: Rows, config: SFTDataConfig) -> str | None:
         )
         rows.require(config.prompt_key, config.response_key, hint=hint)
     return column
+
+
+def require_comparisons(rows: Rows, config: PreferenceDataConfig, *, single: bool) -> str | None:
+    """Return the column with messages, or None where prompts and answers are texts of their own columns.
+
+    With `single` one answer with a label is enough in place of a pair. Raises DataError where there is
+    neither.
+    """
+    if single and config.chosen_key not in rows.columns:
+        hint = "wanted pairs (data.chosen_key, data.rejected_key), or answers with a data.label_key"
+        rows.require(config.label_key, hint=hint)
+        return require_conversations(rows, config)
+    rows.require(config.chosen_key, config.rejected_key, hint="set data.chosen_key and data.rejected_key")
+    if config.prompt_key in rows.columns and isinstance(rows[0][config.chosen_key], str):
+        return None
+    return config.chosen_key
+
+
+def require_steps(rows: Rows, config: RewardDataConfig) -> None:
+    """Raise DataError where a column is missing that labels of steps need."""
+    hint = "set data.prompt_key, data.steps_key and data.step_labels_key"
+    rows.require(config.prompt_key, config.steps_key, config.step_labels_key, hint=hint)
 
 
 def source_of(row: Row, config: DataConfig) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,10 @@ class SFTRow:
     index: int
 
 
+Encoded = tuple[list[int], list[int]]
+"""Token ids of a conversation, and 1 on those to learn."""
+
+
 class SFTDataset:
     """The conversations of `rows` that can be used; item i is an SFTRow.
 
@@ -52,16 +56,19 @@ class SFTDataset:
 
     def __init__(self, rows: Rows | Sequence[Row], tokenizer: Tokenizer, config: SFTDataConfig) -> None:
         self.rows = as_rows(rows)
-        self.tokenizer = tokenizer
-        self.config = config
-        self.num_overlong = 0
-        self._ignores_tools = False
         self._kept: list[int] = []
         self._ids = RaggedInts()
         self._mask = RaggedInts()
-        self._check_columns()
+        if not len(self.rows):
+            raise DataError(f"{self.rows.source} has no rows")
+        column = require_conversations(self.rows, config)
+        encoder = ConversationEncoder(self.rows, tokenizer, config, column)
         self.report = RowReport(self.rows.source, len(self.rows))
-        self._encode_all()
+        for index, [(ids, mask)] in usable_rows(self.rows, self.report, encoder.encode_alone, config):
+            self._kept.append(index)
+            self._ids.append(ids)
+            self._mask.append(mask)
+        self.num_overlong = len(self.report.overlong)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -69,67 +76,94 @@ class SFTDataset:
     def __getitem__(self, position: int) -> SFTRow:
         return SFTRow(self._ids[position], self._mask[position], self._kept[position])
 
-    def _check_columns(self) -> None:
-        config = self.config
-        if not len(self.rows):
-            raise DataError(f"{self.rows.source} has no rows")
-        self.messages_column = require_conversations(self.rows, config)
-        self.rows.refuse_media()
-        first = self.rows[0].get(config.prompt_key)
-        wrap = config.wrap_prompts or self.messages_column is not None
-        check_template(self.tokenizer, self.rows.source, first, wrap=wrap, use="are learned")
 
-    def _encode_all(self) -> None:
-        limit = self.config.max_length
-        report = self.report
-        for index, (ids, mask) in report.encoded(self.rows, lambda _, row: self.encode(row)):
-            reason = "the assistant says nothing"
-            if report.is_overlong(index, len(ids), limit):
-                # error: all of them are named once all rows are read
-                if self.config.truncation in ("drop", "error"):
-                    continue
-                ids = truncate(ids, limit, self.config.truncation)
-                mask = truncate(mask, limit, self.config.truncation)
-                reason = "nothing left to learn after truncation"
-            if not any(mask[1:]):  # the first token has nothing before it to be predicted from
-                report.failed(index, reason)
+def usable_rows(
+    rows: Rows, report: RowReport, encode: Callable[[Row], list[Encoded]], config: SFTDataConfig
+) -> Iterator[tuple[int, list[Encoded]]]:
+    """Yield (index, conversations) of each row of which `encode` makes conversations with something to learn.
+
+    Conversations over `data.max_length` are dealt with as `data.truncation` says. What is left out is counted
+    in `report`, which is closed at the end.
+    """
+    limit = config.max_length
+    num_kept = 0
+    for index, found in report.encoded(rows, lambda _, row: encode(row)):
+        reason = "the assistant says nothing"
+        if report.is_overlong(index, max(len(ids) for ids, _ in found), limit):
+            # error: all of them are named once all rows are read
+            if config.truncation in ("drop", "error"):
                 continue
-            self._kept.append(index)
-            self._ids.append(ids)
-            self._mask.append(mask)
-        self.num_overlong = len(report.overlong)
-        if report.overlong:
-            self._say_overlong(report.overlong_rows("conversations", "data.max_length", limit))
-        report.close()
+            found = [
+                (truncate(ids, limit, config.truncation), truncate(mask, limit, config.truncation))
+                for ids, mask in found
+            ]
+            reason = "nothing left to learn after truncation"
+        # the first token has nothing before it to be predicted from
+        if not all(any(mask[1:]) for _, mask in found):
+            report.failed(index, reason)
+            continue
+        num_kept += 1
+        yield index, found
+    if report.overlong:
+        _say_overlong(report.overlong_rows("conversations", "data.max_length", limit), config, num_kept)
+    report.close()
 
-    def _say_overlong(self, text: str) -> None:
-        if self.config.truncation == "error":
-            raise DataError(f"{text}; raise it, or set data.truncation=left, right or drop")
-        if not self._kept:
-            raise DataError(
-                f"{text}, and data.truncation={self.config.truncation} leaves none; raise data.max_length"
-            )
-        done = f"cut (data.truncation={self.config.truncation})"
-        if self.config.truncation == "drop":
-            done = "dropped"
-        logger.warning("%s: %s", text, done)
 
-    def encode(self, row: Row) -> tuple[list[int], list[int]]:
+def _say_overlong(text: str, config: SFTDataConfig, num_kept: int) -> None:
+    if config.truncation == "error":
+        raise DataError(f"{text}; raise it, or set data.truncation=left, right or drop")
+    if not num_kept:
+        raise DataError(f"{text}, and data.truncation={config.truncation} leaves none; raise data.max_length")
+    done = f"cut (data.truncation={config.truncation})"
+    if config.truncation == "drop":
+        done = "dropped"
+    logger.warning("%s: %s", text, done)
+
+
+class ConversationEncoder:
+    """Makes token ids and masks of the conversations in `rows`, which stand in `messages_column`; None: in
+    `data.prompt_key` and `data.response_key`.
+    """
+
+    def __init__(
+        self, rows: Rows, tokenizer: Tokenizer, config: SFTDataConfig, messages_column: str | None
+    ) -> None:
+        self.source = rows.source
+        self.tokenizer = tokenizer
+        self.config = config
+        self.messages_column = messages_column
+        self._ignores_tools = False
+        rows.refuse_media()
+        first = rows[0].get(config.prompt_key)
+        wrap = config.wrap_prompts or messages_column is not None
+        check_template(tokenizer, rows.source, first, wrap=wrap, use="are learned")
+
+    def encode_alone(self, row: Row) -> list[Encoded]:
+        """Return the one conversation of a row."""
+        return [self.encode(row)]
+
+    def encode(self, row: Row) -> Encoded:
         """Return token ids and loss mask of a row; TypeError or ValueError where it is no conversation."""
         config = self.config
         if self.messages_column is not None:
-            return self._conversation(check_messages(row[self.messages_column]), row)
+            return self.conversation(check_messages(row[self.messages_column]), row)
         response = row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
+        return self.answer(response, row)
+
+    def answer(self, response: str, row: Row) -> Encoded:
+        """Return the row's prompt and a response to it; TypeError or ValueError where it has no prompt."""
+        config = self.config
         if row[config.prompt_key] == "" and not config.wrap_prompts:
             return encode_pair(self.tokenizer, "", response)
         prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts)
         if isinstance(prompt, str):
             return encode_pair(self.tokenizer, prompt, response)
-        return self._conversation([*prompt, {"role": "assistant", "content": response}], row)
+        return self.conversation([*prompt, {"role": "assistant", "content": response}], row)
 
-    def _conversation(self, messages: Sequence[Message], row: Row) -> tuple[list[int], list[int]]:
+    def conversation(self, messages: Sequence[Message], row: Row) -> Encoded:
+        """Return a conversation with the row's tools; raises what `encode_conversation` does."""
         options = dict(self.config.apply_chat_template_kwargs)
         thinking = row.get(self.config.enable_thinking_key)
         if thinking is not None:
@@ -150,7 +184,7 @@ class SFTDataset:
                 logger.warning(
                     "%s has a column %s with text that is no JSON (%.40r): it is left out where it is; "
                     "data.tools_key names the column with the tools",
-                    self.rows.source,
+                    self.source,
                     key,
                     tools,
                 )
@@ -210,6 +244,15 @@ def encode_conversation(
         else:
             ids, mask = _mask_spans(tokenizer, text, spans)
     return ids, _end_at_end_token(tokenizer, ids, mask)
+
+
+def last_answer(mask: Sequence[int]) -> tuple[int, int]:
+    """Return (start, end) of the last run of ones of a mask; ValueError where there is none."""
+    if 1 not in mask:
+        raise ValueError("the answer is empty")
+    end = len(mask) - list(reversed(mask)).index(1)
+    start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
+    return start, end
 
 
 class RewrittenTurn(ValueError):

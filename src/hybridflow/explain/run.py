@@ -25,7 +25,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import needed_roles
-from hybridflow.trainer.sft.build import ROLES as SFT_ROLES
+from hybridflow.trainer.sft.build import roles_of
 from hybridflow.trainer.sft.build import sizes as sft_sizes
 
 
@@ -50,9 +50,10 @@ class Plan:
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig) -> Plan:
         """Plan a run as `build` of its trainer would build it."""
-        names = list(SFT_ROLES)
         if isinstance(config, PPOConfig):
             names = needed_roles(config)
+        else:
+            names = list(roles_of(config))
         placement = Placement.from_config(config.trainer, names)
         engines = {}
         for role in names:
@@ -164,12 +165,12 @@ def _rows(plan: Plan) -> Iterator[Line]:
             f"{math.ceil(rows / parts):,}",
             f"{rows:,} at once / {parts} that generate apart",
         )
-    for engine in plan.engines.values():
+    for role, engine in plan.engines.items():
         if not engine.trained:
             continue
         shown = engine.role
         if isinstance(plan.config, SFTConfig):
-            shown = "SFT"
+            shown = role.replace("_", " ").upper()
         if many:
             by = "by their tokens" if plan.config.trainer.balance_batch else "by their number"
             how = (
@@ -241,7 +242,7 @@ def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
     if role == "actor" and isinstance(plan.config, PPOConfig):
         tensor = max(tensor, plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
     return size_of(
-        "value" if role == "critic" else "policy",
+        "value" if role in ("critic", "reward_model") else "policy",
         engine.model,
         dtype=compute_dtype(engine.fsdp, engine.model),
         device=plan.device,

@@ -59,6 +59,14 @@ entropys | B,R | float32 | nats | actor | metrics | entropy of the distribution 
 sum_pi_squared | B,R | float32 | | actor | advantages | sum of squared probabilities over the vocabulary
 teacher_log_probs | B,R | float32 | nats | teacher | advantages | log-probabilities of the teacher
 ref_log_prob | B,R | float32 | nats | reference | KL penalty, KL loss | log-probabilities of the reference
+ref_log_prob_sum | B | float32 | nats | reference | preference losses | \
+sum of the reference's log-probabilities over the tokens of loss_mask
+preference | B | int64 | | data | preference losses | \
+1: the chosen or a desirable answer, 0: the other, -1: one to another prompt (kto)
+margin | B | float32 | score | data | reward model | by how much the chosen answer of its pair is better
+step_labels | B,R | float32 | | data | reward model | \
+1 where a right step ends, 0 elsewhere; loss_mask marks the ends of all steps
+reference_point | B | float32 | nats | driver | preference losses | kto: what log-ratios are compared with
 values | B,R | float32 | score | critic | advantages, value loss | \
 read at the position that predicts the token
 advantages | B,R | float32 | score | advantages | policy losses | better than expected by; 0 outside the mask

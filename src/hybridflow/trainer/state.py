@@ -25,7 +25,7 @@ class RunState:
     """The state of a run: weights, optimizers, place of the source, further parts of the driver, and step."""
 
     kind: str
-    """`ppo` or `sft`; a run goes on from checkpoints of its own kind only."""
+    """`ppo`, `sft`, `dpo` or `reward_model`; a run goes on from checkpoints of its own kind only."""
     seed: int
     total_steps: int
     source: Resumable

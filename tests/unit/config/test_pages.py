@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import RUNS, PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, keys_of
 from hybridflow.config.verl_keys import status
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted(
     [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples" / "cluster").iterdir()]
 )
-KEYS = {*keys_of(PPOConfig), *keys_of(SFTConfig)}
-OWN = {*KEYS, *blocks_of(PPOConfig), *blocks_of(SFTConfig)}
+KEYS = {key for root in RUNS.values() for key in keys_of(root)}
+OWN = {*KEYS, *(block for root in RUNS.values() for block in blocks_of(root))}
 BLOCKS = (
     "data",
     "actor_rollout_ref",

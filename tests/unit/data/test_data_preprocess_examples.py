@@ -148,3 +148,25 @@ def test_rows_of_agents_from_local_folders(tmp_path: Path, characters: PreTraine
         "single_turn_prompt": "2 + 2?",
         "task_desc": "solving math problems",
     }
+
+
+def test_preferences_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokenizerFast) -> None:
+    pair = {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi\n\nAssistant: No"}
+    (tmp_path / "raw").mkdir()
+    for split in ("train", "test"):
+        rows = [pair, {"chosen": "no transcript", "rejected": ""}]
+        (tmp_path / "raw" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = ("--local_dataset_path", str(tmp_path / "raw"), "--local_save_dir", str(tmp_path / "out"))
+    done = run("preferences.py", "--dataset", "hh_rlhf", *places)
+    assert done.returncode == 0, done.stderr
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    found = {
+        part: load_rows(str(tmp_path / "out" / part / "train.parquet"))[:] for part in ("sft", "rm", "rl")
+    }
+    assert found["sft"] == [{"messages": talk}]
+    assert found["rm"] == [{"chosen": talk, "rejected": [talk[0], {"role": "assistant", "content": "No"}]}]
+    assert [row["prompt"] for row in found["rl"]] == [talk[:1]]
+    assert (
+        len(PromptDataset(load_rows(str(tmp_path / "out" / "rl" / "test.parquet")), characters, DataConfig()))
+        == 1
+    )

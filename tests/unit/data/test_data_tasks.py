@@ -88,7 +88,10 @@ def test_build_task_by_name_and_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (TaskConfig(name="arithmetic"), "wanted arithmetic_chain, reasoning_gym:NAME, environment:NAME or"),
+        (
+            TaskConfig(name="arithmetic"),
+            "wanted arithmetic_chain, arithmetic_preferences, reasoning_gym:NAME",
+        ),
         (TaskConfig(name="arithmetic_chain", options={"hop": 2}), r"data\.task\.options=.*hop"),
         (TaskConfig(name="arithmetic_chain", options={"hops": 0}), "at least 1"),
         (TaskConfig(name="/no/such.py:f"), "no file /no/such.py"),

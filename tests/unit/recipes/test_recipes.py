@@ -10,18 +10,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import uses_agents
-from hybridflow.config.recipes import FOLDER
+from hybridflow.config.recipes import COMPARISONS, FOLDER
 from hybridflow.config.tree import flatten, keys_of
 from hybridflow.tools.toolset import Toolset
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in COMPARISONS)
 ENVIRONMENTS = ["calculator", "guess", "search"]
 OTHERS = ["base", "sft", "agent_base", "agent_sft", "code", "code_sft", *ENVIRONMENTS]
-TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in OTHERS)
+TINY = sorted(
+    path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in (*OTHERS, *COMPARISONS)
+)
 AGENTS = {"collabllm", "gsm8k_tools", "retool", "search_r1"}
 """Recipes with tools or users, whose tiny tasks are others."""
 TWINNED = [name for name in NAMES if name not in AGENTS]
@@ -116,16 +118,34 @@ def test_a_twin_keeps_the_algorithm(name: str, tmp_path: Path) -> None:
     assert one.policy_loss == other.policy_loss and one.loss_agg_mode == other.loss_agg_mode
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"tiny/{name}" for name in (*TINY, *OTHERS))])
+@pytest.mark.parametrize("name", ["dpo", "reward_model", *(f"tiny/{name}" for name in COMPARISONS)])
+def test_a_recipe_of_comparisons_passes_every_check(name: str, tmp_path: Path) -> None:
+    keys = ["model.path=owner/model", f"trainer.default_local_dir={tmp_path}"]
+    if "/" not in name:
+        keys.append("data.task.name=arithmetic_preferences")
+    config = prepare_config(root_of(name), keys, recipe=name).config
+    assert config.data.max_length > 0
+
+
+def root_of(name: str) -> type[PPOConfig] | type[SFTConfig]:
+    stem = name.rpartition("/")[2]
+    if stem in COMPARISONS:
+        return DPOConfig if stem == "dpo" else RewardModelConfig
+    return SFTConfig if name.endswith("sft") else PPOConfig
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, "dpo", "reward_model", *(f"tiny/{name}" for name in (*TINY, *OTHERS, *COMPARISONS))]
+)
 def test_a_recipe_says_what_it_is_and_repeats_no_default(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    root = SFTConfig if name.endswith("sft") else PPOConfig
+    root = root_of(name)
     if "/" not in name:
         assert re.search(r"^# .*arXiv \d{4}\.\d{5}", text), "the header names the paper"
     if not name.endswith("base"):
-        assert re.search(rf"^# hybridflow (train|sft) --recipe {name} ", text, re.MULTILINE), (
-            "the header has the command"
-        )
+        assert re.search(
+            rf"^# hybridflow (train|sft|dpo|reward-model) --recipe {name} ", text, re.MULTILINE
+        ), "the header has the command"
     own = yaml.safe_load(text)
     parents = own.pop("defaults", [])
     if parents:

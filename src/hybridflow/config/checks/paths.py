@@ -14,7 +14,7 @@ from hybridflow.config.data import BaseDataConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
-TASKS = ("arithmetic_chain", "one_liners")
+TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners")
 
 
 def is_remote(path: str) -> bool:

@@ -27,6 +27,7 @@ from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.config.preference import learns_from_pairs
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -87,6 +88,8 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
 
 def _sft_problems(config: SFTConfig) -> Iterator[str]:
     yield from _sft_sizes(config)
+    if learns_from_pairs(config):
+        yield from _pair_sizes(config)
     yield from kernel_problems(config)
     yield from _optim(config.optim, "optim")
     yield from _trainer(config.trainer)
@@ -253,6 +256,18 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             f"trainer.total_training_steps={trainer.total_training_steps} in which the actor trains: set it "
             "lower"
         )
+
+
+def _pair_sizes(config: SFTConfig) -> Iterator[str]:
+    """Both answers of a pair are in one forward pass, which the loss compares."""
+    data = config.data
+    if data.max_length <= data.max_token_len_per_gpu < 2 * data.max_length:
+        yield (
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens cannot hold a pair of "
+            f"data.max_length={data.max_length} tokens each: set it to {2 * data.max_length} or more"
+        )
+    if data.micro_batch_size_per_gpu == 1:
+        yield "data.micro_batch_size_per_gpu=1 cannot hold both answers of a pair: set it to 2 or more"
 
 
 def _sft_sizes(config: SFTConfig) -> Iterator[str]:

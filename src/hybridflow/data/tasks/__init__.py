@@ -9,6 +9,7 @@ from __future__ import annotations
 from hybridflow.config.data import TaskConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
+from hybridflow.data.tasks.arithmetic_preferences import ArithmeticPreferences
 from hybridflow.data.tasks.base import Split, Task
 from hybridflow.data.tasks.environment import EnvironmentTask
 from hybridflow.data.tasks.one_liners import OneLiners
@@ -30,6 +31,8 @@ def build_task(config: TaskConfig) -> Task:
             return ArithmeticChain(seed=config.seed, **config.options)
         if name == "one_liners":
             return OneLiners(seed=config.seed, **config.options)
+        if name == "arithmetic_preferences":
+            return ArithmeticPreferences(seed=config.seed, **config.options)
         if name.startswith("environment:"):
             return EnvironmentTask(name.removeprefix("environment:"), seed=config.seed, **config.options)
         if name.startswith("reasoning_gym:"):
@@ -41,8 +44,8 @@ def build_task(config: TaskConfig) -> Task:
             )
         if ":" not in name:
             raise ConfigError(
-                f"data.task.name: got {name!r}, wanted arithmetic_chain, one_liners, reasoning_gym:NAME, "
-                "environment:NAME or path/to/file.py:factory"
+                f"data.task.name: got {name!r}, wanted arithmetic_chain, arithmetic_preferences, one_liners, "
+                "reasoning_gym:NAME, environment:NAME or path/to/file.py:factory"
             )
         factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)

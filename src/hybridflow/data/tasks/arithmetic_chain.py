@@ -61,8 +61,20 @@ class ArithmeticChain:
                 )
             if split == "validation":
                 seen.add(question(terms))
-            rows.append(_row(terms, split, index))
+            rows.append(self.row_of(terms, split, index))
         return rows
+
+    def row_of(self, terms: list[int], split: Split, index: int) -> dict[str, Any]:
+        """Return the row of a question."""
+        user = {"role": "user", "content": question(terms)}
+        return {
+            "data_source": NAME,
+            "prompt": [user],
+            "messages": [user, {"role": "assistant", "content": worked_answer(terms)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(sum(terms))},
+            "extra_info": {"index": index, "split": split},
+        }
 
     def _draw(self, split: Split, index: int, taken: set[str]) -> list[int] | None:
         """Signed terms of a question of `split` that is not in `taken`; None where many draws find none."""
@@ -92,13 +104,19 @@ def sign(term: int) -> str:
     return "+"
 
 
-def worked_answer(terms: list[int]) -> str:
-    """Return the steps and the result: "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"."""
+def worked_answer(terms: list[int], *, wrong_step: int = -1, off_by: int = 0) -> str:
+    """Return the steps and the result: "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10".
+
+    The result of step `wrong_step`, from 0, is `off_by` too high; the steps after it go on from there.
+    """
     steps = ""
     value = terms[0]
-    for term in terms[1:]:
-        steps += f"{value} {sign(term)} {abs(term)} = {value + term} . "
-        value += term
+    for number, term in enumerate(terms[1:]):
+        result = value + term
+        if number == wrong_step:
+            result += off_by
+        steps += f"{value} {sign(term)} {abs(term)} = {result} . "
+        value = result
     return f"{steps}#### {value}"
 
 
@@ -106,15 +124,3 @@ def split_of(text: str) -> Split:
     """Return the split that a question belongs to, by its text alone."""
     number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     return "validation" if number % VALIDATION_SHARE == 0 else "train"
-
-
-def _row(terms: list[int], split: Split, index: int) -> dict[str, Any]:
-    user = {"role": "user", "content": question(terms)}
-    return {
-        "data_source": NAME,
-        "prompt": [user],
-        "messages": [user, {"role": "assistant", "content": worked_answer(terms)}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(sum(terms))},
-        "extra_info": {"index": index, "split": split},
-    }

@@ -42,6 +42,7 @@ def _quantity(value: float) -> str:
 
 _FIELDS = (
     _Field("loss", ("train/loss",), "{:.4f}".format, 9),
+    _Field("accuracy", ("train/accuracy",), "{:.3f}".format, 8),
     _Field("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format, 9),
     _Field("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format, 2),
     _Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),

@@ -1,18 +1,21 @@
-"""Wiring of a supervised run: from a prepared configuration to a trainer that is ready to `fit`."""
+"""Wiring of a run that learns from data as it is (`kinds.py`): from a prepared configuration to a trainer
+that is ready to `fit`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hybridflow.checkpoint.layout import ACTOR
-from hybridflow.config import SFTConfig
+from hybridflow.config import DPOConfig, SFTConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.controller import Factories, MeshInfo, Placement, RankInfo, WorkerHost
-from hybridflow.data.build import build_sft_data
+from hybridflow.data.build import LearningData
+from hybridflow.data.preference import Comparison, PreferenceDataset
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import resolve_device
 from hybridflow.distributed.layout import ParallelLayout
@@ -20,54 +23,63 @@ from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
+from hybridflow.protocol import DataProto
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
-from hybridflow.trainer.sft.source import ConversationSource
+from hybridflow.trainer.sft.kinds import kind_of
+from hybridflow.trainer.sft.reference import add_reference
+from hybridflow.trainer.sft.source import RowSource
 from hybridflow.trainer.sft.step import SFTStep, SFTValidator
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers import RolloutWorker
+from hybridflow.workers.comparison import ComparisonGroup, ComparisonWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.sft import SFTGroup, SFTWorker
 
-SFTTrainer: TypeAlias = Trainer[ConversationSource, SFTStep]
-
-ROLES = ("sft", "rollout")
-"""The learner, and generation with its weights for whoever wants to look at its answers."""
+SFTTrainer: TypeAlias = Trainer[RowSource[Any], SFTStep]
 
 
 @contextmanager
 def build(
     config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
 ) -> Iterator[SFTTrainer]:
-    """Build all that a supervised run needs, until the context ends; `patience`, `signals`: `run.started`."""
+    """Build all that such a run needs, until the context ends; `patience`, `signals`: `run.started`."""
     trainer = config.trainer
-    with started(config, ROLES, patience=patience, signals=signals) as run:
+    kind = kind_of(config)
+    with started(config, roles_of(config), patience=patience, signals=signals) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-            data = build_sft_data(config.data, tokenizer, trainer.seed)
+            data = kind.load_data(config, tokenizer)
         total_steps = steps_of(config, data.train_loader)
         ends = tuple(end_tokens(config.model, tokenizer))
         factories = partial(_factories, config, total_steps, run.folder.nonfinite, ends)
         with progress.phase("starting the workers"):
             backend = run.start(factories, partial(_meshes, config))
-        group = SFTGroup(backend, "sft")
+        group = kind.group(backend, kind.name)
         pad_id = int(tokenizer.pad_token_id)
-        source = ConversationSource(data.train_loader, pad_id)
+
+        def make_rows(items: Sequence[Any]) -> DataProto:
+            return kind.make_rows(items, pad_id)
+
+        source = RowSource(data.train_loader, make_rows)
         state = RunState(
-            kind="sft",
+            kind=kind.name,
             seed=trainer.seed,
             total_steps=total_steps,
             source=source,
             engines={ACTOR: SavedEngine(group, config.checkpoint)},
             write_huggingface=huggingface_writer(group, tokenizer),
         )
+        if isinstance(config, DPOConfig) and config.algorithm.needs_reference:
+            with progress.phase("log-probs of the reference model"):
+                _add_reference(config, data, group, make_rows, run.folder.path / "reference")
         store = run.resume(state)
         validator = None
         if data.val_dataset is not None:
-            validator = SFTValidator(data.val_dataset, group, config.data.train_batch_size, pad_id)
+            validator = SFTValidator(data.val_dataset, group, config.data.train_batch_size, make_rows)
         save_freq = trainer.save_freq
         if save_freq <= 0:
             save_freq = total_steps  # at the end
@@ -90,6 +102,33 @@ def build(
             )
 
 
+def _add_reference(
+    config: DPOConfig,
+    data: LearningData[Comparison],
+    group: SFTGroup | ComparisonGroup,
+    make_rows: Callable[[Sequence[Comparison]], DataProto],
+    folder: Path,
+) -> None:
+    splits = {"train": data.train_loader.dataset, "validation": data.val_dataset}
+    assert isinstance(group, ComparisonGroup), "a preference loss compares"
+    add_reference(
+        {name: dataset for name, dataset in splits.items() if isinstance(dataset, PreferenceDataset)},
+        group,
+        folder,
+        make_rows,
+        batch_size=config.data.train_batch_size,
+        without_adapters=LoraSettings.from_config(config.model, seed=config.trainer.seed) is not None,
+    )
+
+
+def roles_of(config: SFTConfig) -> tuple[str, ...]:
+    """Return the roles of a run: the learner and, where it generates, the rollout with its weights."""
+    kind = kind_of(config)
+    if kind.generates:
+        return (kind.name, "rollout")
+    return (kind.name,)
+
+
 def sizes(config: SFTConfig, world_size: int) -> ParallelLayout:
     """Return how the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
@@ -101,7 +140,11 @@ def sizes(config: SFTConfig, world_size: int) -> ParallelLayout:
 def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
     world = placement.num_devices
     cost = row_cost(config.model) if config.trainer.balance_batch else None
-    return {"sft": MeshInfo(world, sizes(config, world).axes(), cost), "rollout": MeshInfo(world)}
+    learner, *others = roles_of(config)
+    return {
+        learner: MeshInfo(world, sizes(config, world).axes(), cost),
+        **{role: MeshInfo(world) for role in others},
+    }
 
 
 def _factories(
@@ -111,10 +154,12 @@ def _factories(
     model = model_arguments(config.model, resolve_device(config.trainer.device))
     lora = LoraSettings.from_config(config.model, seed=config.trainer.seed)
 
-    def sft(info: RankInfo) -> SFTWorker:
+    kind = kind_of(config)
+
+    def learner(info: RankInfo) -> SFTWorker | ComparisonWorker:
         with progress.phase("loading the model"):
             engine = build_engine(
-                "policy",
+                kind.engine(config),
                 model,
                 name="train",
                 optim=config.optim,
@@ -127,19 +172,19 @@ def _factories(
                 activation_offload=config.model.enable_activation_offload,
                 lora=lora,
             )
-        return SFTWorker(
-            engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
-        )
+        limits = BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
+        return kind.make_worker(config, engine, limits)
 
     def rollout(info: RankInfo) -> RolloutWorker:
-        learner = process.worker("sft")
-        assert isinstance(learner, SFTWorker)
+        sharer = process.worker(kind.name)
+        assert isinstance(sharer, SFTWorker)
         return build_rollout_worker(
             RolloutConfig(max_num_seqs=512),
-            actor_engine=learner.engine,
+            actor_engine=sharer.engine,
             model=model,
             eos_token_ids=ends,
             lora=lora,
         )
 
-    return {"sft": sft, "rollout": rollout}
+    made: Factories = {kind.name: learner, "rollout": rollout}
+    return {role: made[role] for role in roles_of(config)}

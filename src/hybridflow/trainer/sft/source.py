@@ -5,13 +5,16 @@ loader ──conversations──► rows, with the assistant's tokens marked ─
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.sft import SFTRow
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.trainer.source import LoaderSource, TrainBatch
+
+Item = TypeVar("Item")
 
 
 def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
@@ -30,14 +33,16 @@ def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
     return DataProto.from_dict(columns | {"loss_mask": columns["response_mask"].clone()})
 
 
-class ConversationSource(LoaderSource[SFTRow]):
-    """Reads the batches of supervised fine-tuning."""
+class RowSource(LoaderSource[Item]):
+    """Reads the batches of a run whose data is learned from as it is; `make_rows` makes rows of them."""
 
-    def __init__(self, loader: StatefulLoader[SFTRow], pad_id: int) -> None:
+    def __init__(
+        self, loader: StatefulLoader[Item], make_rows: Callable[[Sequence[Item]], DataProto]
+    ) -> None:
         super().__init__(loader)
-        self.pad_id = pad_id
+        self.make_rows = make_rows
 
     def next(self, step: int) -> TrainBatch:
-        """Return the next conversations of the loader as rows."""
+        """Return the next items of the loader as rows."""
         epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
-        return TrainBatch(conversation_rows(next(self.batches()), self.pad_id), epoch)
+        return TrainBatch(self.make_rows(next(self.batches())), epoch)

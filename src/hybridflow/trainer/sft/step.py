@@ -1,20 +1,23 @@
-"""One step of supervised fine-tuning, and its validation loss."""
+"""One step of supervised fine-tuning or of learning from comparisons, and its validation."""
 
 from __future__ import annotations
 
-from hybridflow.data.sft import SFTDataset
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridflow.data.loader import MapDataset
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.sft.source import conversation_rows
+from hybridflow.workers.comparison import ComparisonGroup
 from hybridflow.workers.sft import SFTGroup
 
 
 class SFTStep:
     """An optimizer step on the rows of a batch."""
 
-    def __init__(self, group: SFTGroup, timer: Timer) -> None:
+    def __init__(self, group: SFTGroup | ComparisonGroup, timer: Timer) -> None:
         self.group = group
         self.timer = timer
 
@@ -27,20 +30,32 @@ class SFTStep:
 
 
 class SFTValidator:
-    """Measures the loss on the validation conversations, `batch_size` of them at a time."""
+    """Measures the validation data, `batch_size` items at a time; `make_rows` makes rows of them."""
 
-    def __init__(self, dataset: SFTDataset, group: SFTGroup, batch_size: int, pad_id: int) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset[Any],
+        group: SFTGroup | ComparisonGroup,
+        batch_size: int,
+        make_rows: Callable[[Sequence[Any]], DataProto],
+    ) -> None:
         self.dataset = dataset
         self.group = group
         self.batch_size = batch_size
-        self.pad_id = pad_id
+        self.make_rows = make_rows
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return `val/loss`, nats per token to learn, after `step` steps."""
+        """Return what the group measures after `step` steps, as the mean over all items: `val/loss`, nats per
+        token of conversations; of comparisons `val/margin` too, the mean reward of the chosen answers less
+        that of the rejected ones.
+        """
         metrics = Metrics()
         count = len(self.dataset)
         starts = range(0, count, self.batch_size)
         for start in progress.each(starts, "batch", len(starts)):
-            examples = [self.dataset[index] for index in range(start, min(start + self.batch_size, count))]
-            metrics.update(self.group.evaluate(conversation_rows(examples, self.pad_id)))
-        return metrics.to_floats()
+            items = [self.dataset[index] for index in range(start, min(start + self.batch_size, count))]
+            metrics.update(self.group.evaluate(self.make_rows(items)))
+        values = metrics.to_floats()
+        if "val/reward_chosen" in values and "val/reward_rejected" in values:
+            values["val/margin"] = values["val/reward_chosen"] - values["val/reward_rejected"]
+        return values

@@ -1,0 +1,154 @@
+"""Preference data: rows in, answers that are compared out.
+
+    {chosen, rejected}              ──► Comparison(chosen, rejected)
+    {prompt, completion, label}     ──► Comparison(the answer, another row's answer to its prompt)   (kto)
+
+Only the last answer of a conversation is learned; all before it is the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.config.preference import PreferenceDataConfig
+from hybridflow.data.comparisons import answers_of_pair
+from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.prompts import truncate
+from hybridflow.data.ragged import RaggedInts
+from hybridflow.data.row_report import RowReport
+from hybridflow.data.row_schema import require_comparisons
+from hybridflow.data.sft import ConversationEncoder, Encoded, SFTRow, last_answer, usable_rows
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+
+CHOSEN = 1
+REJECTED = 0
+MISMATCHED = -1
+"""An answer to another prompt than the one it is given to: kto's reference point is made of them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two answers, what each is (CHOSEN, REJECTED or MISMATCHED), and where it was computed the sum of the
+    reference model's log-probs of each.
+    """
+
+    answers: tuple[SFTRow, SFTRow]
+    kinds: tuple[int, int]
+    reference: tuple[float, ...] = ()
+    margin: float | None = None
+    """By how much the chosen answer is better, where the data says so."""
+
+
+class PreferenceDataset:
+    """The comparisons of `rows` that can be used; item i is a Comparison.
+
+    With `single` (kto) each answer is an item of its own, beside the answer of the next row to its prompt;
+    rows are then pairs, or have one answer with a label. `margin_key` names a column of margins, if the data
+    has one. Raises DataError as `SFTDataset` does.
+    """
+
+    reference: Tensor | None = None
+    """[items, 2] float32, nats: sums of the reference model's log-probs."""
+
+    def __init__(
+        self,
+        rows: Rows | Sequence[Row],
+        tokenizer: Tokenizer,
+        config: PreferenceDataConfig,
+        *,
+        single: bool = False,
+        margin_key: str | None = None,
+    ) -> None:
+        self.rows = as_rows(rows)
+        self.config = config
+        self.single = single
+        self._margin_key = margin_key
+        self._ids = RaggedInts()
+        self._mask = RaggedInts()
+        self._kinds: list[int] = []
+        self._kept: list[int] = []
+        if not len(self.rows):
+            raise DataError(f"{self.rows.source} has no rows")
+        column = require_comparisons(self.rows, config, single=single)
+        self.paired = config.chosen_key in self.rows.columns
+        self.encoder = ConversationEncoder(self.rows, tokenizer, config, column)
+        self.report = RowReport(self.rows.source, len(self.rows))
+        for index, answers in usable_rows(self.rows, self.report, self._encode, config):
+            kinds = [CHOSEN, REJECTED]
+            if not self.paired:
+                kinds = [int(bool(self.rows[index][config.label_key]))]
+            for (ids, mask), kind in zip(answers, kinds, strict=True):
+                self._ids.append(ids)
+                self._mask.append(mask)
+                self._kinds.append(kind)
+                self._kept.append(index)
+        if single and len(self) <= self._next:
+            raise DataError(f"{self.rows.source} has one usable row: kto compares with those of other rows")
+
+    def __len__(self) -> int:
+        if self.single:
+            return len(self._ids)
+        return len(self._ids) // 2
+
+    def __getitem__(self, position: int) -> Comparison:
+        reference: tuple[float, ...] = ()
+        if self.reference is not None:
+            reference = tuple(self.reference[position].tolist())
+        if self.single:
+            answers = (self._answer(position), self._mismatched(position))
+            return Comparison(answers, (self._kinds[position], MISMATCHED), reference)
+        pair = (self._answer(2 * position), self._answer(2 * position + 1))
+        margin = None
+        if self._margin_key in self.rows.columns:
+            margin = float(self.rows[self._kept[2 * position]][self._margin_key])
+        return Comparison(pair, (CHOSEN, REJECTED), reference, margin)
+
+    def digest(self) -> str:
+        """Return a digest of all that a model computes log-probs of."""
+        content = hashlib.blake2b(repr((self.single, self.config.max_length)).encode(), digest_size=16)
+        for part in (self._ids, self._mask):
+            content.update(part.content())
+        return content.hexdigest()
+
+    @property
+    def _next(self) -> int:
+        """How many answers on the next row's are."""
+        return 2 if self.paired else 1
+
+    def _answer(self, number: int) -> SFTRow:
+        return SFTRow(self._ids[number], self._mask[number], self._kept[number])
+
+    def _mismatched(self, number: int) -> SFTRow:
+        own = self._answer(number)
+        other = self._answer((number + self._next) % len(self))
+        start, _ = last_answer(own.loss_mask)
+        begin, _ = last_answer(other.loss_mask)
+        ids = own.input_ids[:start] + other.input_ids[begin:]
+        mask = own.loss_mask[:start] + other.loss_mask[begin:]
+        limit = self.config.max_length
+        return SFTRow(truncate(ids, limit, "right"), truncate(mask, limit, "right"), own.index)
+
+    def _encode(self, row: Row) -> list[Encoded]:
+        if not self.paired:
+            if not isinstance(row[self.config.label_key], (bool, int)):
+                raise TypeError(f"{self.config.label_key} is no true or false")
+            return [_last(self.encoder.encode(row))]
+        encoded = []
+        for answer in answers_of_pair(row, self.config):
+            if isinstance(answer, str):
+                encoded.append(_last(self.encoder.answer(answer, row)))
+            else:
+                encoded.append(_last(self.encoder.conversation(answer, row)))
+        return encoded
+
+
+def _last(encoded: Encoded) -> Encoded:
+    """Return a conversation that ends with its last answer, which alone is learned."""
+    ids, mask = encoded
+    start, end = last_answer(mask)
+    return ids[:end], [0] * start + [1] * (end - start)

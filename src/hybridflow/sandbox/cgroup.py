@@ -25,7 +25,7 @@ class Cgroup:
 
     def __init__(self, memory: int, processes: int) -> None:
         """Make the group; memory in bytes. Raises OSError where this user may not, or a controller is off."""
-        self._folders: dict[str, Path] = {}
+        self.folders: dict[str, Path] = {}
         name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         caps = {"memory": memory, "pids": processes}
         try:
@@ -33,7 +33,7 @@ class Cgroup:
                 _sweep(parent)
                 folder = parent / name
                 folder.mkdir(exist_ok=True)
-                self._folders[controller] = folder
+                self.folders[controller] = folder
                 (folder / _FILES[controller][version == 1]).write_text(str(caps[controller]))
         except OSError:
             self.remove()
@@ -41,13 +41,13 @@ class Cgroup:
 
     def add(self, pid: int) -> None:
         """Put a process into the group, before it starts others."""
-        for folder in self._folders.values():
+        for folder in self.folders.values():
             (folder / "cgroup.procs").write_text(str(pid))
 
     def hits(self) -> dict[str, int]:
         """Return how often each cap was hit so far: processes killed for memory, forks refused."""
         found = {}
-        for controller, folder in self._folders.items():
+        for controller, folder in self.folders.items():
             found[controller] = 0
             for name, word in _EVENTS[controller]:
                 with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ class Cgroup:
 
     def remove(self) -> None:
         """Remove the group; one whose processes have not all ended yet is left to a later sweep."""
-        for folder in self._folders.values():
+        for folder in self.folders.values():
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -95,4 +95,6 @@ def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}-*"):
         if not Path("/proc", folder.name.split("-")[2]).exists():
             with contextlib.suppress(OSError):
+                for inner in folder.glob(f"{PREFIX}-*"):
+                    inner.rmdir()
                 folder.rmdir()

@@ -8,7 +8,6 @@ with SandboxPool(config.reward.sandbox) as pool:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import os
@@ -38,6 +37,8 @@ START_SECONDS = 60.0
 """Seconds in which a worker must be there."""
 GRACE_SECONDS = 20.0
 """Seconds beyond an execution's wall time in which its verdict must be there."""
+END_SECONDS = 10.0
+"""Seconds in which a worker must end by itself, before it is killed."""
 OWN_MEMORY_MB = 64
 """MiB of a worker's own processes in its cgroup, besides a program's memory and scratch folder."""
 OWN_PROCESSES = 12
@@ -190,7 +191,15 @@ class _Worker:
         self.folder = tempfile.mkdtemp(prefix="hybridflow-sandbox-")
         self.usable = True
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.layers = dict.fromkeys(LAYERS, "")
         self.cgroup: Cgroup | None = None
+        try:
+            if cgroup:
+                self.cgroup = _cgroup_of(limits)
+            else:
+                self.layers["cgroup"] = "not asked for"
+        except OSError as error:
+            self.layers["cgroup"] = str(error)
         self.socket, theirs = socket.socketpair()
         source = str(Path(hybridflow.__file__).parent.parent)
         with theirs:
@@ -204,9 +213,7 @@ class _Worker:
                 env={"LANG": "C.UTF-8"},
                 start_new_session=True,
             )
-        self._finalizer = weakref.finalize(self, _end, self.process, self.socket, self.folder)
-        self.layers = dict.fromkeys(LAYERS, "")
-        self.layers["cgroup"] = self._enter_cgroup(limits, wanted=cgroup)
+        self._finalizer = weakref.finalize(self, _end, self.process, self.socket, self.folder, self.cgroup)
         self.socket.settimeout(START_SECONDS)
         site_packages = [each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")]
         plan = {
@@ -216,6 +223,7 @@ class _Worker:
             "private": private,
         }
         try:
+            self._enter_cgroup()
             messages.send(self.socket, plan)
             self.layers |= messages.receive(self.socket)["layers"]
         except (OSError, EOFError) as error:
@@ -227,16 +235,13 @@ class _Worker:
                 "`hybridflow doctor`, or use a remote sandbox"
             ) from error
 
-    def _enter_cgroup(self, limits: Limits, *, wanted: bool) -> str:
-        if not wanted:
-            return "not asked for"
-        memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
-        try:
-            self.cgroup = Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
-            self.cgroup.add(self.process.pid)
-        except OSError as error:
-            return str(error)
-        return ""
+    def _enter_cgroup(self) -> None:
+        if self.cgroup:
+            try:
+                self.cgroup.add(self.process.pid)
+            except OSError as error:  # groups may be made here, but processes not moved
+                self.layers["cgroup"] = str(error)
+                self.cgroup = None
 
     def run(self, request: dict[str, Any]) -> Verdict:
         """Run one request. Afterwards `usable` is False if the worker must be replaced."""
@@ -272,16 +277,26 @@ class _Worker:
         """End the worker."""
         self._finalizer()
         self.errors.close()
-        if self.cgroup:
-            self.cgroup.remove()
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket, folder: str) -> None:
+def _cgroup_of(limits: Limits) -> Cgroup:
+    memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
+    return Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
+
+
+def _end(
+    process: subprocess.Popen[bytes], channel: socket.socket, folder: str, cgroup: Cgroup | None
+) -> None:
+    # the worker ends by itself, with all that is below it, when nobody holds the other end
     channel.close()
-    with contextlib.suppress(ProcessLookupError):
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
         process.kill()
-    process.wait()
+        process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+    if cgroup:
+        cgroup.remove()
 
 
 def _start(limits: Limits, *, cgroup: bool) -> _Worker:

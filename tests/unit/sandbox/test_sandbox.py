@@ -165,6 +165,19 @@ def test_a_lost_worker_is_a_verdict_and_another_takes_its_place(sandbox: Sandbox
     assert sandbox.run("print(1)").status == "ok"
 
 
+def test_closing_leaves_neither_processes_nor_folders_nor_groups(sandbox: Sandbox) -> None:
+    closed = Sandbox(WIDE)
+    closed.run("pass")
+    worker = closed._worker
+    assert worker
+    groups = list(worker.cgroup.folders.values()) if worker.cgroup else []
+    assert all(each.exists() for each in groups)
+    closed.close()
+    assert worker.process.returncode == 0
+    assert not Path(worker.folder).exists()
+    assert not any(each.exists() for each in groups)
+
+
 def test_a_pool_runs_side_by_side_in_an_event_loop(sandbox: Sandbox) -> None:
     async def run_all(pool: SandboxPool) -> list[Verdict]:
         return await asyncio.gather(*[pool.run_async("print(input())", stdin=str(n)) for n in range(6)])

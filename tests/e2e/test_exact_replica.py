@@ -13,6 +13,7 @@ from tiny_run import Inputs, metrics_of, small_run
 from ranks import Command
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
 def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp_path: Path) -> None:

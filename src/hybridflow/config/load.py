@@ -230,8 +230,8 @@ def _shown(value: Any) -> str:
 def _plain(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """The tree with the ${…} of defaults filled in; raises `problems` and its own.
 
-    Only a block with ${…} is given to OmegaConf, which is slow with hundreds of keys: a default refers to keys
-    of its own block, and given values are filled in before.
+    Only a block with ${…} is given to OmegaConf, which is slow with hundreds of keys: a default refers to
+    keys of its own block, and given values are filled in before.
     """
     plain = dict(tree)
     for name, block in tree.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -23,6 +24,7 @@ import engine_docs  # noqa: E402
 from shown_by import SHOWN_BY, shown_by  # noqa: E402
 
 
+@cache
 def functions(file: Path) -> dict[str, str]:
     """Source of each function of a file."""
     text = file.read_text(encoding="utf-8")

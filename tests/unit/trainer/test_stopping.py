@@ -23,8 +23,8 @@ from hybridflow.trainer.stopping import newest_checkpoint
 
 PPO = (
     "algorithm.adv_estimator=grpo",
-    "trainer.total_training_steps=4",
-    "trainer.save_freq=4",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=3",
     "trainer.test_freq=2",
     "data.train_batch_size=4",
 )
@@ -114,7 +114,7 @@ def test_an_interrupted_run_saves_and_goes_on_to_the_same_bits(
             main_ppo.run(config)
     saved, place = (1, "in") if moment in ("generation", "scoring", "log-probs") else (2, "after")
     assert caught.value.message == (
-        f"interrupted {place} step 2/4; newest checkpoint global_step_{saved}; the same command goes on"
+        f"interrupted {place} step 2/3; newest checkpoint global_step_{saved}; the same command goes on"
     )
     assert not list((tmp_path / "run").glob(".tmp_*"))
     assert max(metrics_of(tmp_path / "run")) == saved
@@ -127,7 +127,7 @@ def test_a_signal_while_saving_lets_the_checkpoint_become_whole(
     undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO)
-    send_at(monkeypatch, "hybridflow.checkpoint.store:CheckpointStore._publish", step=4)
+    send_at(monkeypatch, "hybridflow.checkpoint.store:CheckpointStore._publish", step=3)
     main_ppo.run(config)  # it was the last step: all is done
     assert digests(tmp_path / "run") == digests(undisturbed[1])
 
@@ -138,11 +138,11 @@ def test_a_run_whose_last_validation_is_left_out_is_not_done(
     model, whole = undisturbed
     config = ppo_config(model, tmp_path / "run", *PPO)
     with monkeypatch.context() as patch:
-        send_at(patch, *MOMENTS["validation"], step=4)
-        with pytest.raises(Stopped, match="step 4/4"):
+        send_at(patch, *MOMENTS["validation"], step=3)
+        with pytest.raises(Stopped, match="step 3/3"):
             main_ppo.run(config)
-    validated = {name for name in metrics_of(whole)[4] if name.startswith("val")}
-    assert validated and not validated & set(metrics_of(tmp_path / "run")[4])
+    validated = {name for name in metrics_of(whole)[3] if name.startswith("val")}
+    assert validated and not validated & set(metrics_of(tmp_path / "run")[3])
     main_ppo.run(config)
     assert metrics_of(tmp_path / "run") == metrics_of(whole)
     assert main_ppo.run(config) == {}, "what was made up for is not done again"
@@ -164,11 +164,11 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 0.0)
     saving = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO, saving)
-    send_at(monkeypatch, "hybridflow.checkpoint.store:save_tree", step=4, times=2)
+    send_at(monkeypatch, "hybridflow.checkpoint.store:save_tree", step=3, times=2)
     with pytest.raises(Stopped) as caught:
         main_ppo.run(config)
     assert caught.value.at_once
-    said = "interrupted after step 4/4; there is no checkpoint yet; the same command starts anew"
+    said = "interrupted after step 3/3; there is no checkpoint yet; the same command starts anew"
     assert caught.value.message == said
     assert not list((tmp_path / "run").glob(".tmp_*"))
 
@@ -223,7 +223,7 @@ SFT_MOMENTS = {
 def test_an_interrupted_supervised_run_goes_on_to_the_same_bits(
     moment: str, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("trainer.test_freq=2", "trainer.total_training_steps=4")
+    settings = ("trainer.test_freq=2", "trainer.total_training_steps=3")
     whole = sft_config(undisturbed[0], tmp_path / "whole", *settings)
     main_sft.run(whole)
     config = sft_config(undisturbed[0], tmp_path / "run", *settings)

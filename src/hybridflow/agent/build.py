@@ -27,7 +27,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
-from hybridflow.tools.toolset import ToolLimits, Toolset
+from hybridflow.tools.toolset import Toolset
 
 logger = logging.getLogger(__name__)
 
@@ -141,16 +141,7 @@ class AgentBuilder:
 
     @cached_property
     def _tools(self) -> Toolset:
-        keys = self._rollout.multi_turn
-        limits = ToolLimits(
-            keys.max_parallel_calls,
-            keys.max_tool_response_length,
-            keys.tool_response_truncate_side,
-            self._rollout.agent.call_deadline,
-        )
-        return Toolset.load(
-            tool_config_path=keys.tool_config_path, function_tool_path=keys.function_tool_path, limits=limits
-        )
+        return Toolset.load(self._rollout.multi_turn, self._rollout.agent.call_deadline)
 
     @cached_property
     def _environment(self) -> EnvironmentSpec:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hybridflow.config.agent import AgentConfig
+from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.environments.base import Environment, Observation, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
@@ -25,7 +25,7 @@ from hybridflow.processes import CallRaised, CallTooLong, LocalObject
 from hybridflow.tools import tool_methods
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
 from hybridflow.tools.parsers.hermes import HermesParser
-from hybridflow.tools.toolset import MethodTool, OpenTools, ToolLimits
+from hybridflow.tools.toolset import MethodTool, OpenTools
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class Game:
         self.total = 0.0
         self.target = LocalObject(environment)
         methods = [MethodTool(*each, self.target) for each in tool_methods(type(environment)).items()]
-        limits = ToolLimits(max_parallel_calls=MANY, max_response_length=MANY, deadline_s=CALL_DEADLINE)
-        self.tools = OpenTools(methods, limits)
+        keys = MultiTurnConfig(max_parallel_calls=MANY, max_tool_response_length=MANY)
+        self.tools = OpenTools(methods, keys, CALL_DEADLINE)
         self.usage = {}
         """How each tool is called, by its name."""
         for tool in methods:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import jsonschema
 
+from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import CallFailed, CallRaised, HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
@@ -27,20 +28,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Kwargs = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class ToolLimits:
-    """Limits on the calls of one turn."""
-
-    max_parallel_calls: int = 1
-    """Calls of one turn that are made; those beyond are answered with a sentence."""
-    max_response_length: int = 256
-    """Characters of an answer that the model reads."""
-    truncate_side: Literal["left", "middle", "right"] = "middle"
-    """The part that is kept: the beginning, both ends, or the end."""
-    deadline_s: float = 60.0
-    """Seconds that a call may take, and that a tool may take to begin and to end a trajectory."""
 
 
 class HostedTool:
@@ -128,9 +115,11 @@ class MethodTool:
 class OpenTools:
     """The tools of one trajectory, in an order that is the same for all."""
 
-    def __init__(self, tools: Sequence[Tool], limits: ToolLimits) -> None:
+    def __init__(self, tools: Sequence[Tool], keys: MultiTurnConfig, deadline_s: float) -> None:
+        """`keys` limit the calls of a turn and their answers, `deadline_s` each call, in seconds."""
         self.schemas = [tool.schema for tool in tools]
-        self._limits = limits
+        self._keys = keys
+        self._deadline_s = deadline_s
         self._tools = {tool.name: tool for tool in tools}
         self._checkers = {tool.name: _checker(tool.schema) for tool in tools}
 
@@ -150,12 +139,12 @@ class OpenTools:
         A call that cannot be made, or fails, has an answer that says so. Raises ToolFailed, after all have
         ended, where the process of one was lost.
         """
-        most = self._limits.max_parallel_calls
+        most = self._keys.max_parallel_calls
         answers = await _all(self._answer(call) for call in calls[:most])
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
-        length = self._limits.max_response_length
-        side = self._limits.truncate_side
+        length = self._keys.max_tool_response_length
+        side = self._keys.tool_response_truncate_side
         return [replace(answer, text=cut(_readable(answer.text), length, side)) for answer in answers]
 
     async def close(self, score: bool = True) -> float:
@@ -180,7 +169,7 @@ class OpenTools:
         arguments = _numbers_as_texts(arguments, checker.schema)
         if wrong := jsonschema.exceptions.best_match(checker.iter_errors(arguments)):
             return _malformed(call, f"do not fit: {wrong.message}")
-        return await tool.call(arguments, self._limits.deadline_s)
+        return await tool.call(arguments, self._deadline_s)
 
 
 @dataclass(frozen=True)
@@ -189,24 +178,21 @@ class Toolset:
 
     specs: Mapping[str, ToolSpec] = field(default_factory=dict)
     """The tools by their names."""
-    limits: ToolLimits = field(default_factory=ToolLimits)
+    keys: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    """Which tools there are, and the limits on the calls of one turn."""
+    deadline_s: float = AgentConfig.call_deadline
+    """Seconds that a call may take, and that a tool may take to begin and to end a trajectory."""
 
     @classmethod
-    def load(
-        cls,
-        *,
-        tool_config_path: str | None = None,
-        function_tool_path: str | None = None,
-        limits: ToolLimits | None = None,
-    ) -> Toolset:
+    def load(cls, keys: MultiTurnConfig, deadline_s: float = AgentConfig.call_deadline) -> Toolset:
         """Read and check the tools.
 
         Raises ConfigError for what cannot be loaded, and for a name that two of them have.
         """
-        functions = load_functions(function_tool_path) if function_tool_path else []
-        classes = load_classes(tool_config_path) if tool_config_path else []
+        functions = load_functions(keys.function_tool_path) if keys.function_tool_path else []
+        classes = load_classes(keys.tool_config_path) if keys.tool_config_path else []
         specs: dict[str, ToolSpec] = {}
-        toolset = cls(specs, limits or ToolLimits())
+        toolset = cls(specs, keys, deadline_s)
         try:
             for spec in chain(functions, classes):
                 other = specs.setdefault(spec.name, spec)
@@ -236,13 +222,13 @@ class Toolset:
         """
         kwargs = _read_kwargs(tools_kwargs)
         tools: list[Tool] = [
-            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.limits.deadline_s)
+            HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.deadline_s)
             for spec in self.specs.values()
         ]
         both = {tool.name for tool in tools} & {tool.name for tool in further}
         if both:
             raise ConfigError(f"tools of the run and of the environment have the same names: {sorted(both)}")
-        opened = OpenTools([*tools, *further], self.limits)
+        opened = OpenTools([*tools, *further], self.keys, self.deadline_s)
         await opened.open(kwargs)
         return opened
 

@@ -26,7 +26,7 @@ from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import GenerationOutput
-from hybridflow.tools.toolset import ToolLimits, Toolset
+from hybridflow.tools.toolset import Toolset
 
 TOKENIZER = create_tiny_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -283,7 +283,7 @@ def test_the_end_of_a_turn_is_given_after_a_stop_text(world: Path, hosts: Hosts)
 
 def test_a_templated_text_begins_a_conversation_with_tools(tmp_path: Path, hosts: Hosts) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
-    tools = Toolset.load(function_tool_path=str(tmp_path / "tools.py"))
+    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
     (found,) = played(
         shopping(call("double", number=21), "42"),
         tools=tools,
@@ -344,7 +344,7 @@ def double(number: int) -> int:
 
 def test_tools_of_the_run_without_an_environment(tmp_path: Path, hosts: Hosts) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
-    tools = Toolset.load(function_tool_path=str(tmp_path / "tools.py"), limits=ToolLimits(deadline_s=60.0))
+    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
     question = [{"role": "user", "content": "twice 21?"}]
     (found,) = played(
         shopping(call("double", number=21), "#### 42"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import uses_agents
 from hybridflow.config.recipes import COMPARISONS, FOLDER
@@ -64,14 +65,14 @@ def test_a_recipe_of_agents_says_what_it_takes_and_runs_with_its_files(name: str
     for script in re.findall(r"examples/data_preprocess/\w+\.py", text):
         assert (EXAMPLES.parent / script).is_file()
     if tools is not None:
-        assert len(Toolset.load(tool_config_path=tools).specs) == 1
+        assert len(Toolset.load(MultiTurnConfig(tool_config_path=tools)).specs) == 1
 
 
 def test_files_of_tools_beside_the_recipes_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"contents": "Rome\\nis old"}')
     monkeypatch.setenv("CORPUS", str(tmp_path / "corpus.jsonl"))
     names = {
-        path.name: list(Toolset.load(tool_config_path=str(path)).specs)
+        path.name: list(Toolset.load(MultiTurnConfig(tool_config_path=str(path))).specs)
         for path in sorted((EXAMPLES / "agents").glob("*_tools.yaml"))
     }
     assert names == {

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.errors import ConfigError
 from hybridflow.processes import LocalHosts
 from hybridflow.tools import http_post
@@ -22,7 +23,7 @@ from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.bm25 import Bm25, passages
 from hybridflow.tools.calculator import calculate
 from hybridflow.tools.parsers import ToolCall
-from hybridflow.tools.toolset import ToolLimits, Toolset
+from hybridflow.tools.toolset import Toolset
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_the_calculator_agrees_with_python(expression: str) -> None:
 
 
 def test_the_calculator_is_a_tool_of_a_run() -> None:
-    toolset = Toolset.load(function_tool_path="hybridflow.tools.calculator")
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path="hybridflow.tools.calculator"))
     calls = [ToolCall("calculator", '{"expression": "12*12"}')]
     assert answers(toolset, calls) == [ToolAnswer("144")]
     assert "for example (3 + 4) * 12" in json.dumps(toolset.specs["calculator"].schema)
@@ -255,7 +256,7 @@ def test_files_in_the_form_that_verl_documents(
     monkeypatch.setenv("RETRIEVAL_URL", service(lambda request: (200, {"result": [[]]})))
     path = tmp_path / "tools.yaml"
     path.write_text(VERL_FILE)
-    toolset = Toolset.load(tool_config_path=str(path))
+    toolset = Toolset.load(MultiTurnConfig(tool_config_path=str(path)))
     assert list(toolset.specs) == ["search", "code_interpreter", "calc_gsm8k_reward"]
 
     async def episode() -> ToolAnswer:
@@ -283,7 +284,9 @@ def test_passages_without_a_title() -> None:
 def load(tmp_path: Path, class_name: str, config: dict[str, Any]) -> Toolset:
     path = tmp_path / "tools.yaml"
     path.write_text(yaml.safe_dump({"tools": [{"class_name": class_name, "config": config}]}))
-    return Toolset.load(tool_config_path=str(path), limits=ToolLimits(4, 1000))
+    return Toolset.load(
+        MultiTurnConfig(tool_config_path=str(path), max_parallel_calls=4, max_tool_response_length=1000)
+    )
 
 
 def answers(toolset: Toolset, calls: list[ToolCall]) -> list[ToolAnswer]:

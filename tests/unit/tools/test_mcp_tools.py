@@ -18,11 +18,12 @@ import yaml
 
 pytest.importorskip("mcp.server.mcpserver", reason="the extra mcp is not installed")
 
+from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.errors import ConfigError
 from hybridflow.processes import LocalHosts
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.parsers import ToolCall
-from hybridflow.tools.toolset import ToolLimits, Toolset
+from hybridflow.tools.toolset import Toolset
 
 SERVER = """
 import json, os, sys
@@ -68,7 +69,9 @@ def load(tmp_path: Path, server: dict[str, Any], *, class_name: str = BASE, **mc
     }
     path = tmp_path / "tools.yaml"
     path.write_text(yaml.safe_dump({"tools": [entry]}))
-    return Toolset.load(tool_config_path=str(path), limits=ToolLimits(4, 1000))
+    return Toolset.load(
+        MultiTurnConfig(tool_config_path=str(path), max_parallel_calls=4, max_tool_response_length=1000)
+    )
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import Hosts, LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
-from hybridflow.tools.toolset import OpenTools, ToolLimits, Toolset, cut
+from hybridflow.tools.toolset import OpenTools, Toolset, cut
 
 SHOP = str(Path(__file__).with_name("shop.py"))
-LIMITS = ToolLimits(max_parallel_calls=5, deadline_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def ask(toolset: Toolset, *turns: list[ToolCall], hosts: Any = HERE, **kwargs: A
 
 @pytest.mark.parametrize("in_process", [False, True])
 def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: bool) -> None:
-    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP, max_parallel_calls=5))
     turn = [
         ToolCall("add", '{"a": 2, "b": 3}'),
         ToolCall("echo", '{"text": 7}'),  # a format without quotes
@@ -82,7 +82,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: b
     ],
 )
 def test_a_call_that_fails_is_an_answer(hosts: Hosts, call: ToolCall, problem: str, words: str) -> None:
-    toolset = Toolset.load(function_tool_path=SHOP, limits=ToolLimits(max_response_length=1000))
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP, max_tool_response_length=1000))
     ((answer,),), _, _ = ask(toolset, [call], hosts=hosts)
     assert answer.problem == problem
     assert words in answer.text
@@ -92,8 +92,7 @@ def test_a_call_that_fails_is_an_answer(hosts: Hosts, call: ToolCall, problem: s
 def test_a_call_past_its_deadline_and_calls_beyond_the_limit_are_answers(
     hosts: Hosts, in_process: bool
 ) -> None:
-    limits = ToolLimits(max_parallel_calls=1, deadline_s=0.0)
-    toolset = Toolset.load(function_tool_path=SHOP, limits=limits)
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP), 0.0)
     turn = [ToolCall("hang", "{}"), ToolCall("add", '{"a": 1}')]
     (answers,), _, _ = ask(toolset, turn, hosts=LocalHosts() if in_process else hosts)
     assert [answer.problem for answer in answers] == ["deadline", "too_many"]
@@ -105,7 +104,7 @@ def test_verls_tool_keeps_its_state_over_a_trajectory_and_gives_a_reward(
     hosts: Hosts, tmp_path: Path, in_process: bool
 ) -> None:
     entry = {"class_name": f"{SHOP}:Basket", "config": {"in_process": in_process}}
-    toolset = Toolset.load(tool_config_path=tool_file(tmp_path, entry), limits=LIMITS)
+    toolset = Toolset.load(MultiTurnConfig(tool_config_path=tool_file(tmp_path, entry), max_parallel_calls=5))
     kwargs = {
         "create_kwargs": {"wanted": 4},
         "execute_kwargs": {"suffix": "s"},
@@ -126,7 +125,7 @@ def test_verls_tool_keeps_its_state_over_a_trajectory_and_gives_a_reward(
 
 def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(tmp_path: Path) -> None:
     broken = {"class_name": f"{SHOP}:Basket", "config": {"broken": True, "in_process": True}}
-    toolset = Toolset.load(tool_config_path=tool_file(tmp_path, broken))
+    toolset = Toolset.load(MultiTurnConfig(tool_config_path=tool_file(tmp_path, broken)))
     with pytest.raises(ToolFailed, match="basket could not end: ValueError: no scales"):
         ask(toolset)
     assert toolset.specs["basket"].shared.items == {}  # type: ignore[union-attr]
@@ -135,14 +134,14 @@ def test_a_tool_that_cannot_begin_or_score_fails_the_trajectory_and_is_released(
 
 
 def test_a_lost_process_fails_the_trajectory_and_is_nothing_that_the_model_reads(hosts: Hosts) -> None:
-    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP, max_parallel_calls=5))
     with pytest.raises(ToolFailed, match=r"die: its process was lost: .* exit code 3") as caught:
         ask(toolset, [ToolCall("die", "{}")], hosts=hosts)
     assert caught.value.cause == "infrastructure"
 
 
 def test_a_thread_that_hangs_does_not_keep_the_interpreter() -> None:
-    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP, max_parallel_calls=5))
     (answers,), _, _ = ask(toolset, [ToolCall("daemon", "{}")])
     assert answers == [ToolAnswer("true")]
 
@@ -164,7 +163,7 @@ class Door:
 
 
 def test_tools_of_a_trajectory_join_those_of_the_run() -> None:
-    toolset = Toolset.load(function_tool_path=SHOP, limits=LIMITS)
+    toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP, max_parallel_calls=5))
 
     async def episode(name: str) -> tuple[list[ToolAnswer], float]:
         tools = await toolset.open(HERE, further=[Door(name)])
@@ -179,13 +178,15 @@ def test_tools_of_a_trajectory_join_those_of_the_run() -> None:
 
 def test_keyword_arguments_of_another_form_are_an_error_of_the_data() -> None:
     with pytest.raises(DataError, match=r"got .*wanted \{tool: \{create_kwargs"):
-        ask(Toolset.load(function_tool_path=SHOP), basket={"create_kwargs": "wanted=4"})
+        ask(Toolset.load(MultiTurnConfig(function_tool_path=SHOP)), basket={"create_kwargs": "wanted=4"})
 
 
 def test_the_schema_of_the_file_wins_and_joins_functions(tmp_path: Path) -> None:
     schema = {"type": "function", "function": {"name": "cart", "description": "Cart."}}
     entry = {"class_name": f"{SHOP}:Basket", "tool_schema": schema}
-    toolset = Toolset.load(tool_config_path=tool_file(tmp_path, entry), function_tool_path=SHOP)
+    toolset = Toolset.load(
+        MultiTurnConfig(tool_config_path=tool_file(tmp_path, entry), function_tool_path=SHOP)
+    )
     _, tools, _ = ask(toolset)
     assert [each["function"]["name"] for each in tools.schemas] == [
         "add",
@@ -223,16 +224,16 @@ def test_a_wrong_file_is_an_error_that_says_where(
     tmp_path: Path, entries: list[dict[str, Any]], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        Toolset.load(tool_config_path=tool_file(tmp_path, *entries))
+        Toolset.load(MultiTurnConfig(tool_config_path=tool_file(tmp_path, *entries)))
 
 
 def test_a_file_that_is_missing_or_marks_nothing_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no file"):
-        Toolset.load(tool_config_path="missing.yaml")
+        Toolset.load(MultiTurnConfig(tool_config_path="missing.yaml"))
     with pytest.raises(ConfigError, match="no file"):
-        Toolset.load(function_tool_path="missing.py")
+        Toolset.load(MultiTurnConfig(function_tool_path="missing.py"))
     with pytest.raises(ConfigError, match="marks no function"):
-        Toolset.load(function_tool_path=__file__)
+        Toolset.load(MultiTurnConfig(function_tool_path=__file__))
 
 
 def test_long_answers_are_cut_at_the_side_that_verl_names() -> None:
@@ -250,8 +251,9 @@ def test_the_page_about_tools_works_as_it_stands(
     for name, content in re.findall(r"```\w+\n# (\S+)\n(.*?)```", page.read_text(), re.DOTALL):
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
-    limits = ToolLimits(max_parallel_calls=2)
-    toolset = Toolset.load(tool_config_path="tools.yaml", function_tool_path="my_tools.py", limits=limits)
+    toolset = Toolset.load(
+        MultiTurnConfig(tool_config_path="tools.yaml", function_tool_path="my_tools.py", max_parallel_calls=2)
+    )
     turn = [ToolCall("price", '{"item": "egg"}'), ToolCall("basket", '{"item": "egg"}')]
     (answers,), _, reward = ask(toolset, turn, hosts=hosts, basket={"create_kwargs": {"wanted": 2}})
     assert answers == [ToolAnswer("1 egg: 3 coins"), ToolAnswer("egg", 0.0, {"items": 1.0})]

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -32,6 +32,9 @@ learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 c
 
 agents: setup  ## tiny models learn to use tools and to play, on three seeds, resumable; writes benchmarks/results/agents.md
 	$(BIN)/python benchmarks/agents.py
+
+code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/code_task.py
 
 BENCHMARKS := generation grpo_step training weights start transport
 

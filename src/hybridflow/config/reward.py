@@ -129,6 +129,11 @@ class RewardConfig:
     )
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
+    manager: str | None = key(
+        None,
+        "What scores all responses of a step in one call, which reward.timeout bounds: batch calls your "
+        "function with lists, path/to/file.py:name is a manager of your own. null: one call a response.",
+    )
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)
     sandbox_fusion: SandboxFusionConfig = group(SandboxFusionConfig)
@@ -159,6 +164,11 @@ class RewardConfig:
         None, "Tokens a minute that the reward may be called with; null: no limit.", above=0
     )
     estimated_tokens_per_request: int = key(2000, "Tokens that a request counts as for max_tpm.", minimum=1)
+    watch: bool = key(
+        True,
+        "Measure repetition, form without a right answer, growth of length, and training scores that leave "
+        "the held-out ones; warn and show samples where one is out of bounds.",
+    )
     cache_size: int = key(
         0,
         "Outcomes that are kept, so that an equal response to the same prompt is not scored again; 0: none.",

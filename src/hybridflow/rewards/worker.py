@@ -10,12 +10,15 @@ import asyncio
 import functools
 import pickle
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import Literal
 
 from hybridflow.rewards.call import call, call_async, failure
 from hybridflow.rewards.load import is_async
+from hybridflow.rewards.managers import call_manager, load_manager
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.resolve import resolve
 
+Mode = Literal["sync", "async", "batch"]
 MAX_ANSWER = 60 << 20
 """Longest pickle of an outcome in bytes; `processes/pickles.py` refuses a little more."""
 POLL_SECONDS = 0.05
@@ -33,26 +36,39 @@ class LoadedReward:
         self._setup = setup
         self._timeout: float = config.timeout
         self._function = resolve(config, seed)
+        self._manager = load_manager(config, self._function)
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
         return load, (self._setup,)
 
-    def is_async(self) -> bool:
-        """Return whether the function gives coroutines, so that many requests can be under way at once."""
-        return is_async(self._function)
+    def mode(self) -> Mode:
+        """Return how requests are scored: one by one, many at once, or all in one call."""
+        if self._manager is not None:
+            return "batch"
+        if is_async(self._function):
+            return "async"
+        return "sync"
 
     def score(self, payload: bytes) -> Outcome | Awaitable[Outcome]:
         """Score one request, and no other beside it."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
-        if self.is_async():
+        if self.mode() == "async":
             return self._score_async(payload)
         request = _read(payload)
         if isinstance(request, Outcome):
             return request
         return _bounded(call(self._function, request))
+
+    def score_all(self, payloads: Sequence[bytes]) -> list[Outcome]:
+        """Have the manager score all requests."""
+        assert self._manager is not None, "only in the mode batch"
+        requests = [_read(payload) for payload in payloads]
+        readable = [request for request in requests if isinstance(request, ScoreRequest)]
+        scored = iter(call_manager(self._manager, self._function, readable))
+        return [request if isinstance(request, Outcome) else next(scored) for request in requests]
 
     async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
         """Begin new requests; return the outcomes, by their tickets, that are there after a short wait.

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -61,6 +61,10 @@ test: setup  ## the tests of a working day
 
 test-slow: setup  ## the end-to-end runs that are too long for a working day; CI runs them too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadgroup || [ $$? -eq 5 ]  # 5: none is marked slow
+
+sandbox: setup  ## what programs try in order to escape from the sandbox, as root and as an ordinary user; executions a second
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox tests/unit/sandbox -rs
+	$(BIN)/python benchmarks/sandbox.py $(if $(QUICK),--quick)
 
 test-vllm: .venv-vllm/.ready  ## vLLM itself, in an environment of its own (3 GB, made once): its tests and the conformance suite
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/with_vllm --timeout 600

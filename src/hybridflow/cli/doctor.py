@@ -53,6 +53,7 @@ def show_machine() -> None:
     console = Console()
     console.print(_machine())
     console.print(_engines())
+    console.print(_sandbox())
     console.print(_parts())
 
 
@@ -120,6 +121,27 @@ def _engines() -> Table:
         state = ENGINE_STATES.get(name, partial(_server, name))
         here, way = state()
         table.add_row(name, here, Text(". ".join(text for text in (engine.what, way) if text)))
+    return table
+
+
+def _sandbox() -> Table:
+    """Return a table of the sandbox's layers: whether each is active here, and why not."""
+    from hybridflow.sandbox.layers import LAYERS
+    from hybridflow.sandbox.sandbox import find_layers
+
+    reasons = find_layers()
+    table = Table(
+        "layer",
+        "here",
+        "what it is; without it",
+        title="Sandbox for programs of the model (reward.sandbox)",
+        title_justify="left",
+    )
+    for name, layer in LAYERS.items():
+        here = "yes"
+        if reasons[name]:
+            here = f"no: {reasons[name]}"
+        table.add_row(name, Text(here), Text(f"{layer.what}; without it {layer.without}"))
     return table
 
 

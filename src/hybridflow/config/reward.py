@@ -148,6 +148,13 @@ class RewardConfig:
         "Seconds that one response may take to score; then its worker is killed and on_error decides.",
         above=0,
     )
+    memory_limit_mb: int | None = key(
+        8192,
+        "MiB that a worker may reserve above what it has when the reward function is loaded, and that the "
+        "processes of the function may use; more fails the row. null: no limit, and none on processes and "
+        "output either, as a function that uses a GPU needs it.",
+        minimum=64,
+    )
     max_retries: int = key(
         0,
         "Further tries of a response whose reward fails, after 1, 2, 4, … seconds, more or less; then "

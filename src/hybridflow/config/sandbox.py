@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hybridflow.config.schema import key
 
@@ -25,8 +26,8 @@ class SandboxConfig:
         1024, "KiB that a program may print, and as many of errors; more stops it.", minimum=1
     )
     scratch_mb: int = key(64, "MiB of files in a program's scratch folder.", minimum=1)
-    give_up: list[str] = key(
+    give_up: list[Literal["private_root", "namespaces", "other_uid", "seccomp"]] = key(
         [],
-        "Layers of protection without which programs may run where this machine does not have them: any of "
-        "private_root, namespaces, other_uid, seccomp. `hybridflow doctor` lists what each is for.",
+        "Layers of protection without which programs may run where this machine does not have them; "
+        "`hybridflow doctor` lists what each is for.",
     )

@@ -25,15 +25,15 @@ class Cgroup:
 
     def __init__(self, memory: int, processes: int) -> None:
         """Make the group; memory in bytes. Raises OSError where this user may not, or a controller is off."""
-        self._folders: dict[str, Path] = {}
+        self.folders: dict[str, Path] = {}
         name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         caps = {"memory": memory, "pids": processes}
         try:
-            for controller, (parent, version) in _parents().items():
+            for controller, (parent, version) in parents().items():
                 _sweep(parent)
                 folder = parent / name
                 folder.mkdir(exist_ok=True)
-                self._folders[controller] = folder
+                self.folders[controller] = folder
                 (folder / _FILES[controller][version == 1]).write_text(str(caps[controller]))
         except OSError:
             self.remove()
@@ -41,13 +41,13 @@ class Cgroup:
 
     def add(self, pid: int) -> None:
         """Put a process into the group, before it starts others."""
-        for folder in self._folders.values():
+        for folder in self.folders.values():
             (folder / "cgroup.procs").write_text(str(pid))
 
     def hits(self) -> dict[str, int]:
         """Return how often each cap was hit so far: processes killed for memory, forks refused."""
         found = {}
-        for controller, folder in self._folders.items():
+        for controller, folder in self.folders.items():
             found[controller] = 0
             for name, word in _EVENTS[controller]:
                 with contextlib.suppress(OSError):
@@ -58,13 +58,13 @@ class Cgroup:
 
     def remove(self) -> None:
         """Remove the group; one whose processes have not all ended yet is left to a later sweep."""
-        for folder in self._folders.values():
+        for folder in self.folders.values():
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-def _parents() -> dict[str, tuple[Path, int]]:
-    """Return the folder of this process's cgroup and its version for each controller. Raises OSError."""
+def parents() -> dict[str, tuple[Path, int]]:
+    """Return for each controller the folder that groups can be made in, and its version. Raises OSError."""
     found: dict[str, tuple[Path, int]] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -75,12 +75,19 @@ def _parents() -> dict[str, tuple[Path, int]]:
                 found.setdefault(controller, (ROOT / path.lstrip("/"), 2))
     for controller, (folder, version) in found.items():
         if version == 2:
-            delegated = (folder / "cgroup.subtree_control").read_text().split()
-            if controller not in delegated:
+            # a group with processes in it has no children with caps, but may have siblings
+            delegated = [each for each in (folder, folder.parent) if _has(each, controller)]
+            if not delegated:
                 raise OSError(f"the controller {controller} is not delegated in {folder}")
+            found[controller] = (delegated[0], 2)
     if len(found) < len(_FILES):
         raise OSError("there is no cgroup for memory and processes")
     return found
+
+
+def _has(folder: Path, controller: str) -> bool:
+    """Whether groups in the folder get the controller. Raises OSError in a folder that is no group."""
+    return controller in (folder / "cgroup.subtree_control").read_text().split()
 
 
 def _sweep(parent: Path) -> None:
@@ -88,4 +95,6 @@ def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}-*"):
         if not Path("/proc", folder.name.split("-")[2]).exists():
             with contextlib.suppress(OSError):
+                for inner in folder.glob(f"{PREFIX}-*"):
+                    inner.rmdir()
                 folder.rmdir()

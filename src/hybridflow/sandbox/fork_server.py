@@ -19,6 +19,7 @@ import signal
 import site
 import socket
 import sys
+from pathlib import Path
 
 from hybridflow.sandbox import landlock, messages, seccomp
 from hybridflow.sandbox.execution import run_execution
@@ -81,6 +82,8 @@ def main(file_descriptor: int) -> None:
     else:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         scratch = os.path.join(plan["folder"], "scratch")
+        if not all(folder.stat().st_mode & 0o001 for folder in Path(os.__file__).resolve().parents):
+            uid = 0
         if uid:
             os.chown(plan["folder"], uid, uid)
         room = Room([*plan["readable"], *LIBRARIES], [*DEVICES, scratch], scratch, private=False)
@@ -136,7 +139,7 @@ def _become(uid: int, *, private: bool) -> str:
     counted apart from what else has the uid.
     """
     if not uid:
-        return "only root can change to another uid"
+        return "only root can change to another uid, and only where others may read the interpreter's folder"
     if private:
         prctl(PR_SET_KEEPCAPS, 1)
     os.setgroups([])

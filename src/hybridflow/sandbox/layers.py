@@ -43,7 +43,7 @@ LAYERS = {
     ),
     "cgroup": Layer(
         "the kernel's caps on memory and processes",
-        "rlimits for each process, and a watchdog that looks 50 times a second, hold these caps",
+        "rlimits of each process hold them, and a watchdog that looks 50 times a second",
         needed=False,
     ),
 }

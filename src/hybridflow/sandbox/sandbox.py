@@ -8,7 +8,6 @@ with SandboxPool(config.reward.sandbox) as pool:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import os
@@ -20,7 +19,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +37,8 @@ START_SECONDS = 60.0
 """Seconds in which a worker must be there."""
 GRACE_SECONDS = 20.0
 """Seconds beyond an execution's wall time in which its verdict must be there."""
+END_SECONDS = 10.0
+"""Seconds in which a worker must end by itself, before it is killed."""
 OWN_MEMORY_MB = 64
 """MiB of a worker's own processes in its cgroup, besides a program's memory and scratch folder."""
 OWN_PROCESSES = 12
@@ -107,12 +107,11 @@ class Sandbox:
                 "limits": least,
             }
             worker = self._started()
-            try:
-                return worker.run(request)
-            except (OSError, EOFError, ValueError, TypeError) as error:
+            verdict = worker.run(request)
+            if not worker.usable:
                 self._worker = None
                 worker.close()
-                return Verdict("lost", stderr=f"{type(error).__name__}: {error}")
+            return verdict
 
     def layers(self) -> dict[str, str]:
         """Return for each layer why it is not active, or "". Raises ConfigError like `run`."""
@@ -134,7 +133,13 @@ class Sandbox:
 
     def _started(self) -> _Worker:
         if self._worker is None:
-            self._worker = _start(self.config, self.limits, cgroup=self._with_cgroup)
+            worker = _start(self.limits, cgroup=self._with_cgroup)
+            try:
+                _refuse_missing(worker.layers, self.config.give_up)
+            except ConfigError:
+                worker.close()
+                raise
+            self._worker = worker
         return self._worker
 
 
@@ -184,8 +189,17 @@ class _Worker:
 
     def __init__(self, limits: Limits, *, private: bool, cgroup: bool) -> None:
         self.folder = tempfile.mkdtemp(prefix="hybridflow-sandbox-")
+        self.usable = True
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.layers = dict.fromkeys(LAYERS, "")
         self.cgroup: Cgroup | None = None
+        try:
+            if cgroup:
+                self.cgroup = _cgroup_of(limits)
+            else:
+                self.layers["cgroup"] = "not asked for"
+        except OSError as error:
+            self.layers["cgroup"] = str(error)
         self.socket, theirs = socket.socketpair()
         source = str(Path(hybridflow.__file__).parent.parent)
         with theirs:
@@ -199,9 +213,7 @@ class _Worker:
                 env={"LANG": "C.UTF-8"},
                 start_new_session=True,
             )
-        self._finalizer = weakref.finalize(self, _end, self.process, self.socket, self.folder)
-        self.layers = dict.fromkeys(LAYERS, "")
-        self.layers["cgroup"] = self._enter_cgroup(limits, wanted=cgroup)
+        self._finalizer = weakref.finalize(self, _end, self.process, self.socket, self.folder, self.cgroup)
         self.socket.settimeout(START_SECONDS)
         site_packages = [each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")]
         plan = {
@@ -211,6 +223,7 @@ class _Worker:
             "private": private,
         }
         try:
+            self._enter_cgroup()
             messages.send(self.socket, plan)
             self.layers |= messages.receive(self.socket)["layers"]
         except (OSError, EOFError) as error:
@@ -222,82 +235,103 @@ class _Worker:
                 "`hybridflow doctor`, or use a remote sandbox"
             ) from error
 
-    def _enter_cgroup(self, limits: Limits, *, wanted: bool) -> str:
-        if not wanted:
-            return "not asked for"
-        memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
-        try:
-            self.cgroup = Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
-            self.cgroup.add(self.process.pid)
-        except OSError as error:
-            return str(error)
-        return ""
+    def _enter_cgroup(self) -> None:
+        if self.cgroup:
+            try:
+                self.cgroup.add(self.process.pid)
+            except OSError as error:  # groups may be made here, but processes not moved
+                self.layers["cgroup"] = str(error)
+                self.cgroup = None
 
     def run(self, request: dict[str, Any]) -> Verdict:
-        """Run one request. Raises OSError or EOFError where the worker is of no use any more."""
-        hits = {}
-        if self.cgroup:
-            hits = self.cgroup.hits()
-        deadline = time.monotonic() + request["limits"]["wall_s"] + GRACE_SECONDS
-        self.socket.settimeout(deadline - time.monotonic())
-        messages.send(self.socket, request)
-        fields: dict[str, Any] = {"status": "killed", "stderr": "the init of the execution was killed"}
-        answer = messages.receive(self.socket)
-        if "ended" not in answer:
-            fields = answer
-            self.socket.settimeout(max(0.1, deadline - time.monotonic()))
+        """Run one request. Afterwards `usable` is False if the worker must be replaced."""
+        before = self._hits()
+        self.usable = False
+        fields: dict[str, Any] = {
+            "status": "lost",
+            "stderr": "the init of the execution ended without a verdict",
+        }
+        try:
+            self.socket.settimeout(request["limits"]["wall_s"] + GRACE_SECONDS)
+            messages.send(self.socket, request)
             answer = messages.receive(self.socket)
-        if self.cgroup and fields["status"] in ("killed", "raised"):
-            now = self.cgroup.hits()
-            if now["memory"] > hits["memory"]:
-                fields["status"] = "memory_exceeded"
-            elif now["pids"] > hits["pids"]:
-                fields["status"] = "process_exceeded"
+            if "ended" not in answer:
+                fields = answer
+                messages.receive(self.socket)
+                self.usable = True
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            fields = {"status": "lost", "stderr": f"{type(error).__name__}: {error}"}
+        if fields["status"] in ("killed", "raised", "lost"):
+            for controller, status in (("memory", "memory_exceeded"), ("pids", "process_exceeded")):
+                if self._hits()[controller] > before[controller]:
+                    fields["status"] = status
+                    break
         return Verdict(**fields)
+
+    def _hits(self) -> dict[str, int]:
+        if self.cgroup is None:
+            return {"memory": 0, "pids": 0}
+        return self.cgroup.hits()
 
     def close(self) -> None:
         """End the worker."""
         self._finalizer()
         self.errors.close()
-        if self.cgroup:
-            self.cgroup.remove()
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket, folder: str) -> None:
+def _cgroup_of(limits: Limits) -> Cgroup:
+    memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
+    return Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
+
+
+def _end(
+    process: subprocess.Popen[bytes], channel: socket.socket, folder: str, cgroup: Cgroup | None
+) -> None:
+    # the worker ends by itself, with all that is below it, when nobody holds the other end
     channel.close()
-    with contextlib.suppress(ProcessLookupError):
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
         process.kill()
-    process.wait()
+        process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+    if cgroup:
+        cgroup.remove()
 
 
-def _start(config: SandboxConfig, limits: Limits, *, cgroup: bool) -> _Worker:
+def _start(limits: Limits, *, cgroup: bool) -> _Worker:
+    """Start a worker with as many layers as there are here, and note why the others are not."""
     if sys.platform != "linux":
-        raise ConfigError(
-            f"the sandbox for programs needs Linux, this is {sys.platform}; use a remote sandbox "
-            "(reward.sandbox_fusion.url)"
-        )
+        raise ConfigError(f"the sandbox needs Linux, this is {sys.platform}: use a remote sandbox")
     worker = _Worker(limits, private=True, cgroup=cgroup)
-    refused = set(missing_layers(worker.layers, is_root=os.geteuid() == 0)) - set(config.give_up)
-    if not refused and (worker.layers["private_root"] or worker.layers["namespaces"]):
-        reasons = worker.layers
+    reasons = {name: worker.layers[name] for name in ("private_root", "namespaces")}
+    if any(reasons.values()):
         worker.close()
         worker = _Worker(limits, private=False, cgroup=cgroup)
-        worker.layers |= {name: reasons[name] for name in ("private_root", "namespaces")}
-        refused = set(missing_layers(worker.layers, is_root=os.geteuid() == 0)) - set(config.give_up)
+        worker.layers |= reasons
+    return worker
+
+
+def _refuse_missing(layers: dict[str, str], give_up: Sequence[str]) -> None:
+    missing = missing_layers(layers, is_root=os.geteuid() == 0)
+    refused = [name for name in missing if name not in give_up]
     if refused:
-        worker.close()
-        why = "; ".join(
-            f"{name} ({worker.layers.get(name)}), without which {LAYERS[name].without}"
-            for name in LAYERS
-            if name in refused
-        )
+        why = "; ".join(f"{name} ({layers[name]}), without which {LAYERS[name].without}" for name in refused)
         raise ConfigError(
             f"programs of the model are not run here, because layers of the sandbox are missing: {why}. Use "
-            f"another machine or a remote sandbox, or give them up: reward.sandbox.give_up="
-            f"[{','.join(sorted(refused))}]"
+            "another machine or a remote sandbox, or do without by naming them: reward.sandbox.give_up="
+            f"[{','.join(refused)}]"
         )
-    return worker
+
+
+def find_layers() -> dict[str, str]:
+    """Return for each layer why it is not active on this machine, or "", whatever is needed of them."""
+    try:
+        worker = _start(Limits(), cgroup=True)
+    except (ConfigError, OSError) as error:
+        return dict.fromkeys(LAYERS, str(error))
+    worker.close()
+    return worker.layers
 
 
 def _readable(site_packages: Sequence[str]) -> list[str]:

@@ -110,9 +110,11 @@ _FIRST_ARGUMENT = 16
 _MODE_FILTER = 2
 
 
-def program() -> bytes:
-    """Return the filter as instructions of classic BPF, eight bytes each."""
-    column = _COLUMN[MACHINE]
+def filter_of(machine: str) -> bytes:
+    """Return the filter as instructions of classic BPF, eight bytes each. Raises KeyError for a machine
+    whose numbers are not known.
+    """
+    column = _COLUMN[machine]
     lines: list[tuple[int, int, int, int]] = []  # code, lines to skip if true, if false, operand
 
     def refuse(jump: int, operand: int, action: int) -> None:
@@ -120,10 +122,10 @@ def program() -> bytes:
         lines.append((_RETURN, 0, 0, action))
 
     lines.append((_LOAD, 0, 0, _ARCH))
-    lines.append((_JUMP_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]))
+    lines.append((_JUMP_EQUAL, 1, 0, _ARCHITECTURE[machine]))
     lines.append((_RETURN, 0, 0, _KILL))
     lines.append((_LOAD, 0, 0, _NUMBER))
-    if MACHINE == "x86_64":
+    if machine == "x86_64":
         refuse(_JUMP_AT_LEAST, _X32, _KILL)
     for numbers in DENIED.values():
         refuse(_JUMP_EQUAL, numbers[column], _ERROR | errno.EPERM)
@@ -145,7 +147,7 @@ def install() -> None:
     """Put this process, and all that it starts, under the filter. Raises OSError, or KeyError on a machine
     whose numbers are not known.
     """
-    instructions = program()
+    instructions = filter_of(MACHINE)
     buffer = ctypes.create_string_buffer(instructions)
     # struct sock_fprog: number of instructions, padding, pointer
     header = struct.pack("=HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))

@@ -6,7 +6,11 @@ import asyncio
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +165,19 @@ def test_a_lost_worker_is_a_verdict_and_another_takes_its_place(sandbox: Sandbox
     assert sandbox.run("print(1)").status == "ok"
 
 
+def test_closing_leaves_neither_processes_nor_folders_nor_groups(sandbox: Sandbox) -> None:
+    closed = Sandbox(WIDE)
+    closed.run("pass")
+    worker = closed._worker
+    assert worker
+    groups = list(worker.cgroup.folders.values()) if worker.cgroup else []
+    assert all(each.exists() for each in groups)
+    closed.close()
+    assert worker.process.returncode == 0
+    assert not Path(worker.folder).exists()
+    assert not any(each.exists() for each in groups)
+
+
 def test_a_pool_runs_side_by_side_in_an_event_loop(sandbox: Sandbox) -> None:
     async def run_all(pool: SandboxPool) -> list[Verdict]:
         return await asyncio.gather(*[pool.run_async("print(input())", stdin=str(n)) for n in range(6)])
@@ -168,3 +185,30 @@ def test_a_pool_runs_side_by_side_in_an_event_loop(sandbox: Sandbox) -> None:
     with SandboxPool(dataclasses.replace(WIDE, num_workers=2)) as pool:
         verdicts = asyncio.run(run_all(pool))
     assert [each.stdout for each in verdicts] == [f"{n}\n" for n in range(6)]
+
+
+def test_packages_and_further_interpreters_are_there(sandbox: Sandbox) -> None:
+    code = "import numpy, subprocess, sys\nprint(numpy.arange(3).sum(), flush=True)\n"
+    code += "subprocess.run([sys.executable, '-c', 'print(4)'])"
+    verdict = sandbox.run(code)
+    assert verdict.stdout == "3\n4\n", verdict
+
+
+def test_nothing_lives_on_when_its_owner_is_killed(sandbox: Sandbox) -> None:
+    program = "import sys\nfrom hybridflow.sandbox.sandbox import Sandbox\ns = Sandbox()\ns.layers()\n"
+    program += "print(s._worker.process.pid, flush=True)\ns.run('import time; time.sleep(600)')"
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout
+    launcher = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    for _ in range(1000):  # the launcher ends after all that is below it, and is the last of its session
+        try:
+            os.kill(launcher, 0)
+            if Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the launcher lives on")

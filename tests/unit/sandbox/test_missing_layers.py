@@ -1,0 +1,83 @@
+"""Where the kernel allows no namespaces, as in many containers: refused, or run behind the layers left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.xdist_group("sandbox"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux"),
+]
+
+# the sandbox's own filter of system calls refuses namespaces to this process and those below it
+PROGRAM = """
+import dataclasses, json, sys
+from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.errors import ConfigError
+from hybridflow.sandbox import seccomp
+from hybridflow.sandbox.sandbox import Sandbox
+seccomp.install()
+try:
+    Sandbox().layers()
+except ConfigError as error:
+    print(json.dumps(str(error)))
+config = SandboxConfig(timeout=60, max_processes=16, give_up=["private_root", "namespaces", "other_uid"])
+with Sandbox(config) as sandbox:
+    print(json.dumps(sandbox.layers()))
+    for code in sys.argv[1:]:
+        print(json.dumps(dataclasses.asdict(sandbox.run(code))))
+"""
+LEAVE = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    os._exit(0)
+time.sleep(0.2)
+open('left', 'w').write('x')
+"""
+
+
+def test_it_is_refused_unless_given_up_and_then_the_other_layers_hold(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("top-secret")
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    read = f"import os\nprint(os.listdir('.'), os.getuid())\nprint(open({str(secret)!r}).read())"
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "print(1)", LEAVE, read], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    refused, layers, one, left, reading = map(json.loads, run.stdout.splitlines())
+    assert "private_root" in refused and "reward.sandbox.give_up=[private_root,namespaces" in refused
+    assert layers["namespaces"] and layers["private_root"]
+    assert one["stdout"] == "1\n"
+    _must_end(int(left["stdout"]))
+    assert (reading["stdout"].split()[1] == str(os.geteuid())) == bool(layers["other_uid"])
+    assert "['main.py']" in reading["stdout"]
+    if layers["landlock"]:
+        pytest.skip(f"landlock: {layers['landlock']}")
+    assert "top-secret" not in reading["stdout"] and "PermissionError" in reading["stderr"]
+
+
+def _must_end(pid: int) -> None:
+    """Wait until a process has ended; its parent may not have noticed."""
+    for _ in range(1000):
+        try:
+            fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return
+        if fields[0] in "ZX":
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} was left behind")

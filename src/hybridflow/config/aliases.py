@@ -122,6 +122,7 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
 
 # (regular expression of the whole path, the values with which it is another key, that key).
 ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (r"(?:reward\.reward_manager\.name|reward_model\.reward_manager)", ("batch",), r"reward.manager"),
     (ROLLOUT + r"dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
     (
         r"((?:actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config|engine)\.model_dtype",

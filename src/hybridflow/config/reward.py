@@ -162,6 +162,11 @@ class RewardConfig:
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
     reward_model: RewardModelConfig = group(RewardModelConfig)
+    manager: str | None = key(
+        None,
+        "What scores all responses of a step in one call, which reward.timeout bounds: batch calls your "
+        "function with lists, path/to/file.py:name is a manager of your own. null: one call a response.",
+    )
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)
     sandbox_fusion: SandboxFusionConfig = group(SandboxFusionConfig)
@@ -175,6 +180,13 @@ class RewardConfig:
         30.0,
         "Seconds that one response may take to score; then its worker is killed and on_error decides.",
         above=0,
+    )
+    memory_limit_mb: int | None = key(
+        8192,
+        "MiB that a worker may reserve above what it has when the reward function is loaded, and that the "
+        "processes of the function may use; more fails the row. null: no limit, and none on processes and "
+        "output either, as a function that uses a GPU needs it.",
+        minimum=64,
     )
     max_retries: int = key(
         0,
@@ -192,6 +204,11 @@ class RewardConfig:
         None, "Tokens a minute that the reward may be called with; null: no limit.", above=0
     )
     estimated_tokens_per_request: int = key(2000, "Tokens that a request counts as for max_tpm.", minimum=1)
+    watch: bool = key(
+        True,
+        "Measure repetition, form without a right answer, growth of length, and training scores that leave "
+        "the held-out ones; warn and show samples where one is out of bounds.",
+    )
     cache_size: int = key(
         0,
         "Outcomes that are kept, so that an equal response to the same prompt is not scored again; 0: none.",

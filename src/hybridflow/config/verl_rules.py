@@ -299,13 +299,13 @@ REWARD: tuple[Rule, ...] = (
         "decide, with reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for "
         "gdpo, reward.num_workers for prime and remote, and reward.max_rpm, max_tpm, max_concurrent and "
         "max_retries for limited",
-        "use reward.function, reward.terms or reward.custom_reward_function",
+        "a manager of your own is reward.manager=path/to/file.py:name",
     ),
     Rule(
         r"reward\.reward_manager\..+",
         (*OFF, "register"),
         "one manager scores all rewards",
-        "use reward.custom_reward_function",
+        "a manager of your own is reward.manager=path/to/file.py:name",
     ),
     ignored(
         r"reward\.reward_kwargs\.overlong_buffer_cfg\.log", "the metrics of the reward are always logged"

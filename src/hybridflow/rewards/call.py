@@ -25,10 +25,10 @@ def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
     """Score one request; where the function gives a coroutine, it is run to its end."""
     started = time.perf_counter()
     try:
-        result = function(**_arguments(function, request))
+        result = function(**arguments_of(function, request))
         if inspect.isawaitable(result):
             result = asyncio.run(awaited(result))
-        return _outcome(result, request, started)
+        return outcome_of(result, request, started)
     except BaseException as error:  # a user's callable; sys.exit() inside it is its error too
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -41,7 +41,7 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
     deadline = asyncio.timeout(timeout)
     try:
         async with deadline:
-            return _outcome(await function(**_arguments(function, request)), request, started)
+            return outcome_of(await function(**arguments_of(function, request)), request, started)
     except BaseException as error:  # a user's callable
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -69,7 +69,7 @@ def failure(error: BaseException, seconds: float) -> Outcome:
     return Outcome(error=type(error).__name__, detail=detail, seconds=seconds)
 
 
-def _outcome(result: Any, request: ScoreRequest, started: float) -> Outcome:
+def outcome_of(result: Any, request: ScoreRequest, started: float) -> Outcome:
     """Return the outcome of a result. Raises RewardError if it is none that a reward function may return."""
     token_scores = token_scores_of(result, len(request.response_ids))
     if token_scores:
@@ -81,7 +81,8 @@ def _outcome(result: Any, request: ScoreRequest, started: float) -> Outcome:
     return Outcome(score, extras, seconds=time.perf_counter() - started, token_scores=token_scores)
 
 
-def _arguments(function: RewardFunction, request: ScoreRequest) -> dict[str, Any]:
+def arguments_of(function: RewardFunction, request: ScoreRequest) -> dict[str, Any]:
+    """Return what a function is called with, by name."""
     arguments = {
         "data_source": request.data_source,
         "solution_str": request.solution_str,

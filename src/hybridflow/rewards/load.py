@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridflow.rewards.table import RewardFunction
 
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
+CALLED_WITH_LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 TOKENS = "response_ids"
 """A further argument, of functions that have a parameter of this name."""
 
@@ -43,7 +45,9 @@ def load_builtin(
     return _bound(function, options)
 
 
-def load_user_function(path: str, name: str, options: dict[str, Any], *, key: str) -> RewardFunction:
+def load_user_function(
+    path: str, name: str, options: dict[str, Any], *, key: str, called_with: Sequence[str] = CALLED_WITH
+) -> RewardFunction:
     """Load a user's function and bind its options; `path` may carry the name ("file.py:name").
 
     Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
@@ -62,7 +66,7 @@ def load_user_function(path: str, name: str, options: dict[str, Any], *, key: st
         function = getattr(module, name, None) or load_object(f"{path}:{name}", key=key)
     if not callable(function):
         raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
-    _check_signature(function, path, options, key)
+    _check_signature(function, path, options, key, called_with)
     return _bound(function, options)
 
 
@@ -85,23 +89,25 @@ def _bound(function: RewardFunction, options: dict[str, Any]) -> RewardFunction:
     return partial(function, **options)
 
 
-def _check_signature(function: RewardFunction, path: str, options: dict[str, Any], key: str) -> None:
+def _check_signature(
+    function: RewardFunction, path: str, options: dict[str, Any], key: str, called_with: Sequence[str]
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C: it has none to check
         return
     try:
-        called_with = {**options, **dict.fromkeys(CALLED_WITH)}
+        given = {**options, **dict.fromkeys(called_with)}
         if TOKENS in signature.parameters:
-            called_with[TOKENS] = None
-        signature.bind(**called_with)
+            given[TOKENS] = None
+        signature.bind(**given)
     except TypeError as error:
-        given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
+        words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
             f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
-            f"called with {given} ({error}); add the missing parameters or **kwargs"
+            f"called with {words} ({error}); add the missing parameters or **kwargs"
         ) from error
-    if clash := [name for name in options if name in CALLED_WITH]:
+    if clash := [name for name in options if name in called_with]:
         raise ConfigError(f"{key}: {', '.join(clash)} comes from the row; remove it from the options")
 
 

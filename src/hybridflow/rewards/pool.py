@@ -30,6 +30,7 @@ from hybridflow.rewards.call import failure
 from hybridflow.rewards.limits import RateLimit
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.resolve import describe
+from hybridflow.rewards.worker import Mode
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class RewardPool:
         self._jitter = random.Random(seed)
         self._free: asyncio.Queue[Hosted] = asyncio.Queue()
         self._waiting: asyncio.Queue[_Flight] = asyncio.Queue()
-        self._is_async = False
+        self._mode: Mode = "sync"
         self._closed = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
@@ -100,6 +101,15 @@ class RewardPool:
         """Have a request scored; to cancel the future ends what is under way."""
         return self._submit(self._score(request))
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether a manager scores all requests in one call, see `submit_all`."""
+        return self._mode == "batch"
+
+    def submit_all(self, requests: Sequence[ScoreRequest]) -> futures.Future[list[Outcome]]:
+        """Have requests scored in one call."""
+        return self._submit(self._score_all(requests))
+
     def close(self) -> None:
         """End all workers, and all processes that the reward function started in them."""
         if self._closed:
@@ -124,12 +134,12 @@ class RewardPool:
             workers = await asyncio.gather(
                 *(hosts.create(factory, setup, deadline_s=deadline_s) for hosts in self._hosts)
             )
-            self._is_async = await workers[0].call("is_async", deadline_s=deadline_s)
+            self._mode = await workers[0].call("mode", deadline_s=deadline_s)
         except CallFailed as error:
             raise self._refusal(error) from error
         for worker in workers:
             worker.kind = self._function
-            if self._is_async:
+            if self._mode == "async":
                 asyncio.create_task(self._serve(worker))  # noqa: RUF006 - `close` finds and ends it
             else:
                 self._free.put_nowait(worker)
@@ -165,7 +175,7 @@ class RewardPool:
             await asyncio.sleep(pause * self._jitter.uniform(0.5, 1.5))
 
     async def _try(self, payload: bytes) -> Outcome:
-        if self._is_async:
+        if self._mode == "async":
             flight = _Flight(payload, asyncio.get_running_loop().create_future())
             self._waiting.put_nowait(flight)
             return await flight.outcome
@@ -175,11 +185,25 @@ class RewardPool:
         finally:
             self._free.put_nowait(worker)
 
+    async def _score_all(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        worker = await self._free.get()
+        started = time.monotonic()
+        try:
+            payloads = [dumps(request) for request in requests]
+            outcomes: list[Outcome] = await worker.call("score_all", payloads, deadline_s=self._timeout)
+        except CallFailed as error:
+            return [self._blamed(error, time.monotonic() - started)] * len(requests)
+        except Exception as error:  # whatever the rows of a dataset hold: not ours to know
+            return [failure(error, 0.0)] * len(requests)
+        finally:
+            self._free.put_nowait(worker)
+        return outcomes
+
     async def _alone(self, worker: Hosted, payload: bytes) -> Outcome:
         """Have a worker score one sample, which is to blame for whatever happens."""
         started = time.monotonic()
         deadline_s = self._timeout
-        if self._is_async:
+        if self._mode == "async":
             deadline_s += ASYNC_GRACE
         try:
             outcome: Outcome = await worker.call("score", payload, deadline_s=deadline_s)
@@ -242,12 +266,18 @@ class _PoolScoring:
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
         self._futures: list[futures.Future[Outcome]] = []
+        self._collected: list[ScoreRequest] = []
 
     def add(self, request: ScoreRequest) -> None:
-        self._futures.append(self._pool.submit(request))
+        if self._pool.takes_all:
+            self._collected.append(request)
+        else:
+            self._futures.append(self._pool.submit(request))
 
     def outcomes(self) -> list[Outcome]:
         try:
+            if self._collected:
+                return self._pool.submit_all(self._collected).result()
             return [future.result() for future in self._futures]
         except futures.CancelledError as error:
             raise RewardError("the reward pool was closed while it was scoring") from error

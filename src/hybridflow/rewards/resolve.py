@@ -6,7 +6,15 @@ from hybridflow.config.checks.reward import CUSTOM, reward_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.compose import compose, load_terms
-from hybridflow.rewards.load import DEFAULT_NAMES, is_path, load_builtin, load_user_function
+from hybridflow.rewards.load import (
+    CALLED_WITH,
+    CALLED_WITH_LISTS,
+    DEFAULT_NAMES,
+    is_path,
+    load_builtin,
+    load_user_function,
+)
+from hybridflow.rewards.managers import BATCH
 from hybridflow.rewards.run_programs import build_runner
 from hybridflow.rewards.table import RewardFunction
 
@@ -23,7 +31,11 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     if config.terms:
         return compose(load_terms(config.terms, seed, runner))
     if custom.path:
-        return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=CUSTOM)
+        names = CALLED_WITH
+        if config.manager == BATCH:
+            names = CALLED_WITH_LISTS
+        options = dict(custom.reward_kwargs)
+        return load_user_function(custom.path, custom.name, options, key=CUSTOM, called_with=names)
     if is_path(config.function):
         return load_user_function(
             config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function"

@@ -10,14 +10,22 @@ import asyncio
 import functools
 import pickle
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import Literal
 
 from hybridflow.rewards.call import call, call_async, failure
 from hybridflow.rewards.load import is_async
+from hybridflow.rewards.managers import call_manager, load_manager
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.resolve import resolve
+from hybridflow.sandbox.own_limits import OwnLimits
 
+Mode = Literal["sync", "async", "batch"]
 MAX_ANSWER = 60 << 20
 """Longest pickle of an outcome in bytes; `processes/pickles.py` refuses a little more."""
+MAX_PROCESSES = 256
+"""Processes that a function may have started at once, those of the sandbox among them."""
+MAX_OUTPUT_KB = 1024
+"""KiB that a call may print; what is beyond is dropped."""
 POLL_SECONDS = 0.05
 """Seconds after which `poll` returns also where no request is done, so that new ones can join."""
 
@@ -33,26 +41,45 @@ class LoadedReward:
         self._setup = setup
         self._timeout: float = config.timeout
         self._function = resolve(config, seed)
+        self._manager = load_manager(config, self._function)
+        # from here on, so that what the file imports is not counted
+        self._limits: OwnLimits | None = None
+        if config.memory_limit_mb is not None:
+            self._limits = OwnLimits(
+                memory_mb=config.memory_limit_mb, processes=MAX_PROCESSES, output_kb=MAX_OUTPUT_KB
+            )
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
         return load, (self._setup,)
 
-    def is_async(self) -> bool:
-        """Return whether the function gives coroutines, so that many requests can be under way at once."""
-        return is_async(self._function)
+    def mode(self) -> Mode:
+        """Return how requests are scored: one by one, many at once, or all in one call."""
+        if self._manager is not None:
+            return "batch"
+        if is_async(self._function):
+            return "async"
+        return "sync"
 
     def score(self, payload: bytes) -> Outcome | Awaitable[Outcome]:
         """Score one request, and no other beside it."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
-        if self.is_async():
+        if self.mode() == "async":
             return self._score_async(payload)
-        request = _read(payload)
+        request = self._begun(payload)
         if isinstance(request, Outcome):
             return request
         return _bounded(call(self._function, request))
+
+    def score_all(self, payloads: Sequence[bytes]) -> list[Outcome]:
+        """Have the manager score all requests."""
+        assert self._manager is not None, "only in the mode batch"
+        requests = [self._begun(payload) for payload in payloads]
+        readable = [request for request in requests if isinstance(request, ScoreRequest)]
+        scored = iter(call_manager(self._manager, self._function, readable))
+        return [request if isinstance(request, Outcome) else next(scored) for request in requests]
 
     async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
         """Begin new requests; return the outcomes, by their tickets, that are there after a short wait.
@@ -71,25 +98,26 @@ class LoadedReward:
         return {ticket: self._tasks.pop(ticket).result() for ticket in done}
 
     async def _score_async(self, payload: bytes) -> Outcome:
-        request = _read(payload)
+        request = self._begun(payload)
         if isinstance(request, Outcome):
             return request
         return _bounded(await call_async(self._function, request, self._timeout))
+
+    def _begun(self, payload: bytes) -> ScoreRequest | Outcome:
+        """Return the request, or the error of one that this process cannot read."""
+        if self._limits is not None:
+            self._limits.allow_output()
+        try:
+            request: ScoreRequest = pickle.loads(payload)
+        except Exception as error:  # a ground truth of a class that this process cannot import
+            return failure(error, 0.0)
+        return request
 
 
 @functools.cache
 def load(setup: bytes) -> LoadedReward:
     """Load the function that a process does not have yet."""
     return LoadedReward(setup)
-
-
-def _read(payload: bytes) -> ScoreRequest | Outcome:
-    """Return the request, or the error of one that this process cannot read."""
-    try:
-        request: ScoreRequest = pickle.loads(payload)
-    except Exception as error:  # a ground truth of a class that this process cannot import
-        return failure(error, 0.0)
-    return request
 
 
 def _bounded(outcome: Outcome) -> Outcome:

@@ -58,6 +58,9 @@ class OwnLimits:
     def _watch(self) -> None:
         proc = os.open("/proc", os.O_RDONLY)
         while True:
+            time.sleep(LOOK_SECONDS)
+            if not _has_children():
+                continue  # the usual case, in which all of /proc need not be read
             usage = usage_of_descendants(os.getpid(), proc)
             if usage.memory > self._memory or usage.processes > self._processes:
                 logger.error(
@@ -69,7 +72,6 @@ class OwnLimits:
                 )
                 end_descendants(os.getpid(), proc)
                 os.kill(os.getpid(), 9)
-            time.sleep(LOOK_SECONDS)
 
     def _cap_output(self, file_descriptor: int) -> None:
         passed_on = os.dup(file_descriptor)
@@ -90,6 +92,14 @@ class OwnLimits:
                     allowed = allowed[os.write(passed_on, allowed) :]
             except OSError:  # whoever read it is gone
                 self._left = 0
+
+
+def _has_children() -> bool:
+    """Return whether this process has children, or that is not known."""
+    try:
+        return any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    except OSError:  # a thread has ended meanwhile
+        return True
 
 
 def _let_drain(file_descriptor: int, passed_on: int, thread: threading.Thread) -> None:

@@ -7,7 +7,7 @@ BatchSource ──next(step)──► rows ──► step ──► metrics ─�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -44,6 +44,10 @@ Source = TypeVar("Source", bound=BatchSource)
 Step = TypeVar("Step", bound=TrainStep)
 
 
+def _no_metrics(*_: object) -> dict[str, float]:
+    return {}
+
+
 def _nothing(*_: object) -> None:
     """Do nothing."""
 
@@ -73,8 +77,8 @@ class Trainer(Generic[Source, Step]):
     """Validate once, and train nothing."""
     after_update: Callable[[DataProto], None] = _nothing
     """Called with each batch whose weights are published: a curriculum sampler learns from it."""
-    log_samples: Callable[[DataProto, int], None] = _nothing
-    """Called with each batch and its step, to keep samples for readers."""
+    log_samples: Callable[[DataProto, Mapping[str, float], int], dict[str, float]] = _no_metrics
+    """Called with each batch, its metrics and its step, to keep samples; gives further metrics."""
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
         """Run to the last step, or to where `after_step` says so; gives the last validation's metrics or {}.
@@ -184,7 +188,7 @@ class Trainer(Generic[Source, Step]):
         values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
         values["training/global_step"] = step
         values["training/epoch"] = made.epoch
-        self.log_samples(batch, step)
+        values |= self.log_samples(batch, values, step)
         self.trackers.log(values, step)
         return values
 

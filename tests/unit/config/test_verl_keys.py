@@ -336,7 +336,6 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager",
     "reward_model.enable=True",
     "reward.reward_model.enable=True",
-    "reward_model.reward_manager=batch",
     "algorithm.rollout_correction.rollout_rs=geometric",
     "algorithm.rollout_is_level=sequence",
     "algorithm.rollout_is_mode=mask",

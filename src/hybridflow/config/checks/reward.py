@@ -40,7 +40,11 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
         yield "reward.reward_model.model.lora_rank: the reward model does not train; merge its adapter first"
     if reward.terms and reward.custom_reward_function.reward_kwargs:
         yield f"{CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term"
-    limits = ("max_retries", "max_concurrent", "max_rpm", "max_tpm")
+    if reward.manager == "batch" and not reward.custom_reward_function.path:
+        yield f"reward.manager=batch calls a function of yours with lists: set {CUSTOM}.path"
+    if reward.manager not in (None, "batch") and ":" not in reward.manager:
+        yield f"reward.manager={reward.manager}: wanted batch, or path/to/file.py:name"
+    limits = ("manager", "max_retries", "max_concurrent", "max_rpm", "max_tpm")
     if used := [f"reward.{name}" for name in limits if getattr(reward, name) and reward.num_workers == 0]:
         yield (
             f"{', '.join(used)} hold where processes score, and reward.num_workers=0 scores in the trainer's "

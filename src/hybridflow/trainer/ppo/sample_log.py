@@ -4,7 +4,8 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observability.samples import SampleWriter, sample_rows
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.reward_watch import RewardWatch, Sign
+
+logger = logging.getLogger(__name__)
 
 REPORT_ROWS = 16
 """Rows of a step that the report shows."""
+SHOWN = 3
+"""Responses that the log shows of a sign of the reward watch."""
+SHOWN_CHARS = 300
 REPORT_STEPS = 20
 """Steps of a run that the report shows, about."""
 
@@ -41,6 +48,7 @@ class SampleLog:
         keep_to = done or -1  # a fresh run begins with the validation before its first step
         self.report = SampleWriter(run_dir / "samples", keep_to=keep_to)
         self.report_validation = SampleWriter(run_dir / "validation", keep_to=keep_to)
+        self.watch = RewardWatch() if config.reward.watch else None
         self.rollouts = _writer(config.trainer.rollout_data_dir)
         self.validations = _writer(config.trainer.validation_data_dir)
 
@@ -60,12 +68,43 @@ class SampleLog:
         every = max(1, self.total_steps // REPORT_STEPS)
         return step == 1 or step % every == 0 or step == self.total_steps
 
-    def training(self, batch: DataProto, step: int) -> None:
-        """Samples of a finished training step."""
-        if self.shows(step):
-            self.report.write(sample_rows(batch, self.decode, token_level=True, max_rows=REPORT_ROWS), step)
+    def training(self, batch: DataProto, values: Mapping[str, float], step: int) -> dict[str, float]:
+        """Keep samples of a finished training step, and return what the reward watch adds to its metrics.
+
+        Where that sees a sign, the log and the report show the samples that it is seen in.
+        """
+        figures: dict[str, float] = {}
+        signs: list[Sign] = []
+        if self.watch is not None:
+            figures, signs = self.watch.look(batch, values, step)
+        shown = batch
+        if signs:
+            first = [row for sign in signs for row in sign.rows[:SHOWN]]
+            rows = list(dict.fromkeys([*first, *range(len(batch))]))
+            shown = batch.select_idxs(rows[:REPORT_ROWS])
+            for sign in signs:
+                self._tell(sign, batch, step)
+        if signs or self.shows(step):
+            rows_shown = sample_rows(shown, self.decode, token_level=True, max_rows=REPORT_ROWS)
+            if signs:
+                told = "; ".join(sign.message for sign in signs)
+                rows_shown = [{**row, "reward_watch": told} for row in rows_shown]
+            self.report.write(rows_shown, step)
         if self.rollouts:
             self.rollouts.write(sample_rows(batch, self.decode), step)
+        return figures
+
+    def _tell(self, sign: Sign, batch: DataProto, step: int) -> None:
+        samples = sample_rows(batch.select_idxs(sign.rows[:SHOWN]), self.decode)
+        texts = [f"score {row['score']:g}: {row['response'][:SHOWN_CHARS]!r}" for row in samples]
+        logger.warning(
+            "step %d, reward watch (%s): %s; look whether this is what the reward is to pay for "
+            "(docs/rewards.md). Responses:\n%s",
+            step,
+            sign.name,
+            sign.message,
+            "\n".join(texts),
+        )
 
     def validation(self, rows: list[dict[str, Any]], step: int) -> None:
         """Samples of a validation."""

@@ -1,0 +1,64 @@
+"""Managers, which score all responses of a step in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.checks.reward import reward_problems
+from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards.build import build_reward_manager
+
+FILE = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):
+    if "few" in solution_strs:
+        return [1.0]
+    if "raise" in solution_strs:
+        raise ValueError("no")
+    return [{"score": len(solution_strs) + bonus, "acc": text == truth} if text != "none" else None
+            for text, truth in zip(solution_strs, ground_truths)]
+
+class Ranks:
+    def __init__(self, compute_score):
+        self.compute_score = compute_score
+    async def __call__(self, rows):
+        lengths = sorted(len(row["solution_str"]) for row in rows)
+        return [lengths.index(len(row["solution_str"])) + self.compute_score(**row)["acc"] for row in rows]
+"""
+
+
+def outcomes(tmp_path: Path, *texts: str, **keys: Any) -> list[Outcome]:
+    (tmp_path / "mine.py").write_text(FILE)
+    config = RewardConfig(num_workers=1, timeout=600.0, **keys)
+    with build_reward_manager(config, seed=0) as manager:
+        return manager.outcomes([ScoreRequest("x", text, "b") for text in texts])
+
+
+def test_a_function_is_called_once_with_lists(tmp_path: Path) -> None:
+    function = CustomRewardConfig(str(tmp_path / "mine.py"), reward_kwargs={"bonus": 2})
+    keys = {"custom_reward_function": function, "manager": "batch"}
+    scored = outcomes(tmp_path, "a", "none", "b", **keys)
+    assert [one.score for one in scored] == [5.0, 0.0, 5.0]
+    assert [one.error for one in scored] == ["", "RewardError", ""] and scored[2].extras == {"acc": True}
+    for text, error in (("few", "RewardError"), ("raise", "ValueError")):
+        assert [one.error for one in outcomes(tmp_path, text, "b", **keys)] == [error, error]
+
+
+def test_a_manager_of_ones_own_uses_the_reward_function(tmp_path: Path) -> None:
+    manager = f"{tmp_path / 'mine.py'}:Ranks"
+    scored = outcomes(tmp_path, "long text", "b", "mid", manager=manager, function="exact_match")
+    assert [one.score for one in scored] == [2.0, 1.0, 1.0]
+
+
+def test_a_manager_that_cannot_be_is_refused_with_what_to_set() -> None:
+    wrong = [
+        RewardConfig(manager="batch"),
+        RewardConfig(manager="other"),
+        RewardConfig(num_workers=0, manager="a:b"),
+    ]
+    for config, part in zip(
+        wrong, ("reward.custom_reward_function.path", "batch", "num_workers"), strict=True
+    ):
+        (problem,) = reward_problems(config)
+        assert part in problem

@@ -60,7 +60,7 @@ def own(timeline: str) -> None:
         pool = ResourcePool("global", (3,))
         no_room = refused(lambda: cluster.check(placement(pool, ResourcePool("rollout", (2,))), "cpu"))
         cluster.check(placement(pool), "cpu")
-        placed = cluster.place(pool, "cpu", deadline=30)
+        placed = cluster.place(pool, "cpu", deadline=300)
         taken = refused(lambda: cluster.check(placement(ResourcePool("late", (2,))), "cpu", wait=0.1))
         late = refused(lambda: cluster.place(ResourcePool("late", (2,)), "cpu", deadline=0.5))
         actors = [Process.options(**options).remote() for options in placed.bundles]
@@ -96,7 +96,7 @@ def handles(_: str) -> None:
     pool = ResourcePool("global", (2,))
     cluster.check(placement(pool), "cpu")
     actors = [
-        Process.options(**options).remote() for options in cluster.place(pool, "cpu", deadline=60).bundles
+        Process.options(**options).remote() for options in cluster.place(pool, "cpu", deadline=300).bundles
     ]
     before = ray.get([actor.where.remote() for actor in actors])
     say(pids=[pid for _, pid in before], temp_dir=cluster.temp_dir)
@@ -122,7 +122,7 @@ def spread(address: str) -> None:
     pool = ResourcePool("global", (2, 2))
     too_many = refused(lambda: cluster.check(placement(ResourcePool("global", (2, 2, 2))), "cpu"))
     cluster.check(placement(pool), "cpu")
-    placed = cluster.place(pool, "cpu", deadline=30)
+    placed = cluster.place(pool, "cpu", deadline=300)
     where = ray.get([Process.options(**options).remote().where.remote() for options in placed.bundles])
     say(
         nodes=placed.nodes,
@@ -141,7 +141,7 @@ def spread(address: str) -> None:
     say(noticed=noticed, missing=missing)
     sys.stdin.readline()  # the test adds a node
     cluster.check(placement(pool), "cpu")
-    say(nodes=cluster.place(pool, "cpu", deadline=30).nodes)
+    say(nodes=cluster.place(pool, "cpu", deadline=300).nodes)
     cluster.shutdown()
     say(in_ray=ray.is_initialized())
 

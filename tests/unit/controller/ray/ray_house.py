@@ -125,7 +125,7 @@ def start(
     names = {role: tuple(names.split()) for role, names in pools.items()}
     placement = Placement(tuple(ResourcePool(name, (size,)) for name, size in sizes.items()), names)
     meshes = {role: MeshInfo(sum(sizes[name] for name in where)) for role, where in names.items()}
-    times = {"call_timeout": 60.0, "heartbeat_timeout": 30.0, "startup_timeout": 100.0} | settings
+    times = {"call_timeout": 600.0, "heartbeat_timeout": 300.0, "startup_timeout": 900.0} | settings
     # of this file and house.py
     folders = [*Path(__file__).parents[:2], *(Path(__file__).parents[2] / room for room in rooms)]
     path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}

@@ -127,6 +127,7 @@ def nodes() -> Iterator[RayNodes]:
     started.stop()
 
 
+@pytest.mark.xdist_group("ray")
 def test_a_node_that_does_not_answer_is_not_there(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself counts it as alive until some seconds have passed."""
     here = ray.nodes()
@@ -134,6 +135,7 @@ def test_a_node_that_does_not_answer_is_not_there(cluster: Cluster, monkeypatch:
     assert [node.id for node in cluster.nodes()] == [node["NodeID"] for node in here]
 
 
+@pytest.mark.xdist_group("ray")
 def test_devices_that_a_cluster_does_not_have_are_missed(cluster: Cluster) -> None:
     (node,) = cluster.nodes()
     for pools, says in (
@@ -190,6 +192,7 @@ def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes
         driver.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_driver_alone_decides_about_signals() -> None:
     """Ctrl-C reaches the whole group of a terminal, SIGTERM the driver: its own handlers see them, nobody

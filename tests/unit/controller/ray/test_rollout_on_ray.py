@@ -22,6 +22,9 @@ for room in ("rollout", "workers"):
 from ray_house import start  # noqa: E402
 from rollout_scenes import SCENES, factories, group_on, request  # noqa: E402
 
+# one Ray for all tests that need one
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
+
 
 @pytest.fixture(scope="module")
 def rollouts(cluster: Cluster) -> Iterator[RayBackend]:
@@ -56,15 +59,12 @@ def test_outputs_come_while_others_are_generated(rollouts: RayBackend) -> None:
     assert heard[1][1] - heard[0][1] < heard[2][1] - heard[1][1], "they did not come all at once"
 
 
-def test_a_process_that_dies_while_it_generates_is_named(cluster: Cluster) -> None:
-    backend = start(cluster, {"dying": 2}, {"rollout": "dying"}, factories, rooms=("rollout", "workers"))
-    try:
-        group = group_on(backend)
+def test_a_process_that_dies_while_it_generates_is_named(rollouts: RayBackend) -> None:
+    """The last of this file, as the processes are of no use after it."""
+    group = group_on(rollouts)
 
-        def kill(_: object) -> None:
-            ray.kill(backend._processes["dying", 1].actor)
+    def kill(_: object) -> None:
+        ray.kill(rollouts._processes["shared", 1].actor)
 
-        with pytest.raises(WorkerLost, match="rollout rank 1 is lost"):
-            group.generate([request(1, 2), request(2, 200_000), request(3, 200_000)], finished=kill)
-    finally:
-        backend.shutdown()
+    with pytest.raises(WorkerLost, match="rollout rank 1 is lost"):
+        group.generate([request(1, 2), request(2, 200_000), request(3, 200_000)], finished=kill)

@@ -41,7 +41,7 @@ class House:
         for process in self.processes:
             process.pid = ray.get(process.actor.ping.remote())
             process.node_id = ray.get_runtime_context().get_node_id()
-        self.watch = Watchdog(self.processes, **({"heartbeat_timeout": 4.0} | settings))
+        self.watch = Watchdog(self.processes, **({"heartbeat_timeout": WAIT} | settings))
         self.watch.expect_signs()
 
     def call(
@@ -95,6 +95,7 @@ def test_a_process_that_dies_between_calls_is_noticed(house: House) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.parametrize("house", [{"heartbeat_timeout": 4.0}], indirect=True)
 def test_a_process_without_a_sign_of_life_is_lost(house: House) -> None:
     began = time.monotonic()
     parts = house.call(0.0, 0.0, task="freeze")

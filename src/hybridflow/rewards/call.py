@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import HybridFlowError
-from hybridflow.rewards.load import takes_tokens
+from hybridflow.rewards.load import MESSAGES, TOKENS, takes
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result, token_scores_of
 from hybridflow.rewards.table import RewardFunction
@@ -87,8 +87,10 @@ def _arguments(function: RewardFunction, request: ScoreRequest) -> dict[str, Any
         "ground_truth": request.ground_truth,
         "extra_info": request.extra_info,
     }
-    if takes_tokens(function):
-        arguments["response_ids"] = list(request.response_ids)
+    if takes(function, TOKENS):
+        arguments[TOKENS] = list(request.response_ids)
+    if takes(function, MESSAGES):
+        arguments[MESSAGES] = list(request.messages)
     return arguments
 
 

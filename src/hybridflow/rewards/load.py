@@ -20,6 +20,8 @@ from hybridflow.rewards.table import RewardFunction
 DEFAULT_NAMES = ("compute_score", "compute_reward")
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
 TOKENS = "response_ids"
+MESSAGES = "messages"
+"""Arguments that a function gets where it names them: what was sampled, and the whole conversation."""
 """A further argument, of functions that have a parameter of this name."""
 
 
@@ -92,8 +94,7 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
         return
     try:
         called_with = {**options, **dict.fromkeys(CALLED_WITH)}
-        if TOKENS in signature.parameters:
-            called_with[TOKENS] = None
+        called_with |= {name: None for name in (TOKENS, MESSAGES) if name in signature.parameters}
         signature.bind(**called_with)
     except TypeError as error:
         given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
@@ -113,9 +114,9 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def takes_tokens(function: RewardFunction) -> bool:
-    """Whether a function has a parameter for the ids of the sampled tokens."""
+def takes(function: RewardFunction, name: str) -> bool:
+    """Whether a function has a parameter of this name."""
     try:
-        return TOKENS in inspect.signature(function).parameters
+        return name in inspect.signature(function).parameters
     except ValueError:  # written in C: it has no signature
         return False

@@ -107,7 +107,7 @@ MODEL_TERM = "reward_model"
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A learned reward model: a sequence classifier with one label, which reads the whole conversation."""
+    """A learned reward model: a classifier that reads the whole conversation, by its own chat template."""
 
     enable: bool = key(
         False,
@@ -115,6 +115,27 @@ class RewardModelConfig:
         "{name: reward_model, weight: 1} joins it with others.",
     )
     model: ModelConfig = group(ModelConfig)
+    kind: Literal["score", "token_score"] = key(
+        "score",
+        "score: a sequence classifier, whose score of the last token is that of the response. token_score: a "
+        "process reward model, a token classifier that scores each step of the last answer where it ends.",
+    )
+    read_to: Literal["answer", "end"] = key(
+        "answer",
+        "Where a conversation ends for kind=score: answer ends it with the answer's turn, as hybridflow "
+        "reward-model does; end reads all that the chat template writes.",
+    )
+    step_separator: str = key(
+        "\n", "token_score: text between two steps; a step is scored at the last token of its separator."
+    )
+    step_reduce: Literal["mean", "sum", "min", "last", "product"] = key(
+        "mean",
+        "token_score: how the scores of the steps become the response's. With mean and sum each step's part "
+        "is on the policy's token that ends it.",
+    )
+    activation: Literal["none", "sigmoid"] = key(
+        "none", "Function of each score of the model: sigmoid makes log-odds probabilities."
+    )
     max_length: int = key(
         8192,
         "Most tokens of a conversation that the reward model reads; a longer one is an error of that row.",

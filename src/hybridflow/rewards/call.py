@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.data.plugin import awaited
 from hybridflow.errors import HybridFlowError
-from hybridflow.rewards.load import takes_tokens
+from hybridflow.rewards.load import MESSAGES, TOKENS, takes
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result, token_scores_of
 from hybridflow.rewards.table import RewardFunction
@@ -89,6 +89,8 @@ def arguments_of(function: RewardFunction, request: ScoreRequest) -> dict[str, A
         "ground_truth": request.ground_truth,
         "extra_info": request.extra_info,
     }
-    if takes_tokens(function):
-        arguments["response_ids"] = list(request.response_ids)
+    if takes(function, TOKENS):
+        arguments[TOKENS] = list(request.response_ids)
+    if takes(function, MESSAGES):
+        arguments[MESSAGES] = list(request.messages)
     return arguments

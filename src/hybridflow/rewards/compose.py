@@ -24,7 +24,15 @@ from typing import Any
 
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.load import DEFAULT_NAMES, is_async, is_path, load_builtin, load_user_function
+from hybridflow.rewards.load import (
+    DEFAULT_NAMES,
+    MESSAGES,
+    is_async,
+    is_path,
+    load_builtin,
+    load_user_function,
+    takes,
+)
 from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
@@ -141,16 +149,22 @@ def compose(terms: Sequence[Term]) -> RewardFunction:
         return [late if early is _LEFT_OUT else early for early, late in zip(first, then, strict=True)]
 
     def wave(row: dict[str, Any], known: Sequence[Any]) -> list[Any]:
+        without = {name: value for name, value in row.items() if name != MESSAGES}
         chosen = zip(functions, wanted(known), strict=True)
-        return [function(**row) if now else _LEFT_OUT for (_, function), now in chosen]
+        return [
+            function(**(row if takes(function, MESSAGES) else without)) if now else _LEFT_OUT
+            for (_, function), now in chosen
+        ]
 
-    def compute_score(**row: Any) -> dict[str, Any]:
+    def compute_score(messages: Any = (), **row: Any) -> dict[str, Any]:
+        row[MESSAGES] = messages
         results = wave(row, [])
         if _LEFT_OUT in results:
             results = merged(results, wave(row, results))
         return total(results)
 
-    async def compute_score_async(**row: Any) -> dict[str, Any]:
+    async def compute_score_async(messages: Any = (), **row: Any) -> dict[str, Any]:
+        row[MESSAGES] = messages
         results = await asyncio.gather(*map(_awaited, wave(row, [])))
         if _LEFT_OUT in results:
             results = merged(results, await asyncio.gather(*map(_awaited, wave(row, results))))

@@ -22,7 +22,8 @@ DEFAULT_NAMES = ("compute_score", "compute_reward")
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
 CALLED_WITH_LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 TOKENS = "response_ids"
-"""A further argument, of functions that have a parameter of this name."""
+MESSAGES = "messages"
+"""Arguments that a function gets where it names them: what was sampled, and the whole conversation."""
 
 
 def load_builtin(
@@ -98,8 +99,7 @@ def _check_signature(
         return
     try:
         given = {**options, **dict.fromkeys(called_with)}
-        if TOKENS in signature.parameters:
-            given[TOKENS] = None
+        given |= {name: None for name in (TOKENS, MESSAGES) if name in signature.parameters}
         signature.bind(**given)
     except TypeError as error:
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
@@ -119,9 +119,9 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def takes_tokens(function: RewardFunction) -> bool:
-    """Whether a function has a parameter for the ids of the sampled tokens."""
+def takes(function: RewardFunction, name: str) -> bool:
+    """Whether a function has a parameter of this name."""
     try:
-        return TOKENS in inspect.signature(function).parameters
+        return name in inspect.signature(function).parameters
     except ValueError:  # written in C: it has no signature
         return False

@@ -18,7 +18,7 @@ class ScoreRequest:
     response_ids: tuple[int, ...] = ()
     """Ids of the tokens that the policy sampled, in the order of its calls; empty where not known."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """The conversation with the response, for a reward model; reward functions do not get it."""
+    """The conversation with the response, for reward models, judges and functions that name it."""
 
 
 @dataclass(frozen=True)

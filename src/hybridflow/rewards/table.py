@@ -15,6 +15,7 @@ from hybridflow.rewards.functions import (
     format,
     geometry3k,
     gsm8k,
+    judge,
     length,
     math,
     math_dapo,
@@ -37,6 +38,7 @@ _MODULES: dict[str, ModuleType] = {
     "search_r1": search_r1,
     "format": format,
     "length": length,
+    "judge": judge,
     "random": random,
 }
 
@@ -86,6 +88,7 @@ RETURNED: dict[str, tuple[str, ...]] = {
     "search_r1": ("acc",),
     "format": (),
     "length": (),
+    "judge": ("judge_answer",),
     "random": (),
 }
 """The keys that each built-in function returns for every row, besides `score`."""
@@ -102,7 +105,7 @@ NEEDS_TRUTH = (
 )
 """The built-in functions that fail on a row without a ground truth."""
 
-_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info", "runner")
+_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info", "messages", "runner")
 
 
 def function_of(data_source: str) -> str | None:
@@ -186,3 +189,5 @@ def check_options(name: str, options: dict[str, Any], *, key: str) -> None:
             f"{key}: {name} needs {', '.join(missing)}; for example {{name: {name}, weight: 1, "
             f"{missing[0]}: ...}}"
         )
+    if name == "judge":
+        judge.check(options)

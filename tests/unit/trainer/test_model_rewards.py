@@ -4,6 +4,7 @@ they join those of functions by weights and conditions.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import pytest
 import torch
 from tiny_trainer import ppo_config, tiny_model
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.reward import RewardModelConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
+from hybridflow.rewards.request import ScoreRequest
 from hybridflow.trainer.ppo.build import build
+from hybridflow.trainer.ppo.model_rewards import ModelReader
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}."
+TEMPLATE = "{% for m in messages %}{{ m.content }} {{ m.role }}{{ eos_token }} {% endfor %}"
+ANSWER = {"role": "assistant", "content": "4"}
 ALONE = ("reward.custom_reward_function.path=null",)
 
 
@@ -44,7 +49,11 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(policy: Path, reward_model: Path, run: Path, *settings: str) -> PPOConfig:
-    enabled = ("reward.reward_model.enable=true", f"reward.reward_model.model.path='{reward_model}'")
+    enabled = (
+        "reward.reward_model.enable=true",
+        "reward.reward_model.read_to=end",
+        f"reward.reward_model.model.path='{reward_model}'",
+    )
     return ppo_config(policy, run, *enabled, *settings)
 
 
@@ -155,3 +164,65 @@ def test_keys_of_verl_choose_the_model(policy: Path, reward_model: Path, tmp_pat
     learned = made.reward.reward_model
     assert learned.enable and learned.micro_batch_size_per_gpu == 3 and learned.fsdp_config.param_offload
     assert made.reward.terms == [{"name": "reward_model"}]
+
+
+def test_a_conversation_may_end_with_the_answer(reward_model: Path) -> None:
+    tokenizer = load_tokenizer(reward_model)
+    request = ScoreRequest("", "4", "", messages=[{"role": "user", "content": "2 2"}, ANSWER])
+    whole, answer = (
+        ModelReader(tokenizer, RewardModelConfig(read_to=end)).read(request) for end in ("end", "answer")
+    )
+    assert answer.scored == [tokenizer.eos_token_id] and whole.scored != answer.scored
+    assert whole.before[: len(answer.before) + 1] == answer.before + answer.scored
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum", "min"])
+def test_scores_of_steps_are_on_the_tokens_that_end_them(
+    reduce: str, policy: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    """Each step is what a digit ends, so that random responses have several."""
+    hf = AutoModelForTokenClassification.from_pretrained(reward_model, num_labels=1)
+    torch.nn.init.normal_(hf.score.weight, generator=torch.Generator().manual_seed(2))
+    hf.save_pretrained(tmp_path / "prm")
+    AutoTokenizer.from_pretrained(reward_model).save_pretrained(tmp_path / "prm")
+    settings = (
+        "reward.reward_model.kind=token_score",
+        f"reward.reward_model.step_reduce={reduce}",
+        "reward.reward_model.activation=sigmoid",
+        "reward.reward_model.step_separator='1'",
+        "actor_rollout_ref.rollout.n=8",
+    )
+    rows, _ = first_batch(config(policy, tmp_path / "prm", tmp_path / "run", *ALONE, *settings))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "prm")
+    ours = load_tokenizer(policy)
+    several = 0
+    for row, text in enumerate(rows.non_tensor_batch["solution_str"]):
+        prompt = ours.decode(rows.batch["prompts"][row], skip_special_tokens=True)
+        question = prompt.removeprefix("user\n").removesuffix("assistant\n").strip("\n")
+        ids = theirs.apply_chat_template([{"role": "user", "content": question}], return_dict=True)[
+            "input_ids"
+        ]
+        values = []
+        wanted = torch.zeros(rows.batch["responses"].shape[1])
+        written = ""
+        steps = [step for step in re.split("(?<=1)", text) if step]
+        for step in steps:
+            ids = ids + theirs(step, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                values.append(float(hf.eval()(input_ids=torch.tensor([ids])).logits[0, -1, 0].sigmoid()))
+            written += step
+            counts = range(1, rows.batch["responses"].shape[1] + 1)
+            sampled = rows.batch["responses"][row]
+            place = next(
+                n for n in counts if len(ours.decode(sampled[:n], skip_special_tokens=True)) >= len(written)
+            )
+            wanted[place - 1] += values[-1] / (len(steps) if reduce == "mean" else 1)
+        several += len(steps) > 1
+        got = rows.batch["token_level_scores"][row]
+        if reduce == "min":
+            assert float(got.sum()) == pytest.approx(min(values), abs=1e-4) and int((got != 0).sum()) == 1
+        elif len(steps) > 1:
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+        else:
+            assert float(got.sum()) == pytest.approx(float(wanted.sum()), abs=1e-4)
+    assert several > 1

@@ -98,7 +98,7 @@ def _trainer(
         facts = facts_of(config, tokenizer, total_steps, run.folder.nonfinite)
         roles = groups(run.start(partial(factories, facts), partial(meshes, config, names)), names, config)
     if roles.reward_model is not None:
-        add_reward_model(rewards, roles.reward_model, config.reward)
+        add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
     trajectories = partial(
         Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures

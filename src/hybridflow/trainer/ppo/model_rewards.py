@@ -5,19 +5,26 @@
 
 The model has a tokenizer and a chat template of its own. Of a conversation it reads the messages, in its own
 template; of a prompt that is a text, the text as a user's message. All trajectories of a generation call are
-scored together, when they have ended, so that the model may share the devices of the others.
+scored together, when they have ended, so that the model may share the devices of the others. A process reward
+model scores the steps of the last answer; the text up to the end of a step says which of the policy's tokens
+gets the step's part of the score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hybridflow.config.reward import RewardConfig, RewardModelConfig
-from hybridflow.data.tokenizer import Tokenizer, encode_rendered, load_tokenizer, render_chat
+from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.sft import encode_conversation
+from hybridflow.data.tokenizer import Tokenizer, encode_rendered, load_tokenizer
 from hybridflow.errors import ModelError, RewardError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
@@ -26,8 +33,19 @@ from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import OpenScoring, Outcome, Scorer, ScoreRequest
 from hybridflow.workers.reward_model import SCORES, RewardModelGroup
 
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": lambda values: math.fsum(values) / len(values),
+    "sum": math.fsum,
+    "min": min,
+    "last": lambda values: values[-1],
+    "product": math.prod,
+}
+"""The score of a response from those of its steps, by `step_reduce`."""
 
-def add_reward_model(rewards: RewardManager, group: RewardModelGroup, config: RewardConfig) -> None:
+
+def add_reward_model(
+    rewards: RewardManager, group: RewardModelGroup, config: RewardConfig, policy_tokenizer: Tokenizer
+) -> None:
     """Have the outcomes of the reward function completed by the reward model of `config`.
 
     Raises ModelError for a tokenizer without a chat template.
@@ -41,43 +59,91 @@ def add_reward_model(rewards: RewardManager, group: RewardModelGroup, config: Re
             "shown to it: set reward.reward_model.model.tokenizer_path to one that has"
         )
     reader = ModelReader(tokenizer, config.reward_model)
-    rewards.add_scorer(lambda scorer: ModelScorer(scorer, group, reader, config))
+    rewards.add_scorer(lambda scorer: ModelScorer(scorer, group, reader, config, policy_tokenizer))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a reward model reads of a request."""
+
+    before: list[int]
+    """Ids before the tokens of `scored`."""
+    scored: list[int]
+    """Ids from the first one on that may have a score."""
+    ends: list[int]
+    """Places in `scored` at which the model is asked for a score: of the response, or of each step."""
+    characters: list[int]
+    """Number of the response's characters up to the end of each step."""
 
 
 @dataclass(frozen=True)
 class ModelReader:
-    """The tokens that a reward model reads of a conversation, and where it is asked for a score."""
+    """The conversion of requests into the tokens of a reward model."""
 
     tokenizer: Tokenizer
     config: RewardModelConfig
 
-    def read(self, request: ScoreRequest) -> list[int]:
-        """Return the ids of a conversation; RewardError where it is none that the model can read."""
-        messages = list(request.messages)
+    def read(self, request: ScoreRequest) -> Reading:
+        """Return what the model reads; RewardError for a conversation that it cannot read."""
         try:
-            ids = encode_rendered(
-                self.tokenizer, render_chat(self.tokenizer, messages, add_generation_prompt=False)
-            )
+            reading = self._steps(request) if self.config.kind == "token_score" else self._whole(request)
         except Exception as error:  # a template is a program of the model's: anything may come out of it
-            raise RewardError(f"the reward model's chat template failed: {error}") from error
-        if not 1 < len(ids) <= self.config.max_length:
             raise RewardError(
-                f"the reward model would read {len(ids)} tokens, wanted 2 to "
+                f"the reward model cannot read the conversation: {error}. With "
+                "reward.reward_model.read_to=end it reads all that its chat template writes"
+            ) from error
+        length = len(reading.before) + len(reading.scored)
+        if not reading.before or not reading.scored or length > self.config.max_length:
+            raise RewardError(
+                f"the reward model would read {len(reading.before)} tokens and then {len(reading.scored)} of "
+                "the response, wanted at least one of each and at most "
                 f"reward.reward_model.max_length={self.config.max_length}"
             )
-        return ids
+        return reading
+
+    def _whole(self, request: ScoreRequest) -> Reading:
+        template = ChatTemplate(self.tokenizer)
+        if self.config.read_to == "end":
+            text = template.render(request.messages, add_generation_prompt=False)
+            ids = encode_rendered(self.tokenizer, text)
+        else:
+            ids, learned = encode_conversation(template, request.messages)
+            ids = ids[: len(learned) - learned[::-1].index(1)]
+        return Reading(ids[:-1], ids[-1:], [0], [len(request.solution_str)])
+
+    def _steps(self, request: ScoreRequest) -> Reading:
+        """Tokenise each step with its separator by itself, as the training of a process reward model does."""
+        asked = request.messages
+        if asked and asked[-1].get("role") == "assistant":
+            asked = asked[:-1]
+        pieces = re.split(f"(?<={re.escape(self.config.step_separator)})", request.solution_str)
+        reading = Reading(ChatTemplate(self.tokenizer).begin(asked), [], [], [])
+        read = 0
+        for piece in pieces:
+            read += len(piece)
+            if ids := encode_rendered(self.tokenizer, piece):
+                reading.scored.extend(ids)
+                reading.ends.append(len(reading.scored) - 1)
+                reading.characters.append(read)
+        return reading
 
 
 class ModelScorer:
     """A `Scorer` that adds a reward model's scores to the outcomes of another."""
 
     def __init__(
-        self, inner: Scorer, group: RewardModelGroup, reader: ModelReader, config: RewardConfig
+        self,
+        inner: Scorer,
+        group: RewardModelGroup,
+        reader: ModelReader,
+        config: RewardConfig,
+        policy_tokenizer: Tokenizer,
     ) -> None:
         term = model_term(config.terms)
         self._inner = inner
         self._group = group
         self._reader = reader
+        self._policy_tokenizer = policy_tokenizer
         self._column: str = term.column
         self._weight: float = term.weight
         self._condition: Condition | None = term.condition
@@ -93,36 +159,78 @@ class ModelScorer:
     def complete(self, requests: Sequence[ScoreRequest], found: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes with weight · value added where the term applies."""
         outcomes = list(found)
-        rows: dict[int, list[int]] = {}
+        readings: dict[int, Reading] = {}
         for place, (request, outcome) in enumerate(zip(requests, found, strict=True)):
             if outcome.error:
                 continue
+            outcomes[place] = replace(outcome, extras={**outcome.extras, self._column: None})
             try:
-                applies = self._condition is None or self._condition.holds(outcome.extras)
-                outcomes[place] = self._with(outcome, None)
-                if applies:
-                    rows[place] = self._reader.read(request)
+                if self._condition is None or self._condition.holds(outcome.extras):
+                    readings[place] = self._reader.read(request)
             except RewardError as error:
                 outcomes[place] = Outcome(error="RewardError", detail=str(error))
-        for place, value in zip(rows, self._scores(list(rows.values())), strict=True):
-            outcomes[place] = self._with(found[place], value)
+        scores = self._scores(list(readings.values()))
+        for (place, reading), values in zip(readings.items(), scores, strict=True):
+            outcomes[place] = self._with(found[place], requests[place], reading, values)
         return outcomes
 
-    def _with(self, outcome: Outcome, value: float | None) -> Outcome:
-        extras = {**outcome.extras, self._column: value}
-        if value is None:
-            return replace(outcome, extras=extras)
-        return replace(outcome, score=outcome.score + self._weight * value, extras=extras)
+    def _with(
+        self, outcome: Outcome, request: ScoreRequest, reading: Reading, values: list[float]
+    ) -> Outcome:
+        """Return the outcome with the scores of a response's steps, or its one score."""
+        reduce = self._reader.config.step_reduce
+        whole = REDUCTIONS[reduce](values)
+        extras = {**outcome.extras, self._column: whole}
+        score = outcome.score + self._weight * whole
+        spread = len(values) > 1 and reduce in ("mean", "sum")
+        if not request.response_ids or not (spread or outcome.token_scores):
+            return replace(outcome, score=score, extras=extras)
+        each = list(outcome.token_scores)
+        if not each:
+            each = [0.0] * len(request.response_ids)
+            each[-1] = outcome.score
+        if spread:
+            share = self._weight / (len(values) if reduce == "mean" else 1)
+            for value, end in zip(values, reading.characters, strict=True):
+                each[self._token_at(request, end)] += share * value
+        else:
+            each[-1] += self._weight * whole
+        return replace(outcome, score=score, extras=extras, token_scores=tuple(each))
 
-    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the model's score of each row."""
-        if not rows:
+    def _token_at(self, request: ScoreRequest, characters: int) -> int:
+        """Return the place among the policy's tokens of the one with which so many characters are written.
+
+        The response is the end of what all tokens write, where there were several calls.
+        """
+        ids = request.response_ids
+        started = len(self._decode(ids)) - len(request.solution_str)
+
+        def written(count: int) -> int:
+            return len(self._decode(ids[:count])) - started
+
+        return min(bisect_left(range(len(ids) + 1), characters, key=written), len(ids)) - 1
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._policy_tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _scores(self, readings: Sequence[Reading]) -> list[list[float]]:
+        """Return the model's scores at the ends of each reading."""
+        if not readings:
             return []
         pad = int(self._reader.tokenizer.pad_token_id)
-        columns: dict[str, Any] = make_rows([ids[:-1] for ids in rows], [ids[-1:] for ids in rows], pad)
-        columns["row_id"] = torch.arange(len(rows))
-        scores: list[float] = self._group.score(DataProto.from_dict(columns)).batch[SCORES].sum(-1).tolist()
-        return scores
+        columns: dict[str, Any] = make_rows(
+            [reading.before for reading in readings],
+            [reading.scored for reading in readings],
+            pad,
+            response_masks=[
+                [int(place in reading.ends) for place in range(len(reading.scored))] for reading in readings
+            ],
+        )
+        columns["row_id"] = torch.arange(len(readings))
+        scores = self._group.score(DataProto.from_dict(columns)).batch[SCORES]
+        if self._reader.config.activation == "sigmoid":
+            scores = scores.sigmoid()
+        return [row[reading.ends].tolist() for row, reading in zip(scores, readings, strict=True)]
 
 
 class _Open:
@@ -135,7 +243,7 @@ class _Open:
 
     def add(self, request: ScoreRequest) -> None:
         self._requests.append(request)
-        self._inner.add(replace(request, messages=()))
+        self._inner.add(request)
 
     def outcomes(self) -> list[Outcome]:
         return self._scorer.complete(self._requests, self._inner.outcomes())

@@ -125,7 +125,7 @@ class RoleBuilders:
     def reward_model(self, info: RankInfo) -> RewardModelWorker:
         """Build the classifier that scores responses."""
         config = self.config.reward.reward_model
-        engine = self._engine("score", "reward_model", None, 0, None)
+        engine = self._engine(config.kind, "reward_model", None, 0, None)
         cap = config.forward_max_token_len_per_gpu or max(self._token_cap, config.max_length)
         return RewardModelWorker(engine, limits=BatchLimits(cap, config.micro_batch_size_per_gpu))
 

@@ -52,9 +52,10 @@ class Scoring:
     def _messages(self, place: int, facts: Mapping[str, Any]) -> Sequence[Message]:
         """Return the conversation as an agent tells it, else the prompt with the response."""
         told: Sequence[Message] = facts["extra_info"].get("messages") or ()
-        if told or not self._prompts:
+        prompt = self._prompts[place] if self._prompts else None
+        if told or not isinstance(prompt, (str, list)):
             return told
-        return [*messages_of(self._prompts[place]), {"role": "assistant", "content": facts["solution_str"]}]
+        return [*messages_of(prompt), {"role": "assistant", "content": facts["solution_str"]}]
 
     def result(self, *, failures_count: bool = True) -> tuple[list[Trajectory], Metrics]:
         """Wait for all scores; return the trajectories in the order of their places.

@@ -277,10 +277,7 @@ class Trajectories:
         everything = requests + demonstrations
         places = {request.request_id: place for place, request in enumerate(everything.requests)}
         with self.rewards.open() as session:
-            prompts = []
-            if self.config.reward.reward_model.enable:
-                prompts = [row.row["raw_prompt"] for row in everything.rows]
-            scoring = Scoring(session, prompts)
+            scoring = Scoring(session, [row.row.get("raw_prompt") for row in everything.rows])
 
             def ended(output: GenerationOutput) -> None:
                 place = places[output.request_id]

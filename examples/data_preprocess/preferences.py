@@ -16,7 +16,7 @@ from typing import Any
 
 from rows import argument_parser, write_splits
 
-from hybridflow.config.preference import PairDataConfig
+from hybridflow.config.preference import PreferenceDataConfig
 from hybridflow.data.comparisons import answers_of_pair
 
 DATASETS: dict[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
@@ -32,7 +32,7 @@ PARTS = ("sft", "rm", "rl")
 def convert(raw: dict[str, Any], split: str, index: int, *, part: str, source: str) -> dict[str, Any] | None:
     """Return one raw row as a row of `part`; None for a row that is no pair."""
     try:
-        chosen, rejected = answers_of_pair(raw, PairDataConfig())
+        chosen, rejected = answers_of_pair(raw, PreferenceDataConfig())
     except (TypeError, ValueError):
         return None
     prompt = chosen[:-1]

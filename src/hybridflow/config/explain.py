@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt, uses_agents
+from hybridflow.config.preference import rows_per_item
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 TURNS = "turns of the model in a conversation, at most"
@@ -178,11 +179,16 @@ def _generated_lines(config: PPOConfig) -> list[Line]:
 
 def _sft_sizes(config: SFTConfig, num_train_rows: int | None) -> list[Line]:
     data = config.data
+    each = rows_per_item(config)
+    rows = data.train_batch_size * each
+    how = "data.train_batch_size"
+    if each > 1:
+        how += f" × {each} answers"
     return [
-        Line("conversations per step", f"{data.train_batch_size:,}", "data.train_batch_size"),
+        Line("conversations per step", f"{rows:,}", how),
         Line(
             "tokens per step, at most",
-            f"{data.train_batch_size * data.max_length:,}",
+            f"{rows * data.max_length:,}",
             f"× data.max_length={data.max_length:,}",
         ),
         _steps_line(config, num_train_rows),

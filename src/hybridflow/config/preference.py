@@ -104,3 +104,10 @@ def learns_from_pairs(config: SFTConfig) -> bool:
     if isinstance(config, DPOConfig):
         return config.algorithm.loss != "kto"
     return isinstance(config, RewardModelConfig) and config.algorithm.loss == "bradley_terry"
+
+
+def rows_per_item(config: SFTConfig) -> int:
+    """Return the rows that an item of a run's data becomes: the two answers of a comparison, or one."""
+    if isinstance(config, DPOConfig) or learns_from_pairs(config):
+        return 2
+    return 1

@@ -26,7 +26,7 @@ from hybridflow.config.preference import (
     learns_from_pairs,
 )
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.data.comparisons import answers_of_pair
+from hybridflow.data.comparisons import answers_of_pair, steps_of
 from hybridflow.data.files import (
     JSON_LINES,
     PARQUET,
@@ -212,8 +212,9 @@ def _has_truth(rows: Rows, data: DataConfig) -> bool:
 
 
 def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> None:
-    if isinstance(data, RewardDataConfig) and data.steps_key in columns:
-        return  # or pairs: the dataset knows
+    if isinstance(data, RewardDataConfig) and data.chosen_key not in columns:
+        steps_of(row, data)
+        return
     if isinstance(data, PreferenceDataConfig) and data.chosen_key in columns:
         answers_of_pair(row, data)
         return

@@ -15,6 +15,7 @@ import torch
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
 from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt
+from hybridflow.config.preference import rows_per_item
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement
@@ -109,7 +110,7 @@ def _sft_engine(config: SFTConfig, world: int) -> Engine:
         sft_sizes(config, world),
         config.engine,
         config.model,
-        rows=data.train_batch_size,
+        rows=data.train_batch_size * rows_per_item(config),
         longest=data.max_length,
         max_tokens=data.max_token_len_per_gpu,
         max_rows=data.micro_batch_size_per_gpu,

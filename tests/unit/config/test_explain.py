@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.explain import explain, num_training_steps
 from hybridflow.config.load import load_config
+from hybridflow.config.preference import RewardTrainingConfig
 from hybridflow.config.resolve import resolve
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import keys_of
@@ -130,3 +131,10 @@ def test_the_page_begins_with_the_ten_keys_and_their_command_loads() -> None:
 def test_the_page_of_keys_is_fresh() -> None:
     script = docs_script()
     assert script.TARGET.read_text(encoding="utf-8") == script.render(), "run python scripts/config_docs.py"
+
+
+def test_both_answers_of_a_comparison_count() -> None:
+    shown = values(resolve(DPOConfig())[0], rows=1000)
+    assert shown["conversations per step"] == "128" and shown["tokens per step, at most"] == f"{128 * 1024:,}"
+    process = RewardModelConfig(algorithm=RewardTrainingConfig(loss="process"))
+    assert values(resolve(process)[0])["conversations per step"] == "64"

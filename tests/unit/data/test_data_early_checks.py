@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from hybridflow.config.data import DataConfig, SFTDataConfig, TaskConfig
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
@@ -181,6 +181,37 @@ def test_supervised_data(tmp_path: Path, row: dict[str, Any], said: str) -> None
     good = {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}
     check_data(config(write(tmp_path / "b.parquet", [good] * 3)))
     check_data(config(write(tmp_path / "c.jsonl", [SFT_ROW] * 3)))
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+STEPS = {"prompt": "a", "completions": ["b"], "labels": [True]}
+
+
+@pytest.mark.parametrize(
+    ("loss", "row", "said"),
+    [
+        ("dpo", {"prompt": "a", "completion": "b", "label": True}, "no column chosen, rejected"),
+        ("dpo", {"chosen": "b", "rejected": "c"}, "neither `Human:` nor `Assistant:`"),
+        ("kto", {"prompt": "a", "completion": "b"}, "no column label.*or answers with a data.label_key"),
+        ("bradley_terry", STEPS, "no column chosen, rejected"),
+        ("process", PAIR, "no column completions, labels.*data.steps_key"),
+        ("process", {**STEPS, "labels": []}, "a label for each of 1 steps"),
+        ("dpo", PAIR, ""),
+        ("kto", {"prompt": "a", "completion": "b", "label": True}, ""),
+        ("bradley_terry", PAIR, ""),
+        ("process", STEPS, ""),
+    ],
+)
+def test_comparisons(tmp_path: Path, loss: str, row: dict[str, Any], said: str) -> None:
+    root: SFTConfig = RewardModelConfig() if loss in ("process", "bradley_terry") else DPOConfig()
+    file = write(tmp_path / "a.jsonl", [row] * 3)
+    values = {"data.train_files": file, "data.train_batch_size": 2, "algorithm.loss": loss}
+    config = with_values(root, values)
+    if said:
+        with pytest.raises(DataError, match=said):
+            check_data(config)
+    else:
+        check_data(config)
 
 
 @pytest.mark.parametrize(

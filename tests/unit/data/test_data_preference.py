@@ -122,6 +122,9 @@ def test_the_task_has_one_wrong_step_in_the_rejected_answer() -> None:
         assert row["labels"] == [True] * 4 or (
             row["completions"] == wrong and row["labels"].index(False) == wrong.index(bad[0])
         )
+    (row,) = ArithmeticPreferences(wrong_steps=3, **options).rows("train", 1)
+    steps = row["rejected"][0]["content"].split(" . ")[:-1]
+    assert all(eval(step.split("=")[0]) != int(step.split("=")[1]) for step in steps)
     half = ArithmeticPreferences(swapped=0.5, **options).rows("train", 40)
     changed = [one["chosen"] != other["chosen"] for one, other in zip(rows, half, strict=True)]
     assert 8 < sum(changed) < 32

@@ -8,6 +8,7 @@ A hash of its text decides the split of a question: splits share none, whatever 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -104,17 +105,15 @@ def sign(term: int) -> str:
     return "+"
 
 
-def worked_answer(terms: list[int], *, wrong_step: int = -1, off_by: int = 0) -> str:
+def worked_answer(terms: list[int], off_by: Sequence[int] = ()) -> str:
     """Return the steps and the result: "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10".
 
-    The result of step `wrong_step`, from 0, is `off_by` too high; the steps after it go on from there.
+    With `off_by`, the result of each step is so much too high, and the next step goes on from there.
     """
     steps = ""
     value = terms[0]
-    for number, term in enumerate(terms[1:]):
-        result = value + term
-        if number == wrong_step:
-            result += off_by
+    for term, off in zip(terms[1:], off_by or [0] * len(terms[1:]), strict=True):
+        result = value + term + off
         steps += f"{value} {sign(term)} {abs(term)} = {result} . "
         value = result
     return f"{steps}#### {value}"

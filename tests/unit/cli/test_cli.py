@@ -28,6 +28,8 @@ WORDS = (
     "doctor",
     "merge",
     "serve",
+    "eval",
+    "generate",
     "reward-test",
     "try",
     "view",

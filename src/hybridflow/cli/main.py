@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow import __version__
 from hybridflow.cli import commands
+from hybridflow.cli.evaluate import add_evaluation
 from hybridflow.cli.serve import add_serve
 from hybridflow.trainer.command import ends_in_status
 
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_merge(words)
     add_serve(words)
+    add_evaluation(words, RECIPE, OVERRIDES)
     _add_try(words)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)

@@ -34,6 +34,15 @@ for key, words in wanted.items():
         status = main([*keys, "trainer.default_local_dir=" + run, key])
     assert status == 1 and words in said.getvalue(), (key, said.getvalue())
     assert "torch" not in sys.modules, key
+for words, wanted in (
+    (["data.val_files=none.parquet"], "data.val_files: there is no file none.parquet"),
+    (["data.val_file=x"], "data.val_file"),
+    ([], "there is nothing to answer"),
+):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(["eval", model, "--out", run, *words]) == 1
+    assert wanted in said.getvalue() and "torch" not in sys.modules, said.getvalue()
 """
 
 

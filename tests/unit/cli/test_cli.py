@@ -29,6 +29,8 @@ WORDS = (
     "doctor",
     "merge",
     "serve",
+    "eval",
+    "generate",
     "reward-test",
     "try",
     "view",

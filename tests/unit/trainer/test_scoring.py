@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.agent import collate
+from hybridflow.agent.collate import collate
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.protocol.columns import place_scores

@@ -32,15 +32,16 @@ def is_written_as_path(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
-def data_problems(data: BaseDataConfig, *, own_class: bool = False) -> Iterator[str]:
-    """Yield one line where files and task are both set or both missing, and for each missing local file.
+def data_problems(data: BaseDataConfig, *, own_class: bool = False, trains: bool = True) -> Iterator[str]:
+    """Yield one line where files and task are both set or, if the run `trains`, both missing, and for each
+    missing local file.
 
     A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
     data set of a hub.
     """
     task = data.task
     given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    if not data.train_files and not task.name:
+    if trains and not data.train_files and not task.name:
         yield (
             "no training data: set data.train_files to parquet, json or jsonl files, or "
             "data.task.name=arithmetic_chain"

@@ -46,12 +46,14 @@ def check(
     runs: bool = True,
     needs_model: bool = True,
     needs_files: bool = True,
+    trains: bool = True,
 ) -> list[str]:
     """Cross-check a resolved configuration and return notes on what may surprise.
 
     `given` are the paths that the user set. `runs=False` looks at no weights and no tokenizer, for commands
     that only show what a run would be; `needs_model=False` at no model at all, and `needs_files=False` at no
-    data, no code for it, and no folder. Raises ConfigError that lists every problem.
+    data, no code for it, and no folder; without `trains` no training data are wanted. Raises ConfigError
+    that lists every problem.
     """
     if isinstance(config, PPOConfig):
         problems = list(_ppo_problems(config))
@@ -60,7 +62,7 @@ def check(
         problems = list(_sft_problems(config))
         notes = list(cluster_notes(config, given))
     if needs_files:
-        problems += _file_problems(config)
+        problems += _file_problems(config, trains)
     if needs_model:
         problems += model_problems(config, runs=runs)
     raise_all(problems)
@@ -197,12 +199,12 @@ def _algorithm_plugins(config: PPOConfig) -> Iterator[str]:
             yield f"reward.terms[{index}]={term!r}: wanted {{name: …, weight: …}}"
 
 
-def _file_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+def _file_problems(config: PPOConfig | SFTConfig, trains: bool) -> Iterator[str]:
     """Problems with data, with a user's code that makes or scores it, and with the folders of the run."""
     own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
     if isinstance(config, PPOConfig):
         yield from _data_plugins(config)
-    yield from data_problems(config.data, own_class=own_class)
+    yield from data_problems(config.data, own_class=own_class, trains=trains)
     yield from resume_problems(config.trainer)
     yield from folder_problems(config.trainer)
 

@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.agent.agents import Agents
-from hybridflow.agent.collate import GROUPS_PER_STEP, collate
-from hybridflow.agent.episode import Episode
+from hybridflow.agent.collate import collate
 from hybridflow.agent.single_turn import RequestBatch, build_requests, demonstration_outputs, one_more_each
 from hybridflow.config import PPOConfig
-from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, RolloutError
@@ -37,12 +35,12 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import join_rows
-from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.base import GenerationOutput, RolloutStats, SamplingParams
+from hybridflow.rollout.base import RolloutStats, SamplingParams
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.failures import Failures
+from hybridflow.trainer.ppo.generation import Generation, sampling_of, validation_requests
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
 from hybridflow.trainer.ppo.scoring import Scoring
@@ -73,6 +71,7 @@ class Trajectories:
         self.agents = agents
         self.failures = failures
         self.rollout = rollout
+        self.generation = Generation(rollout, tokenizer, config, agents)
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.config = config
@@ -142,15 +141,7 @@ class Trajectories:
         Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0. Raises
         RolloutError where a response could not be generated.
         """
-        val = self.config.actor_rollout_ref.rollout.val_kwargs
-        greedy = not val.do_sample or val.temperature == 0.0
-        sampling = replace(self._sampling(val), greedy=greedy)
-        if greedy:
-            sampling = replace(sampling, temperature=1.0)
-        seed = self.config.trainer.seed
-        requests = build_requests(
-            prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
-        )
+        requests = validation_requests(self.config, prompts, step, first_row)
         trajectories, metrics, _ = self._make(
             requests, _NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False, held_out=True
         )
@@ -173,7 +164,7 @@ class Trajectories:
     ) -> tuple[DataProto, Metrics, RolloutStats]:
         """Sample and score one generation batch, whose groups are numbered from `first_group`."""
         rollout = self.config.actor_rollout_ref.rollout
-        sampling = replace(self._sampling(rollout), greedy=not rollout.do_sample)
+        sampling = replace(sampling_of(self.config, rollout), greedy=not rollout.do_sample)
         sampled = self._requests(first_group, prompts, sampling)
         requests = sampled
         demonstrations = _NO_REQUESTS
@@ -194,21 +185,6 @@ class Trajectories:
             samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
             batch = self._with_extra_rows_marked(batch, samples, metrics)
         return batch, metrics, stats
-
-    def _sampling(self, keys: RolloutConfig | ValKwargsConfig) -> SamplingParams:
-        """Return how tokens are drawn by these keys; what ends a response is the same for all."""
-        rollout = self.config.actor_rollout_ref.rollout
-        return SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=keys.temperature,
-            top_k=keys.top_k,
-            top_p=keys.top_p,
-            min_p=keys.min_p,
-            repetition_penalty=keys.repetition_penalty,
-            stop=tuple(rollout.stop),
-            stop_token_ids=tuple(rollout.stop_token_ids),
-            ignore_eos=rollout.ignore_eos,
-        )
 
     def _with_extra_rows_marked(self, batch: DataProto, samples: Tensor, metrics: Metrics) -> DataProto:
         """Shape the scores; make the greedy rows a column, and mark the answers of the data.
@@ -275,53 +251,16 @@ class Trajectories:
         is explained at `Scoring.result`; the environments of `held_out` requests are the same at every step.
         """
         everything = requests + demonstrations
-        places = {request.request_id: place for place, request in enumerate(everything.requests)}
         with self.rewards.open() as session:
             scoring = Scoring(session, [row.row.get("raw_prompt") for row in everything.rows])
-
-            def ended(output: GenerationOutput) -> None:
-                place = places[output.request_id]
-                scoring.add(place, everything.trajectory(place, output, self.tokenizer))
-
-            found = Metrics()
             with self.timer(timers[0]):
-                for answer in demonstration_outputs(demonstrations):
-                    ended(answer)
-                if self.agents.are_used:
-                    episodes = self._episodes(requests, held_out)
-                    found, stats = self.agents.run(self.rollout, episodes, scoring.add)
-                else:
-                    stats = self.rollout.generate(requests.requests, finished=ended).stats
+                for place, answer in enumerate(demonstration_outputs(demonstrations), len(requests)):
+                    scoring.add(place, everything.trajectory(place, answer, self.tokenizer))
+                found, stats = self.generation.run(requests, scoring.add, held_out=held_out)
             with self.timer(timers[1]):
                 trajectories, metrics = scoring.result(failures_count=failures_count)
             metrics.update(found)
             return trajectories, metrics, stats
-
-    def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
-        """Return what agents play in place of single requests, with the seeds of their environments: that of
-        the row, where it has one.
-        """
-        episodes = []
-        seed = self.config.trainer.seed
-        for place, request in enumerate(requests.requests):
-            group = requests.groups[place]
-            own = (requests.rows[place].row.get("extra_info") or {}).get("seed")
-            group_seed = derive_seed(seed, "environment", group)
-            if isinstance(own, int):
-                group_seed = own
-            elif held_out:
-                group_seed = derive_seed(seed, "held-out environment", group % GROUPS_PER_STEP)
-            episodes.append(
-                Episode(
-                    requests.rows[place],
-                    group,
-                    requests.samples[place],
-                    group_seed,
-                    request.seed,
-                    request.sampling,
-                )
-            )
-        return episodes
 
     def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
         """Shape overlong rewards where `reward.reward_kwargs` asks for it."""

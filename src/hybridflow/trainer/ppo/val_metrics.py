@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.protocol.randomness import derive_seed
+from hybridflow.trainer.evaluation.estimators import subset_sizes, support
 
 NUM_BOOTSTRAP = 1000
 
@@ -72,7 +73,7 @@ def _prompt_metrics(scores: np.ndarray, answers: np.ndarray | None, seed: int) -
         return metrics
     metrics[f"std@{n}"] = float(scores.std(ddof=1))
     rng = np.random.default_rng(seed)
-    for k in _subset_sizes(n):
+    for k in subset_sizes(n):
         draws = rng.integers(0, n, size=(NUM_BOOTSTRAP, k))
         metrics[f"best@{k}/mean"] = float(scores[draws].max(axis=1).mean())
         metrics[f"worst@{k}/mean"] = float(scores[draws].min(axis=1).mean())
@@ -81,18 +82,11 @@ def _prompt_metrics(scores: np.ndarray, answers: np.ndarray | None, seed: int) -
     return metrics
 
 
-def _subset_sizes(n: int) -> list[int]:
-    sizes = [k for k in (2**power for power in range(1, 20)) if k < n]
-    return [*sizes, n]
-
-
 def _majority_scores(scores: np.ndarray, answers: np.ndarray, draws: np.ndarray) -> np.ndarray:
     """Return, for each draw [D, k], the score of the answer that most of its responses give.
 
     Of equally frequent answers the one drawn first wins.
     """
-    given = answers[draws]
-    # [D, k]: how many of the draw agree with each
-    support = (given[:, :, None] == given[:, None, :]).sum(axis=-1)
-    won: np.ndarray = scores[draws[np.arange(len(draws)), support.argmax(axis=1)]]
+    winners = support(answers, draws).argmax(axis=1)
+    won: np.ndarray = scores[draws[np.arange(len(draws)), winners]]
     return won

@@ -1,0 +1,174 @@
+"""From scored answers to the numbers of an evaluation, by data source, and the files that show them.
+
+Scored, … ──summarise──► results.json, metrics.jsonl; the answers themselves ──► validation/STEP.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridflow.checkpoint.durable import replace_file
+from hybridflow.observability.samples import SampleWriter
+from hybridflow.protocol.randomness import derive_seed
+from hybridflow.trainer.evaluation.answers import Answer
+from hybridflow.trainer.evaluation.estimators import (
+    MAX_SUBSETS,
+    expected_best,
+    expected_majority,
+    interval,
+    majority_is_exact,
+    subset_sizes,
+)
+
+ALL = "all"
+"""Name of all data sources together, where there are several."""
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer with its score, or the cause why it has none."""
+
+    answer: Answer
+    source: str
+    truth: Any
+    score: float = 0.0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward function returned besides."""
+    failed: str = ""
+    """Cause of the failure: that of the answer, or `reward` with the kind of its error."""
+    detail: str = ""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The score as `reward`, and the other results of the reward function that are numbers."""
+        found = {
+            name: float(value)
+            for name, value in self.extras.items()
+            if isinstance(value, (bool, int, float)) and not math.isnan(value)
+        }
+        return {**found, "reward": self.score}
+
+
+def summarise(rows: Sequence[Scored], *, n: int, seed: int, metrics: bool = True) -> dict[str, Any]:
+    """Return, by data source, how many prompts, answers and failures there are, and each metric with its
+    value, its interval and the number of prompts that it is about.
+
+    The metrics of `acc`, where every answer has one, else of the score, have no prefix: `mean@n`; for k = 2,
+    4, 8, … n `pass@k` (`best@k` where values are not only 0 and 1) and, where the reward returns `pred`,
+    `maj@k`. Answers that failed are counted and belong to no metric; a prompt with fewer than k answers
+    belongs to none of k. Without `metrics` answers are only counted.
+    """
+    sources = sorted({row.source for row in rows})
+    parts = {source: [row for row in rows if row.source == source] for source in sources}
+    if len(sources) > 1:
+        parts[ALL] = list(rows)
+    found = {source: _counts(part) for source, part in parts.items()}
+    for source, part in parts.items():
+        whole = [row for row in part if not row.failed]
+        found[source]["metrics"] = dict(_metrics(whole, n, seed)) if metrics and whole else {}
+    return found
+
+
+def _counts(rows: Sequence[Scored]) -> dict[str, Any]:
+    whole = [row for row in rows if not row.failed]
+    facts: dict[str, Any] = {
+        "prompts": len({row.answer.prompt for row in rows}),
+        "answers": len(whole),
+        "failed": dict(sorted(Counter(row.failed for row in rows if row.failed).items())),
+    }
+    if whole:
+        facts["mean_tokens"] = float(np.mean([row.answer.num_tokens for row in whole]))
+        facts["truncated"] = float(np.mean([row.answer.finish_reason == "length" for row in whole]))
+    return facts
+
+
+def _metrics(rows: Sequence[Scored], n: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    numbers = [row.numbers for row in rows]
+    names = sorted({name for each in numbers for name in each})
+    core = "acc" if all("acc" in each for each in numbers) else "reward"
+    groups: dict[int, list[Scored]] = {}
+    for row in rows:
+        groups.setdefault(row.answer.prompt, []).append(row)
+    values = {prompt: [row.numbers[core] for row in group] for prompt, group in groups.items()}
+    yield f"mean@{n}", _estimate([float(np.mean(each)) for each in values.values()])
+    best = "pass" if {value for each in values.values() for value in each} <= {0.0, 1.0} else "best"
+    votes = all(row.extras.get("pred") is not None for row in rows)
+    for k in subset_sizes(n):
+        enough = [prompt for prompt, group in groups.items() if len(group) >= k]
+        if n == 1 or not enough:
+            continue
+        yield f"{best}@{k}", _estimate([expected_best(values[prompt], k) for prompt in enough])
+        if votes:
+            majorities = [
+                expected_majority(
+                    values[prompt],
+                    [str(row.extras["pred"]) for row in groups[prompt]],
+                    k,
+                    derive_seed(seed, "majority", prompt),
+                )
+                for prompt in enough
+            ]
+            exact = majority_is_exact(max(len(group) for group in groups.values()), k)
+            how = "every set of k" if exact else f"{MAX_SUBSETS} drawn sets of k"
+            yield f"maj@{k}", {**_estimate(majorities), "over": how}
+    for name in names:
+        if name != core:
+            means = [
+                float(np.mean(found))
+                for group in groups.values()
+                if (found := [row.numbers[name] for row in group if name in row.numbers])
+            ]
+            yield f"{name}/mean@{n}", _estimate(means)
+
+
+def _estimate(values: Sequence[float]) -> dict[str, Any]:
+    bounds = interval(values)
+    return {
+        "value": float(np.mean(values)),
+        "low": None if bounds is None else bounds[0],
+        "high": None if bounds is None else bounds[1],
+        "prompts": len(values),
+    }
+
+
+def write_results(folder: Path, results: Mapping[str, Any], rows: Sequence[Scored], step: int) -> None:
+    """Write `results.json`, and the metrics and answers in the form that `hybridflow view` shows."""
+    replace_file(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+    metrics = {
+        f"val-core/{source}/{name}": estimate["value"]
+        for source, found in results.items()
+        for name, estimate in found["metrics"].items()
+    }
+    replace_file(folder / "metrics.jsonl", json.dumps({"step": step, **metrics}) + "\n")
+    SampleWriter(folder / "validation", keep_to=-1).write([_sample(row) for row in rows], step)
+
+
+def _sample(row: Scored) -> dict[str, Any]:
+    """Return an answer as a row of samples, as `observability.samples` describes them."""
+    answer = row.answer
+    info = dict(answer.extra_info)
+    sample: dict[str, Any] = {
+        "prompt": answer.question,
+        "response": answer.response,
+        "num_tokens": answer.num_tokens,
+        "ground_truth": row.truth,
+        "finish_reason": answer.finish_reason,
+        "data_source": row.source,
+        **row.extras,
+        "uid": f"prompt {answer.prompt}",
+        "row_id": answer.sample,
+    }
+    if info.get("messages"):
+        sample["messages"] = info["messages"]
+    if row.failed:
+        return {**sample, "failed": row.failed, "detail": row.detail}
+    return {**sample, "score": row.score}

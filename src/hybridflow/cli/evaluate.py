@@ -90,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
         subject, words, recipe = _subject(options, stack)
         # of a checkpoint and of an endpoint the folder that is named has no weights
         has_weights = subject.weights is None and subject.endpoint is None
-        config, notes = prepare_evaluation([*words, *_words(options)], recipe, runs=has_weights)
+        words += _words(options)
+        config, notes = prepare_evaluation(words, recipe, n=options.n, runs=has_weights)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         if options.explain:
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         if options.command == "generate":
             responses = Path(options.out).expanduser() / "responses.jsonl"
         results = evaluate(config, subject, responses=responses)
-    return _show(results, Path(options.out))
+    return _show(results, responses or Path(options.out))
 
 
 def _is_override(word: str) -> bool:
@@ -112,12 +113,7 @@ def _is_override(word: str) -> bool:
 
 def _words(options: argparse.Namespace) -> list[str]:
     """Return the options that are keys, then the user's own overrides."""
-    val = "actor_rollout_ref.rollout.val_kwargs"
     words = [f"trainer.default_local_dir='{options.out}'"]
-    if options.n is not None:
-        words.append(f"{val}.n={options.n}")
-        if options.n > 1:
-            words += [f"{val}.do_sample=true", f"{val}.temperature=1.0"]
     if options.environment:
         words.append(f"data.environment='{options.environment}'")
     return [*words, *options.overrides]
@@ -179,7 +175,7 @@ def _score_file(options: argparse.Namespace) -> int:
     return _show(score_file(config, response_key=options.responses), Path(options.out))
 
 
-def _show(results: Mapping[str, Any], folder: Path) -> int:
+def _show(results: Mapping[str, Any], written: Path) -> int:
     """Print a table for each data source and where the answers are; return 1 where one failed."""
     from rich.console import Console
     from rich.table import Table
@@ -198,7 +194,10 @@ def _show(results: Mapping[str, Any], folder: Path) -> int:
             table.add_row(name, f"{estimate['value']:.4f}", bounds, str(estimate["prompts"]))
         if found["metrics"]:
             Console().print(table)
-    print(f"written to {folder}; `hybridflow view {folder}` shows the answers")
+    view = ""
+    if written.name != "responses.jsonl":
+        view = f"; `hybridflow view {written}` shows the answers"
+    print(f"written to {written}{view}")
     if failures:
         print(
             f"{failures} of the answers failed and are in no metric; the same command tries them again",

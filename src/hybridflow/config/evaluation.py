@@ -39,11 +39,17 @@ TRAINER_KEYS = (
 
 
 def prepare_evaluation(
-    overrides: Sequence[str], recipe: str | Path | None = None, *, runs: bool = True, needs_model: bool = True
+    overrides: Sequence[str],
+    recipe: str | Path | None = None,
+    *,
+    n: int | None = None,
+    runs: bool = True,
+    needs_model: bool = True,
 ) -> tuple[PPOConfig, list[str]]:
     """Return the resolved and checked configuration of an evaluation, and notes on keys that were rewritten.
 
-    `runs` and `needs_model` are those of `config.checks.root.check`. Raises ConfigError that lists every
+    `n` answers are wanted to each prompt, sampled if more than one; None: as the keys say. `runs` and
+    `needs_model` are those of `config.checks.root.check`. Raises ConfigError that lists every
     problem.
     """
     loaded = load_config(PPOConfig, overrides, recipe)
@@ -54,6 +60,10 @@ def prepare_evaluation(
             "to a task, or --environment, or name a --recipe with one of them"
         )
     val = given.actor_rollout_ref.rollout.val_kwargs
+    if n is not None:
+        val = replace(val, n=n)
+        if n > 1 and not val.do_sample:
+            val = replace(val, do_sample=True, temperature=val.temperature or 1.0)
     if val.n > 1 and not val.do_sample:
         raise ConfigError(
             f"{val.n} greedy answers to a prompt would all be the same: set "
@@ -73,7 +83,9 @@ def prepare_evaluation(
         actor_rollout_ref=replace(
             nothing.actor_rollout_ref,
             model=given.actor_rollout_ref.model,
-            rollout=replace(given.actor_rollout_ref.rollout, log_prob_max_token_len_per_gpu=None),
+            rollout=replace(
+                given.actor_rollout_ref.rollout, val_kwargs=val, log_prob_max_token_len_per_gpu=None
+            ),
         ),
         reward=replace(given.reward, process_reward_model=nothing.reward.process_reward_model),
         trainer=replace(nothing.trainer, **{key: getattr(given.trainer, key) for key in TRAINER_KEYS}),

@@ -13,6 +13,7 @@ import pytest
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.cli.main import main
+from hybridflow.config.evaluation import prepare_evaluation
 from hybridflow.errors import ConfigError
 from hybridflow.observability.report import collect
 from hybridflow.observability.trackers.jsonl import read_metrics
@@ -78,6 +79,11 @@ def test_other_sampling_or_another_folder_is_refused(
         AnswerFile(out, {"model": "a", "n": 2})
     with pytest.raises(ConfigError, match="and no evaluation: give the name of a new folder"):
         AnswerFile(run, {"model": "a"})
+    config, _ = prepare_evaluation(
+        [f"actor_rollout_ref.model.path={run.parent}/model"], recipe="tiny/grpo", n=4
+    )
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    assert (sampling.n, sampling.do_sample, sampling.temperature) == (4, True, 1.0)
     assert main(["eval", str(run), "-n", "2", "data.task.name=null"]) == 1
     assert "there is nothing to answer: set data.val_files" in capsys.readouterr().err
     greedy = "actor_rollout_ref.rollout.val_kwargs.do_sample=false"
@@ -213,7 +219,9 @@ def test_an_endpoint_gives_the_answers_of_its_model(
         bound.close()
         for replica in service.client.replicas:
             replica.close()
-    assert main(["eval", model, "--out", str(tmp_path / "here"), *keys]) == 0
+    assert main(["generate", model, "--out", str(tmp_path / "here"), *keys]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "here/responses.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and all(len(row["responses"]) == 1 for row in rows)
     answers = [
         set((tmp_path / name / "answers.jsonl").read_text().splitlines()) for name in ("there", "here")
     ]

@@ -78,6 +78,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     ),
     (r"distillation\.teacher_model\.model_path", r"distillation.teacher_model.path"),
     (r"reward\.reward_model\.model_path", r"reward.reward_model.model.path"),
+    (r"reward\.reward_model\.micro_batch_size", r"reward.reward_model.micro_batch_size_per_gpu"),
     (r"reward\.reward_model\.model\.fsdp_config\.(.+)", r"reward.reward_model.fsdp_config.\1"),
     # checkpoints
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),

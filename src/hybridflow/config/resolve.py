@@ -24,6 +24,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
 PROCESS = "reward.process_reward_model"
+MODEL = "reward.reward_model"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg.len"
 PPO_FOLLOWS = {
     "actor_rollout_ref.model.tokenizer_path": "actor_rollout_ref.model.path",
@@ -35,6 +36,8 @@ PPO_FOLLOWS = {
     f"{REF}.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
     "distillation.log_prob_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
     "reward.reward_kwargs.max_resp_len": "data.max_response_length",
+    f"{MODEL}.forward_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{MODEL}.max_length": f"{MODEL}.forward_max_token_len_per_gpu",
     "critic.model.path": "actor_rollout_ref.model.path",
     "critic.ppo_mini_batch_size": f"{ACTOR}.ppo_mini_batch_size",
     "critic.ppo_epochs": f"{ACTOR}.ppo_epochs",

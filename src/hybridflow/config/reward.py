@@ -136,9 +136,10 @@ class RewardModelConfig:
     activation: Literal["none", "sigmoid"] = key(
         "none", "Function of each score of the model: sigmoid makes log-odds probabilities."
     )
-    max_length: int = key(
-        8192,
-        "Most tokens of a conversation that the reward model reads; a longer one is an error of that row.",
+    max_length: int | None = key(
+        None,
+        "Most tokens of a conversation that the reward model reads; a longer one is an error of that row. "
+        "null: forward_max_token_len_per_gpu.",
         minimum=2,
     )
     micro_batch_size_per_gpu: int | None = key(
@@ -146,7 +147,7 @@ class RewardModelConfig:
     )
     forward_max_token_len_per_gpu: int | None = key(
         None,
-        "Largest number of tokens in one forward pass; null: the actor's limit, or max_length if larger.",
+        "Largest number of tokens in one forward pass; null: the actor's limit.",
         minimum=1,
     )
     ulysses_sequence_parallel_size: int = key(1, "Ranks that share the tokens of each row.", minimum=1)

@@ -285,8 +285,8 @@ REWARD: tuple[Rule, ...] = (
         r"reward\.reward_model\.launch_reward_fn_async", "processes of their own (reward.num_workers) score"
     ),
     ignored(
-        r"reward\.reward_model\.model\.input_tokenizer",
-        "conversations are told in messages, so the reward model's own template and tokenizer suffice",
+        r"reward\.reward_model\.model\.(input_tokenizer|use_remove_padding)",
+        "conversations are told in messages to the model's own template and tokenizer, and always packed",
     ),
     ignored(
         r"reward\.reward_model\.(rollout|profiler|router)\..+",

@@ -170,7 +170,8 @@ def test_a_conversation_may_end_with_the_answer(reward_model: Path) -> None:
     tokenizer = load_tokenizer(reward_model)
     request = ScoreRequest("", "4", "", messages=[{"role": "user", "content": "2 2"}, ANSWER])
     whole, answer = (
-        ModelReader(tokenizer, RewardModelConfig(read_to=end)).read(request) for end in ("end", "answer")
+        ModelReader(tokenizer, RewardModelConfig(read_to=end, max_length=64)).read(request)
+        for end in ("end", "answer")
     )
     assert answer.scored == [tokenizer.eos_token_id] and whole.scored != answer.scored
     assert whole.before[: len(answer.before) + 1] == answer.before + answer.scored

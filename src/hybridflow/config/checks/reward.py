@@ -36,6 +36,13 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
             f"reward.reward_model.enable=true beside {chosen[0]}, which does not use its score: join them by "
             f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}]"
         )
+    most = learned.forward_max_token_len_per_gpu
+    if learned.enable and most and learned.max_length and learned.max_length > most:
+        yield (
+            f"reward.reward_model.max_length={learned.max_length} is more than "
+            f"forward_max_token_len_per_gpu={most}, which holds a whole conversation: lower the "
+            "one or raise the other"
+        )
     if learned.enable and (learned.model.lora_rank or learned.model.lora_adapter_path):
         yield "reward.reward_model.model.lora_rank: the reward model does not train; merge its adapter first"
     if reward.terms and reward.custom_reward_function.reward_kwargs:

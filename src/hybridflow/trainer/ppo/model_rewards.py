@@ -93,11 +93,13 @@ class ModelReader:
                 "reward.reward_model.read_to=end it reads all that its chat template writes"
             ) from error
         length = len(reading.before) + len(reading.scored)
-        if not reading.before or not reading.scored or length > self.config.max_length:
+        most = self.config.max_length
+        assert most is not None, "filled by resolve"
+        if not reading.before or not reading.scored or length > most:
             raise RewardError(
                 f"the reward model would read {len(reading.before)} tokens and then {len(reading.scored)} of "
                 "the response, wanted at least one of each and at most "
-                f"reward.reward_model.max_length={self.config.max_length}"
+                f"reward.reward_model.max_length={most}"
             )
         return reading
 

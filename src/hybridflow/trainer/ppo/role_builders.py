@@ -126,7 +126,8 @@ class RoleBuilders:
         """Build the classifier that scores responses."""
         config = self.config.reward.reward_model
         engine = self._engine(config.kind, "reward_model", None, 0, None)
-        cap = config.forward_max_token_len_per_gpu or max(self._token_cap, config.max_length)
+        cap = config.forward_max_token_len_per_gpu
+        assert cap is not None, "filled by resolve"
         return RewardModelWorker(engine, limits=BatchLimits(cap, config.micro_batch_size_per_gpu))
 
     def process_reward(self, info: RankInfo) -> ProcessRewardWorker:

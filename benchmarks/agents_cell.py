@@ -77,7 +77,8 @@ def _snapshots(cell: Cell) -> list[int]:
     run = prepare_config(PPOConfig, ["actor_rollout_ref.model.path=unused/model"], recipe=cell.recipe).config
     sft = prepare_config(SFTConfig, ["model.path=unused/model"], recipe=SFT).config
     per_step = run.data.train_batch_size * run.actor_rollout_ref.rollout.n / sft.data.train_batch_size
-    looks = range(0, int(run.trainer.total_training_steps or 0) + 1, run.trainer.test_freq)
+    last = int(run.trainer.total_training_steps or 0)
+    looks = [*range(0, last, run.trainer.test_freq), last]
     return [cell.task.warm_steps + round(per_step * look) for look in looks]
 
 

@@ -174,16 +174,18 @@ def check_location(location: str, *, key: str) -> None:
 
 def _load_file(path: Path, key: str) -> ModuleType:
     path = path.resolve()
-    content = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
+    source = path.read_bytes()
+    content = hashlib.blake2b(str(path).encode() + source, digest_size=8).hexdigest()
     name = f"{PLUGIN}{path.stem}_{content}"
     if name in sys.modules:
         return sys.modules[name]
     file_spec = importlib.util.spec_from_file_location(name, path)
-    assert file_spec is not None and file_spec.loader is not None, f"no import loader for {path}"
+    assert file_spec is not None, f"no import loader for {path}"
     module = importlib.util.module_from_spec(file_spec)
     sys.modules[name] = module  # before execution: dataclasses and pickling look their module up by name
     try:
-        file_spec.loader.exec_module(module)
+        # not by the loader, whose kept bytecode may be that of the file before an edit within the same second
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except Exception as error:  # a user's file: anything may come out of it
         del sys.modules[name]
         raise ConfigError(f"{key}: importing {path} failed: {_last_line(error)}") from error

@@ -297,7 +297,9 @@ def test_the_name_of_a_function_may_be_left_out(tmp_path: Path) -> None:
     assert resolve(RewardConfig(function=str(file)), 0)() == 0.5
 
 
-@pytest.mark.parametrize("name", [name for name in RETURNED if name != "reasoning_gym"])
+@pytest.mark.parametrize(
+    "name", [name for name in RETURNED if name not in ("reasoning_gym", "code", "judge")]
+)
 def test_the_table_of_returned_keys_is_true(name: str) -> None:
     options = {"format": {"pattern": "x"}, "length": {"max_chars": 3}}.get(name, {})
     config = RewardConfig(terms=[{"name": name, "key": "own", **options}])

@@ -14,8 +14,8 @@ AGREED = {
     ("B,T", "bool"): {"attention_mask"},
     ("B,R", "bool"): {"response_mask", "loss_mask"},
     ("B,R", "int32"): {"policy_version", "call"},
-    ("B", "int64"): {"trajectory_id", "trajectory_rows", "lineage", "row_id", "group_ids"},
-    ("B", "float32"): {"rm_scores", "reward_baselines"},
+    ("B", "int64"): {"trajectory_id", "trajectory_rows", "lineage", "row_id", "group_ids", "preference"},
+    ("B", "float32"): {"rm_scores", "reward_baselines", "ref_log_prob_sum", "margin", "reference_point"},
     ("B", "bool"): {"positive", "is_demonstration"},
     ("B,K", "float32"): {"reward_components"},
     ("B", "object"): {
@@ -25,7 +25,7 @@ AGREED = {
     ("B,R", "float32"): {
         *("rollout_log_probs", "token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_prob"),
         *("values", "advantages", "returns", "rollout_is_weights", "entropys"),
-        *("sum_pi_squared", "teacher_log_probs", "process_rewards"),
+        *("sum_pi_squared", "teacher_log_probs", "process_rewards", "step_labels"),
     },
 }
 

@@ -21,7 +21,17 @@ from hybridflow.tools.toolset import Toolset
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in COMPARISONS)
 ENVIRONMENTS = ["calculator", "guess", "search"]
-OTHERS = ["base", "sft", "agent_base", "agent_sft", "code", "code_sft", *ENVIRONMENTS]
+OTHERS = [
+    "base",
+    "sft",
+    "agent_base",
+    "agent_sft",
+    "code",
+    "code_sft",
+    "judge",
+    "ppo_reward_model",
+    *ENVIRONMENTS,
+]
 TINY = sorted(
     path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in (*OTHERS, *COMPARISONS)
 )
@@ -97,6 +107,13 @@ def test_a_tiny_recipe_runs_as_it_stands(name: str, tmp_path: Path) -> None:
 def test_a_recipe_of_an_environment_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     config = prepared(f"tiny/{name}", tmp_path)
     assert config.data.environment == name and config.data.task.name == f"environment:{name}"
+
+
+def test_recipes_of_learned_rewards_run_with_a_model_for_them(tmp_path: Path) -> None:
+    judged = prepared("tiny/judge", tmp_path)
+    assert [term["name"] for term in judged.reward.terms] == ["judge", "arithmetic_chain"]
+    learned = prepared("tiny/ppo_reward_model", tmp_path, "reward.reward_model.model.path=owner/judge")
+    assert learned.reward.reward_model.enable and learned.algorithm.adv_estimator == "gae"
 
 
 def test_each_recipe_has_its_twin() -> None:

@@ -82,7 +82,7 @@ def train(model: Path, run: Path, seen: dict[int, Rows], last: int = STEPS) -> d
     with build(ppo_config(model, run, *KEYS)) as trainer:
         trainer.source = trainer.state.source = OneStepOff(trainer.source, trainer.total_steps)
         trainer.state.resume(trainer.store, "auto", None)
-        trainer.log_samples = lambda batch, step: seen.update({step: rows_of(batch)})
+        trainer.log_samples = lambda batch, values, step: seen.update({step: rows_of(batch)}) or {}
         trainer.fit(lambda step, logged: step == last)
         return weights_of(trainer)
 

@@ -64,22 +64,29 @@ def test_responses_that_grow_are_a_sign() -> None:
     for step in range(1, 12):
         assert not watch.look(batch_of(VARIED), {}, step)[1]
     figures, (sign,) = watch.look(batch_of([list(range(40)), list(range(30))]), {}, 12)
-    assert figures["reward_watch/length_ratio"] == 35 / 8
-    assert sign.name == "length_ratio" and sign.rows == [0, 1]
+    assert figures["reward_watch/length"] == 35
+    assert sign.name == "length" and "4.4 times" in sign.message and sign.rows == [0, 1]
 
 
 def test_a_training_score_that_leaves_the_held_out_one_is_a_sign() -> None:
     watch = RewardWatch()
 
-    def look(step: int, trained: float, held_out: float | None = None) -> tuple[float | None, list[str]]:
+    lines: dict[int, dict[str, float]] = {}
+
+    def look(watch: RewardWatch, step: int, trained: float, held_out: float | None = None) -> list[str]:
         values = {"critic/score/mean": trained}
         if held_out is not None:
             values["val-core/math/acc/mean@1"] = held_out
         figures, signs = watch.look(batch_of(VARIED), values, step)
-        return figures.get("reward_watch/divergence"), [sign.name for sign in signs]
+        lines[step] = values | figures
+        return [f"{sign.name} {sign.message}" for sign in signs]
 
-    assert look(1, 0.2, 0.3) == (0.0, [])
-    assert look(2, 0.4) == (None, [])
-    assert look(3, 0.6, 0.4) == (0.0, [])  # both rise
-    assert look(4, 0.5, 0.3) == (0.0, [])  # held out falls alone, and training not above the best look's 0.5
-    assert look(5, 0.9, 0.2) == (pytest.approx(0.2), ["divergence"])
+    assert not look(watch, 1, 0.2, 0.3) and not look(watch, 2, 0.4)
+    assert not look(watch, 3, 0.6, 0.4)  # both rise
+    assert not look(watch, 4, 0.5, 0.3)  # held out falls alone, and training not above the best look's 0.5
+    again = RewardWatch()
+    again.replay(lines)
+    told = look(watch, 5, 0.9, 0.2)
+    assert len(told) == 1 and told[0].startswith("divergence") and "0.2 and more" in told[0]
+    alone = lines[5]
+    assert look(again, 5, 0.9, 0.2) == told and lines[5] == alone

@@ -111,9 +111,6 @@ def _trainer(
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
-    test_freq = config.trainer.test_freq
-    if test_freq <= 0 and config.trainer.val_before_train:
-        test_freq = total_steps  # at the end, to compare with the start
     if not state.step:
         failures.forget_earlier()
     with run.recorded(state, store, source) as trackers:
@@ -139,7 +136,7 @@ def _trainer(
             trackers=trackers,
             timer=run.timer,
             total_steps=total_steps,
-            test_freq=test_freq,
+            test_freq=_test_freq(config, total_steps),
             save_freq=config.trainer.save_freq,
             signals=run.signals,
             validates_first=config.trainer.val_before_train,
@@ -147,7 +144,14 @@ def _trainer(
             after_update=data.finish_batch,
             log_samples=samples.training,
         )
-        failures.end_run()
+        if state.step:  # not where batches are only looked at
+            failures.end_run()
+
+
+def _test_freq(config: PPOConfig, total_steps: int) -> int:
+    if config.trainer.test_freq <= 0 and config.trainer.val_before_train:
+        return total_steps  # at the end, to compare with the start
+    return config.trainer.test_freq
 
 
 def _state(

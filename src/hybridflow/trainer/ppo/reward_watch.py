@@ -6,11 +6,10 @@ Figures of a step, over the trajectories that were sampled:
 
     reward_watch/repetition     share of runs of NGRAM tokens that stood in the response before, mean
     reward_watch/format_only    share whose `format` is right and whose `acc` is wrong, where there are both
-    reward_watch/length_ratio   mean length by the mean of the first FIRST_STEPS steps
-    reward_watch/divergence     how much the score in training has risen and the held-out one has fallen since
-                                the best validation, the lesser of the two; in steps with a validation
+    reward_watch/length         mean length, in tokens
 
-A resumed run begins to compare anew.
+Signs, too, are lengths that grow beyond those of the first FIRST_STEPS steps, and a score that rises in
+training while the held-out one falls. A resumed run compares with the steps in its metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -59,6 +58,13 @@ class RewardWatch:
         self._largest = 0.0
         self._told: dict[str, int] = {}
 
+    def replay(self, lines: Mapping[int, Mapping[str, float]]) -> None:
+        """Take the metrics of earlier steps, by step, as if they had been looked at; none is told."""
+        for step in sorted(lines):
+            if "reward_watch/length" in lines[step]:
+                self._length_ratio(lines[step]["reward_watch/length"])
+                self._divergence(lines[step])
+
     def look(
         self, batch: DataProto, values: Mapping[str, float], step: int
     ) -> tuple[dict[str, float], list[Sign]]:
@@ -97,24 +103,20 @@ class RewardWatch:
                 "{:.0%} of the responses have the right form and a wrong answer",
                 format_only,
             )
-        note(
-            "length_ratio",
-            self._length_ratio(_mean(lengths, sampled)),
-            MAX_LENGTH_RATIO,
-            f"responses are {{:.1f}} times as long as in the first {FIRST_STEPS} steps",
-            lengths,
-        )
+        length = _mean(lengths, sampled)
+        figures["reward_watch/length"] = length
+        ratio = self._length_ratio(length)
+        if ratio > MAX_LENGTH_RATIO:
+            message = f"responses are {{:.1f}} times as long as in the first {FIRST_STEPS} steps"
+            found["length"] = (ratio, message, lengths)
         divergence = self._divergence(values)
-        if divergence is not None:
-            scores = (view.samples.batch["token_level_scores"] * mask).sum(-1).double()
-            note(
-                "divergence",
-                divergence,
-                MAX_DIVERGENCE * self._largest,
+        if divergence > MAX_DIVERGENCE * self._largest:
+            message = (
                 "the score in training has risen, and the held-out one has fallen, by {:.3g} and more since "
-                "the best validation",
-                scores,
+                "the best validation"
             )
+            scores = (view.samples.batch["token_level_scores"] * mask).sum(-1).double()
+            found["divergence"] = (divergence, message, scores)
         signs = []
         for name, (figure, message, shown_by) in found.items():
             if step - self._told.get(name, -QUIET_STEPS) >= QUIET_STEPS:
@@ -129,11 +131,14 @@ class RewardWatch:
             self._lengths.append(length)
         return length / max(fmean(self._lengths), 1.0)
 
-    def _divergence(self, values: Mapping[str, float]) -> float | None:
+    def _divergence(self, values: Mapping[str, float]) -> float:
+        """Return how much the score in training has risen and the held-out one has fallen since the best
+        validation, the lesser of the two; 0 in a step without a validation.
+        """
         self._scores.append(values.get("critic/score/mean", 0.0))
         looks = [values[name] for name in values if name.startswith("val-core/") and "/mean@" in name]
         if not looks:
-            return None
+            return 0.0
         held_out = fmean(looks)
         trained = fmean(self._scores)
         self._scores.clear()

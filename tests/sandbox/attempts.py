@@ -122,7 +122,9 @@ ATTEMPTS = {
         "    must_not_read(f'/proc/{pid}/environ')"
     ),
     "proc": Attempt(
-        "for name in ('1/root/etc/shadow', 'self/root/etc/passwd', 'PARENT/mem', '1/cmdline', 'kcore', 'keys',\n"
+        "for pid in ('1', 'self'):\n"
+        "    must_not_read(os.path.join('/proc', pid, 'root', 'etc', 'shadow'))\n"
+        "for name in ('PARENT/mem', '1/cmdline', 'kcore', 'keys',\n"
         "             'sysrq-trigger', 'sys/kernel/core_pattern', 'PARENT/fd/0', 'self/mountinfo'):\n"
         "    must_not_read('/proc/' + name)\n"
         "must_fail('sysrq', open, '/proc/sysrq-trigger', 'w')\n"

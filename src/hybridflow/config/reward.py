@@ -106,7 +106,7 @@ MODEL_TERM = "reward_model"
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelRoleConfig:
     """A learned reward model: a classifier that reads the whole conversation, by its own chat template."""
 
     enable: bool = key(
@@ -183,7 +183,7 @@ class RewardConfig:
     )
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
-    reward_model: RewardModelConfig = group(RewardModelConfig)
+    reward_model: RewardModelRoleConfig = group(RewardModelRoleConfig)
     manager: str | None = key(
         None,
         "What scores all responses of a step in one call, which reward.timeout bounds: batch calls your "

@@ -6,6 +6,7 @@ add(request) ─► known? ─► its outcome            else ─► scorer ─�
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections import OrderedDict
 from dataclasses import replace
@@ -54,7 +55,7 @@ class _CachedScoring:
         """For each request its kept outcome, or the key of what the scorer has."""
 
     def add(self, request: ScoreRequest) -> None:
-        key = _key(request, len(self._results))
+        key = _key(request)
         found = self._cache.find(key)
         if found is None and key not in self._begun:
             self._begun[key] = len(self._begun)
@@ -82,9 +83,9 @@ class _CachedScoring:
         self._inner.close()
 
 
-def _key(request: ScoreRequest, number: int) -> bytes:
+def _key(request: ScoreRequest) -> bytes:
     try:
         payload = pickle.dumps(request)
-    except Exception:  # whatever the rows of a dataset hold: such a row equals no other
-        payload = str(number).encode()
+    except Exception:  # whatever the rows of a dataset hold: such a row equals no other, of no step
+        payload = os.urandom(16)
     return hashlib.blake2b(payload, digest_size=16).digest()

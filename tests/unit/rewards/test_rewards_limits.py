@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,18 @@ def test_equal_responses_are_scored_once_and_counted() -> None:
     assert scores("c", "a", "bad") == [3.0, 5.0, 0.0]
     assert called == ["a", "b", "c", "bad", "a", "bad"] and counts == [2.0, 1.0, 1.0]
     manager.close()
+
+
+def test_rows_that_cannot_be_compared_equal_no_other_of_any_step() -> None:
+    called: list[str] = []
+
+    def compute_score(solution_str: str, **row: object) -> float:
+        called.append(solution_str)
+        return float(len(called))
+
+    with RewardManager(CachedScorer(InProcessScorer(lambda: compute_score, 30.0), size=8)) as manager:
+        for text in ("first", "second"):
+            with manager.open() as session:
+                session.add(0, ScoreRequest("x", text, "truth", {"lock": threading.Lock()}))
+                session.result()
+    assert called == ["first", "second"]

@@ -5,17 +5,19 @@ they join those of functions by weights and conditions.
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_trainer import ppo_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.reward import RewardModelConfig
+from hybridflow.config.reward import RewardModelRoleConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
@@ -125,6 +127,19 @@ def test_a_row_that_the_model_cannot_read_is_an_error_of_the_reward(
     assert len(rows) == 0 and metrics["reward/num_errors"] == 8.0
 
 
+def test_a_score_that_is_no_number_is_an_error_of_its_row(
+    policy: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(reward_model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["score.weight"].fill_(float("nan"))
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    keys = config(policy, broken, tmp_path / "run", *ALONE, "reward.on_error=drop")
+    rows, metrics = first_batch(keys)
+    assert len(rows) == 0 and metrics["reward/num_errors/RewardError"] == 8.0
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -170,7 +185,7 @@ def test_a_conversation_may_end_with_the_answer(reward_model: Path) -> None:
     tokenizer = load_tokenizer(reward_model)
     request = ScoreRequest("", "4", "", messages=[{"role": "user", "content": "2 2"}, ANSWER])
     whole, answer = (
-        ModelReader(tokenizer, RewardModelConfig(read_to=end, max_length=64)).read(request)
+        ModelReader(tokenizer, RewardModelRoleConfig(read_to=end, max_length=64)).read(request)
         for end in ("end", "answer")
     )
     assert answer.scored == [tokenizer.eos_token_id] and whole.scored != answer.scored

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.config.reward import RewardConfig, RewardModelConfig
+from hybridflow.config.reward import RewardConfig, RewardModelRoleConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.sft import encode_conversation
 from hybridflow.data.tokenizer import Tokenizer, encode_rendered, load_tokenizer
@@ -81,7 +81,7 @@ class ModelReader:
     """The conversion of requests into the tokens of a reward model."""
 
     tokenizer: Tokenizer
-    config: RewardModelConfig
+    config: RewardModelRoleConfig
 
     def read(self, request: ScoreRequest) -> Reading:
         """Return what the model reads; RewardError for a conversation that it cannot read."""
@@ -173,7 +173,11 @@ class ModelScorer:
                 outcomes[place] = Outcome(error="RewardError", detail=str(error))
         scores = self._scores(list(readings.values()))
         for (place, reading), values in zip(readings.items(), scores, strict=True):
-            outcomes[place] = self._with(found[place], requests[place], reading, values)
+            if all(map(math.isfinite, values)):
+                outcomes[place] = self._with(found[place], requests[place], reading, values)
+            else:
+                detail = f"the reward model returned {values}; wanted finite numbers"
+                outcomes[place] = Outcome(error="RewardError", detail=detail)
         return outcomes
 
     def _with(

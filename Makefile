@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task preference bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task preference reward-models bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -37,6 +37,9 @@ agents: setup  ## tiny models learn to use tools and to play, on three seeds, re
 
 preference: $(VENV)/.bench  ## preference losses and reward models on three seeds, and DPO against TRL, resumable; writes benchmarks/results/preference.md
 	$(BIN)/python benchmarks/preference.py
+
+reward-models: setup  ## reward models, process reward models and judges, and policies that learn from them, on three seeds; writes benchmarks/results/reward_models.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reward_models.py
 
 code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/code_task.py

@@ -9,7 +9,7 @@ import pytest
 from hybridflow.config.preference import PreferenceDataConfig
 from hybridflow.data.comparisons import transcript
 from hybridflow.data.preference import CHOSEN, MISMATCHED, REJECTED, Comparison, PreferenceDataset
-from hybridflow.data.tasks import ArithmeticPreferences
+from hybridflow.data.tasks.arithmetic_preferences import STEP_END, ArithmeticPreferences
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 
@@ -118,13 +118,17 @@ def test_the_task_has_one_wrong_step_in_the_rejected_answer() -> None:
         right, wrong = (row[key][0]["content"].split(" . ") for key in ("chosen", "rejected"))
         assert right[-1] == f"#### {row['reward_model']['ground_truth']}" != wrong[-1]
         bad = [step for step in wrong[:-1] if eval(step.split("=")[0]) != int(step.split("=")[1])]
-        assert len(bad) == 1 and all(int(step.split("=")[1]) >= 0 for step in wrong[:-1])
+        assert len(bad) == 1 and all(0 <= int(step.split("=")[1]) <= 9 for step in wrong[:-1])
         assert row["labels"] == [True] * 4 or (
             row["completions"] == wrong and row["labels"].index(False) == wrong.index(bad[0])
         )
     (row,) = ArithmeticPreferences(wrong_steps=3, **options).rows("train", 1)
     steps = row["rejected"][0]["content"].split(" . ")[:-1]
     assert all(eval(step.split("=")[0]) != int(step.split("=")[1]) for step in steps)
+    (judged,) = ArithmeticPreferences(wrong_steps=3, verdicts=True, **options).rows("train", 1)
+    asked, said = (message["content"] for message in judged["messages"])
+    assert asked == f"{row['prompt'][0]['content']} {STEP_END.join(row['completions'])}"
+    assert said == ("10" if all(row["labels"]) else "0")
     half = ArithmeticPreferences(swapped=0.5, **options).rows("train", 40)
     changed = [one["chosen"] != other["chosen"] for one, other in zip(rows, half, strict=True)]
     assert 8 < sum(changed) < 32

@@ -16,6 +16,7 @@ from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import uses_agents
 from hybridflow.config.recipes import COMPARISONS, FOLDER
 from hybridflow.config.tree import flatten, keys_of
+from hybridflow.data.tasks.arithmetic_preferences import STEP_END
 from hybridflow.errors import ConfigError
 from hybridflow.tools.toolset import Toolset
 
@@ -30,7 +31,9 @@ OTHERS = [
     "code",
     "code_sft",
     "judge",
+    "judge_sft",
     "ppo_reward_model",
+    "ppo_process_reward",
     *ENVIRONMENTS,
 ]
 TINY = sorted(
@@ -123,6 +126,9 @@ def test_recipes_of_learned_rewards_run_with_a_model_for_them(tmp_path: Path) ->
     assert [term["name"] for term in judged.reward.terms] == ["judge", "arithmetic_chain"]
     learned = prepared("tiny/ppo_reward_model", tmp_path, "reward.reward_model.model.path=owner/judge")
     assert learned.reward.reward_model.enable and learned.algorithm.adv_estimator == "gae"
+    steps = prepared("tiny/ppo_process_reward", tmp_path, "reward.reward_model.model.path=owner/judge")
+    assert steps.reward.reward_model.kind == "token_score" and steps.reward.terms == learned.reward.terms
+    assert steps.reward.reward_model.step_separator == STEP_END, "steps end where those that were learned do"
 
 
 def test_each_recipe_has_its_twin() -> None:

@@ -11,24 +11,30 @@ from itertools import accumulate
 from operator import add
 from typing import Any
 
-from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain, worked_answer
+from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain, question, worked_answer
 from hybridflow.data.tasks.base import Split
 from hybridflow.errors import ConfigError
 from hybridflow.protocol.randomness import derive_seed
 
 NAME = "arithmetic_preferences"
 STEP_END = " . "
+JUDGED = "{question} {response}"
+"""What a judge of this task is asked."""
 
 
 class ArithmeticPreferences(ArithmeticChain):
     """The questions of `ArithmeticChain` with a right and a wrong answer, as `chosen` and `rejected`; in the
-    wrong one, `wrong_steps` steps have a wrong result.
+    wrong one, `wrong_steps` steps have a wrong result, which is 0..`max_total`, too.
 
     A row also has one of the two as `completions`, its steps, and `labels`, true up to the first wrong step.
     The two answers change places in a share `swapped` of the training rows; 0.5 leaves nothing to learn.
+    With `verdicts`, the conversation of a row is that of a judge: it is asked about this one of the two, and
+    says 10 or 0.
     """
 
-    def __init__(self, *, wrong_steps: int = 1, swapped: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self, *, wrong_steps: int = 1, swapped: float = 0.0, verdicts: bool = False, **options: Any
+    ) -> None:
         super().__init__(**options)
         if not 1 <= wrong_steps <= self.hops:
             raise ConfigError(
@@ -38,15 +44,20 @@ class ArithmeticPreferences(ArithmeticChain):
         if not 0 <= swapped <= 1:
             raise ConfigError(f"data.task.options: got swapped={swapped}, wanted a share from 0 to 1")
         self.swapped = swapped
+        self.verdicts = verdicts
 
     def row_of(self, terms: list[int], split: Split, index: int) -> dict[str, Any]:
         """Return the row of a question."""
         stream = random.Random(derive_seed(self.seed, f"{NAME}/{split}", index))
-        wrong_steps = stream.sample(range(self.hops), self.wrong_steps)
-        off_by = [-self.max_total] * self.hops
         totals = list(accumulate(terms))[1:]
-        while min(map(add, totals, accumulate(off_by))) < 0:  # no result is negative
+        off_by: list[int] = []
+        wrong_steps: list[int] = []
+        results = [-1]
+        # a wrong result looks like a right one: what stands out would be learned in place of the sums
+        while min(results) < 0 or max(results) > self.max_total:
+            wrong_steps = stream.sample(range(self.hops), self.wrong_steps)
             off_by = [stream.choice([-2, -1, 1, 2]) if n in wrong_steps else 0 for n in range(self.hops)]
+            results = list(map(add, totals, accumulate(off_by)))
         place = min(wrong_steps)
         right = worked_answer(terms)
         wrong = worked_answer(terms, off_by)
@@ -57,8 +68,16 @@ class ArithmeticPreferences(ArithmeticChain):
         steps = shown.split(STEP_END)
         if shown == right:
             place = len(steps)
+        row = super().row_of(terms, split, index)
+        if self.verdicts:
+            asked = JUDGED.format(question=question(terms), response=shown)
+            said = "10" if shown == right else "0"
+            row["messages"] = [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": said},
+            ]
         return {
-            **super().row_of(terms, split, index),
+            **row,
             "data_source": NAME,
             "chosen": answers[0],
             "rejected": answers[1],

@@ -70,14 +70,14 @@ def main(file_descriptor: int) -> None:
             channel.close()
             os.waitpid(child, 0)
             return
-        layers["namespaces"] = ""
         try:
             enter_private_root(plan["folder"], plan["readable"])
-            layers["private_root"] = ""
         except OSError as error:
             layers["private_root"] = str(error)
+            layers["namespaces"] = "it needs the private root"  # a worker without one is in none
             messages.send(channel, {"layers": layers})
             return
+        layers |= {"private_root": "", "namespaces": ""}
         room = Room([*plan["readable"], *LIBRARIES], [*DEVICES, SCRATCH], SCRATCH, private=True)
     else:
         prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -320,7 +320,7 @@ def _refuse_missing(layers: dict[str, str], give_up: Sequence[str]) -> None:
         raise ConfigError(
             f"programs of the model are not run here, because layers of the sandbox are missing: {why}. Use "
             "another machine or a remote sandbox, or do without by naming them: reward.sandbox.give_up="
-            f"[{','.join(refused)}]"
+            f"[{','.join([*give_up, *refused])}]"
         )
 
 

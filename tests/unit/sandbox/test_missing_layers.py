@@ -35,6 +35,22 @@ with Sandbox(config) as sandbox:
     for code in sys.argv[1:]:
         print(json.dumps(dataclasses.asdict(sandbox.run(code))))
 """
+# mounting is refused, namespaces are not
+WITHOUT_MOUNTS = """
+import json
+from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.errors import ConfigError
+from hybridflow.sandbox import seccomp
+from hybridflow.sandbox.sandbox import Sandbox
+seccomp.DENIED = {"mount_setattr": seccomp.DENIED["mount_setattr"]}
+seccomp.install()
+for give_up in (["private_root"], ["private_root", "namespaces", "other_uid"]):
+    try:
+        with Sandbox(SandboxConfig(give_up=give_up)) as sandbox:
+            print(json.dumps(sandbox.layers()))
+    except ConfigError as error:
+        print(json.dumps(str(error)))
+"""
 LEAVE = """
 import os, time
 if os.fork() == 0:
@@ -68,6 +84,15 @@ def test_it_is_refused_unless_given_up_and_then_the_other_layers_hold(tmp_path: 
     if layers["landlock"]:
         pytest.skip(f"landlock: {layers['landlock']}")
     assert "top-secret" not in reading["stdout"] and "PermissionError" in reading["stderr"]
+
+
+def test_without_a_private_root_there_are_no_namespaces() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT_MOUNTS], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    refused, layers = map(json.loads, run.stdout.splitlines())
+    assert "namespaces (it needs" in refused
+    assert "reward.sandbox.give_up=[private_root,namespaces" in refused
+    assert layers["private_root"] and layers["namespaces"]
 
 
 def _must_end(pid: int) -> None:

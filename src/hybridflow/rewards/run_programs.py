@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -87,7 +88,9 @@ class RemoteRunner:
 
     def run(self, programs: Sequence[Program]) -> list[Ran]:
         """Run them side by side."""
-        return asyncio.run(self._run_all(programs))
+        # a thread of its own: the caller may run inside an event loop, where asyncio.run is refused
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self._run_all(programs)).result()
 
     async def _run_all(self, programs: Sequence[Program]) -> list[Ran]:
         return list(await asyncio.gather(*(self._run(program) for program in programs)))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.call import call
 from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.run_programs import ran_of
@@ -106,6 +108,48 @@ def test_a_service_runs_the_programs_where_it_is_asked_for(service: str) -> None
     )
     assert [outcome.score for outcome in outcomes] == [1.0, 1.0, 0.5, 0.0]
     assert outcomes[-1].extras["verdict"] == "raised"
+
+
+SLOW = """
+import asyncio
+under_way = 0
+async def together(data_source, solution_str, ground_truth, extra_info):
+    global under_way
+    under_way += 1
+    found = under_way
+    for _ in range(20):
+        await asyncio.sleep(0)
+        found = max(found, under_way)
+    under_way -= 1
+    return found
+
+class Manager:
+    def __init__(self, compute_score):
+        self.compute_score = compute_score
+    async def __call__(self, rows):
+        return [self.compute_score(**row) for row in rows]
+"""
+
+
+def test_programs_beside_an_async_term_and_in_an_async_manager(service: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    fusion = SandboxFusionConfig(service, memory_limit_mb=512)
+    terms = [{"name": "code"}, {"name": f"{tmp_path}/slow.py:together"}]
+    joined = RewardConfig(num_workers=1, timeout=600.0, sandbox_fusion=fusion, terms=terms)
+    managed = RewardConfig(
+        num_workers=1,
+        timeout=600.0,
+        sandbox_fusion=fusion,
+        function="code",
+        manager=f"{tmp_path}/slow.py:Manager",
+    )
+    rows = [ScoreRequest("taco", "print(input())", ECHO) for _ in range(3)]
+    with build_reward_manager(joined, 0) as manager:
+        outcomes = manager.outcomes(rows)
+    # each row has the worker to itself, so programs take no time of another's
+    assert [(one.error, one.score, one.extras.get("together")) for one in outcomes] == [("", 2.0, 1.0)] * 3
+    with build_reward_manager(managed, 0) as manager:
+        assert [one.score for one in manager.outcomes(rows)] == [1.0] * 3
 
 
 def test_what_a_service_says_of_a_program() -> None:

@@ -45,6 +45,20 @@ def test_a_function_is_called_once_with_lists(tmp_path: Path) -> None:
         assert [one.error for one in outcomes(tmp_path, text, "b", **keys)] == [error, error]
 
 
+def test_a_function_with_lists_gets_the_tokens_and_the_messages_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, response_ids, messages"
+        "):\n"
+        "    return [len(ids) + 10 * len(turns) for ids, turns in zip(response_ids, messages)]\n"
+    )
+    config = RewardConfig(
+        manager="batch", custom_reward_function=CustomRewardConfig(f"{tmp_path}/named.py"), num_workers=1
+    )
+    with build_reward_manager(config, seed=0) as manager:
+        (outcome,) = manager.outcomes([ScoreRequest("x", "a", "b", {}, (1, 2, 3), [{"role": "user"}])])
+    assert (outcome.error, outcome.score) == ("", 13.0)
+
+
 def test_a_manager_of_ones_own_uses_the_reward_function(tmp_path: Path) -> None:
     manager = f"{tmp_path / 'mine.py'}:Ranks"
     scored = outcomes(tmp_path, "long text", "b", "mid", manager=manager, function="exact_match")

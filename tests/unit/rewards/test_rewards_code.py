@@ -19,6 +19,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.call import call
+from hybridflow.rewards.managers import call_manager, load_manager
 from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.run_programs import ran_of
 
@@ -56,6 +57,37 @@ def test_programs_are_scored_in_the_sandbox() -> None:
     assert [outcome.extras.get("verdict") for outcome in outcomes[:-1]] == verdicts
     assert outcomes[0].extras["acc"] == outcomes[0].extras["format"] == 1.0
     assert outcomes[-1].error == "RewardError"
+
+
+KINDS = """
+import collections, enum, numpy
+Point = collections.namedtuple("Point", "x y")
+class Word(str, enum.Enum):
+    A = "a"
+def f(kind):
+    print("not a whole line", end="", flush=True)
+    return {
+        "counter": collections.Counter("aab"),
+        "nested": [collections.defaultdict(int, {numpy.int64(1): Point(True, numpy.float32(0.5))})],
+        "ordered": collections.OrderedDict(a=numpy.bool_(True)),
+        "word": Word.A,
+        "frozen": frozenset([2]),
+        "other": object(),
+    }[kind]
+"""
+
+
+def test_values_that_equal_those_of_built_in_types_pass() -> None:
+    asserts = [
+        "assert f('counter') == {'a': 2, 'b': 1}",
+        "assert f('nested') == [{1: (True, 0.5)}]",
+        "assert f('ordered') == {'a': True}",
+        "assert f('word') == 'a'",
+        "assert f('frozen') == {2}",
+    ]
+    config = RewardConfig(timeout=60.0)
+    right, wrong = scored(config, (KINDS, asserts), (KINDS, ["assert f('other') == 1", asserts[0]]))
+    assert (right.score, wrong.score) == (1.0, 0.5)
 
 
 def test_all_pass_or_nothing_and_as_a_term() -> None:
@@ -136,20 +168,15 @@ def test_programs_beside_an_async_term_and_in_an_async_manager(service: str, tmp
     fusion = SandboxFusionConfig(service, memory_limit_mb=512)
     terms = [{"name": "code"}, {"name": f"{tmp_path}/slow.py:together"}]
     joined = RewardConfig(num_workers=1, timeout=600.0, sandbox_fusion=fusion, terms=terms)
-    managed = RewardConfig(
-        num_workers=1,
-        timeout=600.0,
-        sandbox_fusion=fusion,
-        function="code",
-        manager=f"{tmp_path}/slow.py:Manager",
-    )
-    rows = [ScoreRequest("taco", "print(input())", ECHO) for _ in range(3)]
+    rows = [ScoreRequest("taco", "print(input())", {"inputs": ["a"], "outputs": ["a"]})] * 2
     with build_reward_manager(joined, 0) as manager:
         outcomes = manager.outcomes(rows)
     # each row has the worker to itself, so programs take no time of another's
-    assert [(one.error, one.score, one.extras.get("together")) for one in outcomes] == [("", 2.0, 1.0)] * 3
-    with build_reward_manager(managed, 0) as manager:
-        assert [one.score for one in manager.outcomes(rows)] == [1.0] * 3
+    assert [(one.error, one.score, one.extras.get("together")) for one in outcomes] == [("", 2.0, 1.0)] * 2
+    managed = RewardConfig(sandbox_fusion=fusion, function="code", manager=f"{tmp_path}/slow.py:Manager")
+    function = resolve(managed, 0)
+    whole = load_manager(managed, function)
+    assert whole and [one.score for one in call_manager(whole, function, rows)] == [1.0] * 2
 
 
 def test_what_a_service_says_of_a_program() -> None:

@@ -103,7 +103,10 @@ def main(file_descriptor: int) -> None:
     site.sethelper()
     gc.freeze()  # a collection in a program would copy what is shared with this process
     messages.send(channel, {"layers": layers})
-    _serve(channel, room)
+    with contextlib.suppress(OSError):  # the other side has ended in the middle of an execution
+        _serve(channel, room)
+    if not plan["private"]:
+        shutil.rmtree(plan["folder"], ignore_errors=True)
 
 
 def _enter_namespaces() -> None:

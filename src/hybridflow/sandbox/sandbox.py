@@ -226,6 +226,8 @@ class _Worker:
             self._enter_cgroup()
             messages.send(self.socket, plan)
             self.layers |= messages.receive(self.socket)["layers"]
+            if private:  # the root is built, and needs its folder no more; else the worker removes it
+                shutil.rmtree(self.folder, ignore_errors=True)
         except (OSError, EOFError) as error:
             self.errors.seek(0)
             said = self.errors.read().decode(errors="replace").strip()

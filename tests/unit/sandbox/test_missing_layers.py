@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ for give_up in (["private_root"], ["private_root", "namespaces", "other_uid"]):
     except ConfigError as error:
         print(json.dumps(str(error)))
 """
+OWNER = """
+from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.sandbox import seccomp
+from hybridflow.sandbox.sandbox import Sandbox
+seccomp.install()
+sandbox = Sandbox(SandboxConfig(timeout=600, give_up=["private_root", "namespaces", "other_uid"]))
+sandbox.layers()
+print(sandbox._worker.folder, flush=True)
+sandbox.run("import time; time.sleep(600)")
+"""
 LEAVE = """
 import os, time
 if os.fork() == 0:
@@ -93,6 +104,25 @@ def test_without_a_private_root_there_are_no_namespaces() -> None:
     assert "namespaces (it needs" in refused
     assert "reward.sandbox.give_up=[private_root,namespaces" in refused
     assert layers["private_root"] and layers["namespaces"]
+
+
+def test_its_folder_goes_when_its_owner_is_killed() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout
+    folder = Path(owner.stdout.readline().strip())
+    _wait_until(lambda: (folder / "scratch" / "main.py").exists())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    _wait_until(lambda: not folder.exists())
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not come to hold")
 
 
 def _must_end(pid: int) -> None:

@@ -19,6 +19,7 @@ import signal
 import site
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.sandbox import landlock, messages, seccomp
@@ -159,7 +160,10 @@ def _become(uid: int, *, private: bool) -> str:
 def _probe(room: Room) -> dict[str, str]:
     """Try in a process of its own which of the layers that a program gets at its start are there."""
     found = {}
-    steps = {"landlock": lambda: landlock.restrict(room.readable, room.writable), "seccomp": seccomp.install}
+    steps: dict[str, Callable[[], None]] = {
+        "landlock": lambda: landlock.restrict(room.readable, room.writable),
+        "seccomp": seccomp.install,
+    }
     for name, step in steps.items():
         reading, writing = os.pipe()
         child = os.fork()

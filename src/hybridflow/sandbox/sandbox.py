@@ -146,9 +146,8 @@ class Sandbox:
 class SandboxPool:
     """`num_workers` sandboxes. Safe to use from several threads; executions beyond the workers wait."""
 
-    def __init__(self, config: SandboxConfig | None = None) -> None:
-        self.config = config or SandboxConfig()
-        self._all = [Sandbox(self.config) for _ in range(self.config.num_workers)]
+    def __init__(self, config: SandboxConfig | None = None, *, num_workers: int = 2) -> None:
+        self._all = [Sandbox(config) for _ in range(num_workers)]
         self._free: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # the warmest first
         for each in self._all:
             self._free.put(each)

@@ -21,7 +21,8 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.call import call
 from hybridflow.rewards.managers import call_manager, load_manager
 from hybridflow.rewards.resolve import resolve
-from hybridflow.rewards.run_programs import ran_of
+from hybridflow.rewards.run_programs import RemoteRunner, ran_of
+from hybridflow.rewards.test_cases import Program
 
 PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}
 ECHO = {"inputs": ["a", "b"], "outputs": ["a", "b"]}
@@ -99,8 +100,14 @@ def test_all_pass_or_nothing_and_as_a_term() -> None:
 class _Service(http.server.BaseHTTPRequestHandler):
     """Runs programs as SandboxFusion's /run_code does, without any protection."""
 
+    num_busy = 0
+
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if request["code"] == "BUSY":
+            _Service.num_busy += 1
+            self.send_error(503)
+            return
         assert request["language"] == "python" and request["memory_limit_MB"] == 512
         done = subprocess.run(
             [sys.executable, "-I", "-c", request["code"]],
@@ -177,6 +184,14 @@ def test_programs_beside_an_async_term_and_in_an_async_manager(service: str, tmp
     function = resolve(managed, 0)
     whole = load_manager(managed, function)
     assert whole and [one.score for one in call_manager(whole, function, rows)] == [1.0] * 2
+
+
+def test_all_tries_of_a_busy_service_fit_into_the_time_of_a_response(service: str) -> None:
+    _Service.num_busy = 0
+    busy = Program("BUSY", "", 1, lambda output: [True])
+    runner = RemoteRunner(SandboxFusionConfig(service), seconds=10.0, budget_s=0.7, num_parallel=1)
+    assert [ran.status for ran in runner.run([busy, busy])] == ["lost", "timed_out"]
+    assert _Service.num_busy <= 2  # the third try would come after 1.5 s
 
 
 def test_what_a_service_says_of_a_program() -> None:

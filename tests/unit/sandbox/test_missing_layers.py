@@ -80,16 +80,21 @@ def test_it_is_refused_unless_given_up_and_then_the_other_layers_hold(tmp_path: 
     secret.write_text("top-secret")
     for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         parent.chmod(0o755)
+    connect = "import socket\nsocket.socketpair()\nprint(1)\nsocket.socket(socket.AF_UNIX)"
     read = f"import os\nprint(os.listdir('.'), os.getuid())\nprint(open({str(secret)!r}).read())"
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "print(1)", LEAVE, read], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM, "print(1)", LEAVE, connect, read],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    refused, layers, one, left, reading = map(json.loads, run.stdout.splitlines())
+    refused, layers, one, left, connecting, reading = map(json.loads, run.stdout.splitlines())
     assert "private_root" in refused and "reward.sandbox.give_up=[private_root,namespaces" in refused
     assert layers["namespaces"] and layers["private_root"]
     assert one["stdout"] == "1\n"
     _must_end(int(left["stdout"]))
+    assert connecting["stdout"] == "1\n" and "PermissionError" in connecting["stderr"]
     assert (reading["stdout"].split()[1] == str(os.geteuid())) == bool(layers["other_uid"])
     assert "['main.py']" in reading["stdout"]
     if layers["landlock"]:

@@ -195,7 +195,7 @@ def test_a_pool_runs_side_by_side_in_an_event_loop(sandbox: Sandbox) -> None:
     async def run_all(pool: SandboxPool) -> list[Verdict]:
         return await asyncio.gather(*[pool.run_async("print(input())", stdin=str(n)) for n in range(6)])
 
-    with SandboxPool(dataclasses.replace(WIDE, num_workers=2)) as pool:
+    with SandboxPool(WIDE, num_workers=2) as pool:
         verdicts = asyncio.run(run_all(pool))
     assert [each.stdout for each in verdicts] == [f"{n}\n" for n in range(6)]
 

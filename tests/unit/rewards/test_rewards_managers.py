@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,28 @@ def test_a_manager_of_ones_own_uses_the_reward_function(tmp_path: Path) -> None:
     assert [one.score for one in scored] == [2.0, 1.0, 1.0]
 
 
+def test_a_row_that_does_not_pickle_fails_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    config = RewardConfig(
+        num_workers=1, timeout=600.0, manager=f"{tmp_path / 'mine.py'}:Ranks", function="exact_match"
+    )
+    rows = [ScoreRequest("x", "b", "b"), ScoreRequest("x", "a", "b", {"lock": threading.Lock()})]
+    with build_reward_manager(config, seed=0) as manager:
+        right, failed = manager.outcomes(rows)
+    assert (right.error, right.score, failed.error) == ("", 1.0, "TypeError")
+
+
 def test_a_manager_that_cannot_be_is_refused_with_what_to_set() -> None:
     wrong = [
         RewardConfig(manager="batch"),
         RewardConfig(manager="other"),
         RewardConfig(num_workers=0, manager="a:b"),
+        RewardConfig(max_retries=1, max_rpm=60, manager="a:b"),
     ]
     for config, part in zip(
-        wrong, ("reward.custom_reward_function.path", "batch", "num_workers"), strict=True
+        wrong,
+        ("reward.custom_reward_function.path", "batch", "num_workers", "reward.max_retries, reward.max_rpm"),
+        strict=True,
     ):
         (problem,) = reward_problems(config)
         assert part in problem

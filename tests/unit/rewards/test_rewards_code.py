@@ -56,7 +56,7 @@ def test_programs_are_scored_in_the_sandbox() -> None:
     assert [round(outcome.score, 3) for outcome in outcomes] == [1, 0.667, 1, 0.5, 0, 0.667, 0, 0.5, 0, 0]
     verdicts = ["passed", "wrong", "passed", "wrong", "timed_out", "timed_out", "raised", "wrong", "raised"]
     assert [outcome.extras.get("verdict") for outcome in outcomes[:-1]] == verdicts
-    assert outcomes[0].extras["acc"] == outcomes[0].extras["format"] == 1.0
+    assert outcomes[0].extras == {"acc": 1.0, "fenced": 1.0, "verdict": "passed"}
     assert outcomes[-1].error == "RewardError"
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.sandbox.sandbox import Sandbox, SandboxPool
 
 RESULTS = Path(__file__).parent / "results"
@@ -72,7 +71,7 @@ def main() -> None:
     figures: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         for workers in (1, 2):
-            with SandboxPool(SandboxConfig(num_workers=workers)) as pool:
+            with SandboxPool(num_workers=workers) as pool:
                 layers = pool.layers()
                 pool.run(CODE)
                 found = rate(lambda pool=pool: pool.run(CODE).stdout, workers, options.seconds)  # type: ignore[misc]

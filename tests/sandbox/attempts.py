@@ -95,8 +95,9 @@ ATTEMPTS = {
         limits={"wall_s": 0.5},
     ),
     "time_bomb_left_behind": Attempt(
-        "if os.fork() == 0:\n    os.setsid()\n    time.sleep(1)\n    open('OUTSIDE/late', 'w')\n    time.sleep(600)",
+        "if os.fork() == 0:\n    os.setsid()\n    time.sleep(600)",  # see the processes that are left
         ("ok",),
+        layer="namespaces",
     ),
     "huge_output": Attempt("while True: print('x' * 100000)", ("output_exceeded",)),
     "huge_output_of_errors": Attempt("while True: sys.stderr.write('x' * 100000)", ("output_exceeded",)),

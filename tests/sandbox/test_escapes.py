@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from attempts import ATTEMPTS, START, Attempt
 
+from hybridflow.sandbox.process_tree import usage_of_descendants
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sandbox"), pytest.mark.timeout(300)]
 USER = "64321"
 """An id that no account has."""
@@ -71,6 +73,13 @@ class Driver:
         self.process.stdin.flush()
         return self.answer()
 
+    def num_processes(self) -> int:
+        proc = os.open("/proc", os.O_RDONLY)
+        try:
+            return len(usage_of_descendants(self.process.pid, proc).pids)
+        finally:
+            os.close(proc)
+
     def close(self) -> None:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
@@ -110,6 +119,7 @@ def test_nothing_escapes(driver: Driver, name: str) -> None:
     printed = verdict["stdout"] + verdict["stderr"]
     assert "ESCAPED" not in printed and "top-secret" not in printed, printed[-2000:]
     assert verdict["status"] in attempt.statuses, verdict
+    assert driver.num_processes() <= 2  # the launcher and the fork server
     assert not list(driver.outside.iterdir())
     assert driver.secret.read_text() == "top-secret"
     after = driver.run(Attempt("print(1)"))

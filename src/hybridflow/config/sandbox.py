@@ -12,7 +12,6 @@ from hybridflow.config.schema import key
 class SandboxConfig:
     """The local sandbox for code from the model, see docs/sandbox.md."""
 
-    num_workers: int = key(2, "Programs that run at the same time.", minimum=1)
     timeout: float = key(10.0, "Seconds a program may take.", above=0)
     cpu_time: float = key(10.0, "Seconds of CPU time that a program and its processes may take.", above=0)
     memory_limit_mb: int = key(

@@ -11,7 +11,8 @@ true one, where it is no number); otherwise its column is empty.
 The term reward_model is no function: `trainer/ppo/model_rewards.py` adds it.
 
 A term's column has the function's name, or the term's `key`. Other columns that a term returns (acc, ...) are
-kept; where two terms return the same one, the earlier term's stands.
+kept; where two terms return the same one, the earlier term's stands. Where a term is async, rows share an
+event loop, unless `code` would hold it up.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import (
     DEFAULT_NAMES,
     MESSAGES,
+    TOKENS,
     is_async,
     is_path,
     load_builtin,
@@ -66,6 +68,8 @@ class Term:
     condition: Condition | None
     function: RewardFunction | None
     """None for the score of the reward model."""
+    runs_programs: bool
+    """It is `code`, which holds up whatever shares a thread with it."""
 
 
 def model_term(terms: Sequence[dict[str, Any]]) -> Term:
@@ -114,7 +118,8 @@ def _term(term: dict[str, Any], key: str, column: str, function: RewardFunction 
     condition = None
     if "when" in term:
         condition = Condition(str(term["when"]))
-    return Term(str(term.get("key", column)), float(weight), condition, function)
+    name = str(term.get("key", column))
+    return Term(name, float(weight), condition, function, runs_programs=term["name"] == "code")
 
 
 def compose(terms: Sequence[Term]) -> RewardFunction:
@@ -149,34 +154,41 @@ def compose(terms: Sequence[Term]) -> RewardFunction:
         return [late if early is _LEFT_OUT else early for early, late in zip(first, then, strict=True)]
 
     def wave(row: dict[str, Any], known: Sequence[Any]) -> list[Any]:
-        without = {name: value for name, value in row.items() if name != MESSAGES}
         chosen = zip(functions, wanted(known), strict=True)
-        return [
-            function(**(row if takes(function, MESSAGES) else without)) if now else _LEFT_OUT
-            for (_, function), now in chosen
-        ]
+        return [function(**_taken(function, row)) if now else _LEFT_OUT for (_, function), now in chosen]
 
-    def compute_score(messages: Any = (), **row: Any) -> dict[str, Any]:
-        row[MESSAGES] = messages
+    def compute_score(messages: Any = (), response_ids: Any = (), **row: Any) -> dict[str, Any]:
+        row |= {MESSAGES: messages, TOKENS: response_ids}
         results = wave(row, [])
         if _LEFT_OUT in results:
             results = merged(results, wave(row, results))
         return total(results)
 
-    async def compute_score_async(messages: Any = (), **row: Any) -> dict[str, Any]:
-        row[MESSAGES] = messages
+    async def compute_score_async(messages: Any = (), response_ids: Any = (), **row: Any) -> dict[str, Any]:
+        row |= {MESSAGES: messages, TOKENS: response_ids}
         results = await asyncio.gather(*map(_awaited, wave(row, [])))
         if _LEFT_OUT in results:
             results = merged(results, await asyncio.gather(*map(_awaited, wave(row, results))))
         return total(results)
 
-    if any(is_async(function) for _, function in functions):
-        return compute_score_async
-    return compute_score
+    def compute_score_alone(messages: Any = (), response_ids: Any = (), **row: Any) -> Any:
+        return compute_score_async(messages, response_ids, **row)
+
+    if not any(is_async(function) for _, function in functions):
+        return compute_score
+    if any(term.runs_programs for term, _ in functions):
+        return compute_score_alone  # no coroutine function: a worker has one row at a time
+    return compute_score_async
 
 
 _LEFT_OUT = object()
 """In place of the result of a term that was not computed."""
+
+
+def _taken(function: RewardFunction, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function gets of the row: the tokens and the messages only where it names them."""
+    without = [name for name in (TOKENS, MESSAGES) if not takes(function, name)]
+    return {name: value for name, value in row.items() if name not in without}
 
 
 async def _awaited(result: Any) -> Any:

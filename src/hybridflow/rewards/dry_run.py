@@ -147,10 +147,10 @@ def _request(
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, Mapping):
         extra_info = {}
+    prompt = row.get("raw_prompt") or []
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [*prompt, {"role": "assistant", "content": text}]
     if is_conversation:
-        prompt = row.get("raw_prompt") or []
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        messages = [*prompt, {"role": "assistant", "content": text}]
         extra_info = {**extra_info, "num_turns": 1, "messages": messages}
-    return ScoreRequest(source, text, truth, dict(extra_info))
+    return ScoreRequest(source, text, truth, dict(extra_info), messages=messages)

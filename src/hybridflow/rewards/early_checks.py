@@ -128,13 +128,13 @@ def returned_keys(reward: RewardConfig, sources: Sequence[str]) -> tuple[set[str
             functions = _functions_of(sources) or set(RETURNED)
         if not functions <= set(RETURNED):
             return None
-        returned = [set(RETURNED[function]) for function in functions]
-        some |= set.union(*returned)
-        every |= set.intersection(*returned)
+        column = set()
         if reward.terms:
-            column = str(reward.terms[position].get("key", name))
-            some.add(column)
-            every.add(column)
+            column = {str(reward.terms[position].get("key", name))}
+        returned = [column | set(RETURNED[function]) for function in functions]
+        some |= set.union(*returned)
+        if not reward.terms or "when" not in reward.terms[position]:
+            every |= set.intersection(*returned)
     return some, every
 
 

@@ -15,6 +15,7 @@ from hybridflow.config.reward import RewardConfig
 from hybridflow.data.plugin import awaited, load_function
 from hybridflow.errors import RewardError
 from hybridflow.rewards.call import arguments_of, failure, outcome_of
+from hybridflow.rewards.load import CALLED_WITH, CALLED_WITH_LISTS
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.table import RewardFunction
 
@@ -64,9 +65,5 @@ def call_manager(
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {
-        "data_sources": [row["data_source"] for row in rows],
-        "solution_strs": [row["solution_str"] for row in rows],
-        "ground_truths": [row["ground_truth"] for row in rows],
-        "extra_infos": [row["extra_info"] for row in rows],
-    }
+    names = dict(zip(CALLED_WITH, CALLED_WITH_LISTS, strict=True))
+    return {names.get(name, name): [row[name] for row in rows] for name in rows[0]}

@@ -189,11 +189,11 @@ class RewardPool:
         worker = await self._free.get()
         started = time.monotonic()
         try:
-            payloads = [dumps(request) for request in requests]
+            payloads = [_payload(request) for request in requests]
             outcomes: list[Outcome] = await worker.call("score_all", payloads, deadline_s=self._timeout)
         except CallFailed as error:
             return [self._blamed(error, time.monotonic() - started)] * len(requests)
-        except Exception as error:  # whatever the rows of a dataset hold: not ours to know
+        except Exception as error:  # all rows together are too large
             return [failure(error, 0.0)] * len(requests)
         finally:
             self._free.put_nowait(worker)
@@ -285,6 +285,14 @@ class _PoolScoring:
     def close(self) -> None:
         for future in self._futures:
             future.cancel()
+
+
+def _payload(request: ScoreRequest) -> bytes:
+    """Return a request's pickle, or that of its failure, which a worker gives back as it is."""
+    try:
+        return dumps(request)
+    except Exception as error:  # whatever the rows of a dataset hold: not ours to know
+        return dumps(failure(error, 0.0))
 
 
 async def _cancel_all() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -72,13 +73,17 @@ class LocalRunner:
 class RemoteRunner:
     """A SandboxFusion service, asked for at most `num_parallel` programs of a response at once.
 
-    A program has `seconds`. Where the service cannot be reached or refuses, it is "lost".
+    A program has `seconds`, and the programs of a response `budget_s` together. Where the service cannot be
+    reached or refuses, a program is "lost".
     """
 
-    def __init__(self, config: SandboxFusionConfig, seconds: float, num_parallel: int) -> None:
+    def __init__(
+        self, config: SandboxFusionConfig, seconds: float, budget_s: float, num_parallel: int
+    ) -> None:
         assert config.url is not None, "no service is asked for"
         self._url = config.url
         self._seconds = seconds
+        self._budget_s = budget_s
         self._memory_limit_mb = config.memory_limit_mb
         self._limit = Limit(num_parallel)
 
@@ -87,25 +92,34 @@ class RemoteRunner:
 
     def run(self, programs: Sequence[Program]) -> list[Ran]:
         """Run them side by side."""
-        return asyncio.run(self._run_all(programs))
+        # a thread of its own: the caller may run inside an event loop, where asyncio.run is refused
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self._run_all(programs)).result()
 
     async def _run_all(self, programs: Sequence[Program]) -> list[Ran]:
-        return list(await asyncio.gather(*(self._run(program) for program in programs)))
+        deadline = asyncio.get_running_loop().time() + self._budget_s
+        return list(await asyncio.gather(*(self._run(program, deadline) for program in programs)))
 
-    async def _run(self, program: Program) -> Ran:
-        request = {
-            "code": program.code,
-            "stdin": program.stdin,
-            "language": "python",
-            "compile_timeout": self._seconds,
-            "run_timeout": self._seconds,
-            "memory_limit_MB": self._memory_limit_mb,
-            "files": {},
-            "fetch_files": [],
-        }
+    async def _run(self, program: Program, deadline: float) -> Ran:
         async with self._limit.here():
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                return Ran(NOT_RUN, "")
+            # a program is compiled, then run, each within its time
+            seconds = min(self._seconds, left / 2)
+            request = {
+                "code": program.code,
+                "stdin": program.stdin,
+                "language": "python",
+                "compile_timeout": seconds,
+                "run_timeout": seconds,
+                "memory_limit_MB": self._memory_limit_mb,
+                "files": {},
+                "fetch_files": [],
+            }
             try:
-                answer = await post(self._url, request, timeout=2 * self._seconds)
+                async with asyncio.timeout(left):  # for all tries
+                    answer = await post(self._url, request, timeout=2 * seconds)
             except Exception as error:  # of the network, or of an answer that is no JSON
                 return Ran("lost", f"{self._url}: {type(error).__name__}: {error}")
         return ran_of(answer)
@@ -117,9 +131,8 @@ def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
     service = config.sandbox_fusion
     if not service.url:
         return LocalRunner(config.sandbox, budget_s)
-    # a program is compiled, then run, each within its time
-    seconds = min(config.sandbox.timeout, budget_s / 2)
-    return RemoteRunner(service, seconds, max(1, service.max_concurrent // max(1, config.num_workers)))
+    num_parallel = max(1, service.max_concurrent // max(1, config.num_workers))
+    return RemoteRunner(service, config.sandbox.timeout, budget_s, num_parallel)
 
 
 def ran_of(answer: dict[str, Any]) -> Ran:

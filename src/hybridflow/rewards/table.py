@@ -82,7 +82,7 @@ RETURNED: dict[str, tuple[str, ...]] = {
     "math": ("acc",),
     "math_dapo": ("acc", "format", "pred"),
     "geometry3k": ("acc", "format"),
-    "code": ("acc", "format", "verdict"),
+    "code": ("acc", "fenced", "verdict"),
     "arithmetic_chain": ("acc", "format"),
     "reasoning_gym": ("acc",),
     "search_r1": ("acc",),

@@ -28,6 +28,19 @@ _FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _CALLER = """
 import json, os, sys
 
+def plain(value):
+    if type(value).__module__ == "numpy":
+        value = value.item()
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind(*kind.__getnewargs__(value))
+    for kind, base in ((list, list), (tuple, tuple), (set, set), (frozenset, set)):
+        if isinstance(value, kind):
+            return base(plain(item) for item in value)
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value
+
 def main():
     request = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
@@ -43,15 +56,17 @@ def main():
                 value = names[function](*call)
             else:
                 value = getattr(names["Solution"](), function)(*call)
-            line = repr(value)
+            line = repr(plain(value))
         except Exception as error:
             line = "!" + type(error).__name__
-        out.write(request["mark"] + json.dumps(line) + "\\n")
+        out.write("\\n" + request["mark"] + json.dumps(line) + "\\n")
         out.flush()
 
 main()
 """
-"""Computes calls after a solution has run; prints each value after a mark that the solution is not given."""
+"""Computes calls after a solution has run; prints each value after a mark that the solution is not given.
+What equals a value of a built-in type, such as a Counter or a scalar of numpy, is printed as one.
+"""
 
 
 @dataclass(frozen=True)

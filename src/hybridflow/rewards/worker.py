@@ -108,7 +108,7 @@ class LoadedReward:
         if self._limits is not None:
             self._limits.allow_output()
         try:
-            request: ScoreRequest = pickle.loads(payload)
+            request: ScoreRequest | Outcome = pickle.loads(payload)
         except Exception as error:  # a ground truth of a class that this process cannot import
             return failure(error, 0.0)
         return request

@@ -73,10 +73,10 @@ def run_execution(channel: socket.socket, room: Room, proc: int) -> None:
     for name, content in {**request["files"], MAIN: request["code"]}.items():
         path = Path(room.scratch, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8", errors="surrogateescape")
+        path.write_text(content, encoding="utf-8", errors="surrogatepass")
     outputs = [_Output(limits["output_kb"] << 10) for _ in range(2)]
     stdin = os.memfd_create("stdin")
-    os.write(stdin, request["stdin"].encode("utf-8", errors="surrogateescape"))
+    os.write(stdin, request["stdin"].encode("utf-8", errors="surrogatepass"))
     os.lseek(stdin, 0, os.SEEK_SET)
     is_ready, ready = os.pipe()
     began = time.monotonic()

@@ -19,6 +19,7 @@ import signal
 import site
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.sandbox import landlock, messages, seccomp
@@ -70,14 +71,14 @@ def main(file_descriptor: int) -> None:
             channel.close()
             os.waitpid(child, 0)
             return
-        layers["namespaces"] = ""
         try:
             enter_private_root(plan["folder"], plan["readable"])
-            layers["private_root"] = ""
         except OSError as error:
             layers["private_root"] = str(error)
+            layers["namespaces"] = "it needs the private root"  # a worker without one is in none
             messages.send(channel, {"layers": layers})
             return
+        layers |= {"private_root": "", "namespaces": ""}
         room = Room([*plan["readable"], *LIBRARIES], [*DEVICES, SCRATCH], SCRATCH, private=True)
     else:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -103,7 +104,10 @@ def main(file_descriptor: int) -> None:
     site.sethelper()
     gc.freeze()  # a collection in a program would copy what is shared with this process
     messages.send(channel, {"layers": layers})
-    _serve(channel, room)
+    with contextlib.suppress(OSError):  # the other side has ended in the middle of an execution
+        _serve(channel, room)
+    if not plan["private"]:
+        shutil.rmtree(plan["folder"], ignore_errors=True)
 
 
 def _enter_namespaces() -> None:
@@ -156,7 +160,10 @@ def _become(uid: int, *, private: bool) -> str:
 def _probe(room: Room) -> dict[str, str]:
     """Try in a process of its own which of the layers that a program gets at its start are there."""
     found = {}
-    steps = {"landlock": lambda: landlock.restrict(room.readable, room.writable), "seccomp": seccomp.install}
+    steps: dict[str, Callable[[], None]] = {
+        "landlock": lambda: landlock.restrict(room.readable, room.writable),
+        "seccomp": seccomp.install,
+    }
     for name, step in steps.items():
         reading, writing = os.pipe()
         child = os.fork()

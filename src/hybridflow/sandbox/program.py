@@ -118,4 +118,4 @@ def _lock_up(limits: dict[str, Any], room: Room) -> None:
     if room.landlock:
         landlock.restrict(room.readable, room.writable)
     if room.seccomp:
-        seccomp.install()
+        seccomp.install(local_sockets=room.private)

@@ -146,9 +146,8 @@ class Sandbox:
 class SandboxPool:
     """`num_workers` sandboxes. Safe to use from several threads; executions beyond the workers wait."""
 
-    def __init__(self, config: SandboxConfig | None = None) -> None:
-        self.config = config or SandboxConfig()
-        self._all = [Sandbox(self.config) for _ in range(self.config.num_workers)]
+    def __init__(self, config: SandboxConfig | None = None, *, num_workers: int = 2) -> None:
+        self._all = [Sandbox(config) for _ in range(num_workers)]
         self._free: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # the warmest first
         for each in self._all:
             self._free.put(each)
@@ -226,6 +225,8 @@ class _Worker:
             self._enter_cgroup()
             messages.send(self.socket, plan)
             self.layers |= messages.receive(self.socket)["layers"]
+            if private:  # the root is built, and needs its folder no more; else the worker removes it
+                shutil.rmtree(self.folder, ignore_errors=True)
         except (OSError, EOFError) as error:
             self.errors.seek(0)
             said = self.errors.read().decode(errors="replace").strip()
@@ -320,7 +321,7 @@ def _refuse_missing(layers: dict[str, str], give_up: Sequence[str]) -> None:
         raise ConfigError(
             f"programs of the model are not run here, because layers of the sandbox are missing: {why}. Use "
             "another machine or a remote sandbox, or do without by naming them: reward.sandbox.give_up="
-            f"[{','.join(refused)}]"
+            f"[{','.join([*give_up, *refused])}]"
         )
 
 

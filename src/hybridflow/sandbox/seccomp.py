@@ -1,8 +1,8 @@
 """A filter of system calls (seccomp-bpf): those that no program of a model needs fail with EPERM.
 
 The kernel's attack surface shrinks (io_uring, bpf, user namespaces, keyrings, perf), other processes cannot
-be traced, nothing can be mounted, and only local sockets can be made. Calls of another machine's numbering
-(32 bits, x32) end the process.
+be traced, nothing can be mounted, and only local sockets can be made, or none but pairs. Calls of another
+machine's numbering (32 bits, x32) end the process.
 """
 
 from __future__ import annotations
@@ -110,9 +110,11 @@ _FIRST_ARGUMENT = 16
 _MODE_FILTER = 2
 
 
-def filter_of(machine: str) -> bytes:
-    """Return the filter as instructions of classic BPF, eight bytes each. Raises KeyError for a machine
-    whose numbers are not known.
+def filter_of(machine: str, *, local_sockets: bool = True) -> bytes:
+    """Return the filter as instructions of classic BPF, eight bytes each.
+
+    Without `local_sockets`, which reach others where there is no network namespace, only pairs of sockets can
+    be made. Raises KeyError for a machine whose numbers are not known.
     """
     column = _COLUMN[machine]
     lines: list[tuple[int, int, int, int]] = []  # code, lines to skip if true, if false, operand
@@ -135,19 +137,22 @@ def filter_of(machine: str) -> bytes:
     lines.append((_LOAD, 0, 0, _FIRST_ARGUMENT))
     refuse(_JUMP_ANY_BIT, _NEW_NAMESPACES, _ERROR | errno.EPERM)
     lines.append((_RETURN, 0, 0, _ALLOW))
-    lines.append((_JUMP_EQUAL, 0, 3, _SOCKET[column]))
-    lines.append((_LOAD, 0, 0, _FIRST_ARGUMENT))
-    lines.append((_JUMP_EQUAL, 1, 0, _AF_UNIX))
-    lines.append((_RETURN, 0, 0, _ERROR | errno.EPERM))
+    if local_sockets:
+        lines.append((_JUMP_EQUAL, 0, 3, _SOCKET[column]))
+        lines.append((_LOAD, 0, 0, _FIRST_ARGUMENT))
+        lines.append((_JUMP_EQUAL, 1, 0, _AF_UNIX))
+        lines.append((_RETURN, 0, 0, _ERROR | errno.EPERM))
+    else:
+        refuse(_JUMP_EQUAL, _SOCKET[column], _ERROR | errno.EPERM)
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def install() -> None:
+def install(*, local_sockets: bool = True) -> None:
     """Put this process, and all that it starts, under the filter. Raises OSError, or KeyError on a machine
     whose numbers are not known.
     """
-    instructions = filter_of(MACHINE)
+    instructions = filter_of(MACHINE, local_sockets=local_sockets)
     buffer = ctypes.create_string_buffer(instructions)
     # struct sock_fprog: number of instructions, padding, pointer
     header = struct.pack("=HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))

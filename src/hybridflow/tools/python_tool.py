@@ -41,12 +41,12 @@ class PythonTool(BaseTool):
         timeout = float(config.get("default_timeout", 30))
         self.sandboxes = SandboxPool(
             SandboxConfig(
-                num_workers=int(config.get("num_workers", 2)),
                 timeout=timeout,
                 cpu_time=timeout,
                 memory_limit_mb=int(config.get("memory_limit_mb", 1024)),
                 give_up=list(config.get("give_up", [])),
-            )
+            ),
+            num_workers=int(config.get("num_workers", 2)),
         )
         self.sandboxes.layers()
 

@@ -224,6 +224,11 @@ def test_comparisons(tmp_path: Path, loss: str, row: dict[str, Any], said: str) 
             "filter_groups.metric=acc.*returns score, length",
         ),
         (RewardConfig(function="random"), {"gdpo_reward_keys": ["acc"]}, "names acc.*random"),
+        (
+            RewardConfig(terms=[{"name": "gsm8k"}, {"name": "random", "when": "acc"}]),
+            {"gdpo_reward_keys": ["acc", "random"]},
+            "names random, .* not for every row",
+        ),
     ],
 )
 def test_keys_that_no_built_in_reward_returns(
@@ -244,6 +249,7 @@ def test_keys_that_no_built_in_reward_returns(
             ["right", "random"],
             "acc",
         ),
+        (RewardConfig(terms=[{"name": "gsm8k"}, {"name": "random", "when": "acc"}]), ["gsm8k"], "random"),
         (RewardConfig(custom_reward_function=CustomRewardConfig(__file__)), ["anything"], "anything"),
         (RewardConfig(terms=[{"name": "gsm8k"}, {"name": f"{__file__}:polite"}]), ["polite"], "polite"),
     ],

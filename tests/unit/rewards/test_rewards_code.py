@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.call import call
+from hybridflow.rewards.managers import call_manager, load_manager
 from hybridflow.rewards.resolve import resolve
-from hybridflow.rewards.run_programs import ran_of
+from hybridflow.rewards.run_programs import RemoteRunner, ran_of
+from hybridflow.rewards.test_cases import Program
 
 PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}
 ECHO = {"inputs": ["a", "b"], "outputs": ["a", "b"]}
@@ -52,8 +56,39 @@ def test_programs_are_scored_in_the_sandbox() -> None:
     assert [round(outcome.score, 3) for outcome in outcomes] == [1, 0.667, 1, 0.5, 0, 0.667, 0, 0.5, 0, 0]
     verdicts = ["passed", "wrong", "passed", "wrong", "timed_out", "timed_out", "raised", "wrong", "raised"]
     assert [outcome.extras.get("verdict") for outcome in outcomes[:-1]] == verdicts
-    assert outcomes[0].extras["acc"] == outcomes[0].extras["format"] == 1.0
+    assert outcomes[0].extras == {"acc": 1.0, "fenced": 1.0, "verdict": "passed"}
     assert outcomes[-1].error == "RewardError"
+
+
+KINDS = """
+import collections, enum, numpy
+Point = collections.namedtuple("Point", "x y")
+class Word(str, enum.Enum):
+    A = "a"
+def f(kind):
+    print("not a whole line", end="", flush=True)
+    return {
+        "counter": collections.Counter("aab"),
+        "nested": [collections.defaultdict(int, {numpy.int64(1): Point(True, numpy.float32(0.5))})],
+        "ordered": collections.OrderedDict(a=numpy.bool_(True)),
+        "word": Word.A,
+        "frozen": frozenset([2]),
+        "other": object(),
+    }[kind]
+"""
+
+
+def test_values_that_equal_those_of_built_in_types_pass() -> None:
+    asserts = [
+        "assert f('counter') == {'a': 2, 'b': 1}",
+        "assert f('nested') == [{1: (True, 0.5)}]",
+        "assert f('ordered') == {'a': True}",
+        "assert f('word') == 'a'",
+        "assert f('frozen') == {2}",
+    ]
+    config = RewardConfig(timeout=60.0)
+    right, wrong = scored(config, (KINDS, asserts), (KINDS, ["assert f('other') == 1", asserts[0]]))
+    assert (right.score, wrong.score) == (1.0, 0.5)
 
 
 def test_all_pass_or_nothing_and_as_a_term() -> None:
@@ -65,8 +100,14 @@ def test_all_pass_or_nothing_and_as_a_term() -> None:
 class _Service(http.server.BaseHTTPRequestHandler):
     """Runs programs as SandboxFusion's /run_code does, without any protection."""
 
+    num_busy = 0
+
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if request["code"] == "BUSY":
+            _Service.num_busy += 1
+            self.send_error(503)
+            return
         assert request["language"] == "python" and request["memory_limit_MB"] == 512
         done = subprocess.run(
             [sys.executable, "-I", "-c", request["code"]],
@@ -106,6 +147,51 @@ def test_a_service_runs_the_programs_where_it_is_asked_for(service: str) -> None
     )
     assert [outcome.score for outcome in outcomes] == [1.0, 1.0, 0.5, 0.0]
     assert outcomes[-1].extras["verdict"] == "raised"
+
+
+SLOW = """
+import asyncio
+under_way = 0
+async def together(data_source, solution_str, ground_truth, extra_info):
+    global under_way
+    under_way += 1
+    found = under_way
+    for _ in range(20):
+        await asyncio.sleep(0)
+        found = max(found, under_way)
+    under_way -= 1
+    return found
+
+class Manager:
+    def __init__(self, compute_score):
+        self.compute_score = compute_score
+    async def __call__(self, rows):
+        return [self.compute_score(**row) for row in rows]
+"""
+
+
+def test_programs_beside_an_async_term_and_in_an_async_manager(service: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    fusion = SandboxFusionConfig(service, memory_limit_mb=512)
+    terms = [{"name": "code"}, {"name": f"{tmp_path}/slow.py:together"}]
+    joined = RewardConfig(num_workers=1, timeout=600.0, sandbox_fusion=fusion, terms=terms)
+    rows = [ScoreRequest("taco", "print(input())", {"inputs": ["a"], "outputs": ["a"]})] * 2
+    with build_reward_manager(joined, 0) as manager:
+        outcomes = manager.outcomes(rows)
+    # each row has the worker to itself, so programs take no time of another's
+    assert [(one.error, one.score, one.extras.get("together")) for one in outcomes] == [("", 2.0, 1.0)] * 2
+    managed = RewardConfig(sandbox_fusion=fusion, function="code", manager=f"{tmp_path}/slow.py:Manager")
+    function = resolve(managed, 0)
+    whole = load_manager(managed, function)
+    assert whole and [one.score for one in call_manager(whole, function, rows)] == [1.0] * 2
+
+
+def test_all_tries_of_a_busy_service_fit_into_the_time_of_a_response(service: str) -> None:
+    _Service.num_busy = 0
+    busy = Program("BUSY", "", 1, lambda output: [True])
+    runner = RemoteRunner(SandboxFusionConfig(service), seconds=10.0, budget_s=0.7, num_parallel=1)
+    assert [ran.status for ran in runner.run([busy, busy])] == ["lost", "timed_out"]
+    assert _Service.num_busy <= 2  # the third try would come after 1.5 s
 
 
 def test_what_a_service_says_of_a_program() -> None:

@@ -16,6 +16,8 @@ import pytest
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.data.tasks.arithmetic_chain import worked_answer
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards.call import call
 from hybridflow.rewards.functions import (
     arithmetic_chain,
     exact_match,
@@ -274,6 +276,18 @@ def test_terms_are_summed_and_kept(tmp_path: Path) -> None:
         function(data_source="x", solution_str="please #### 1", ground_truth="1", extra_info={})
     )
     assert result == {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0, "please": 2.0, "score": 22.5}
+
+
+def test_terms_get_the_tokens_and_the_messages_that_they_name(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        "def tokens(data_source, solution_str, ground_truth, extra_info, response_ids):\n"
+        "    return len(response_ids)\n"
+        "def turns(data_source, solution_str, ground_truth, extra_info, messages):\n"
+        "    return 10 * len(messages)\n"
+    )
+    terms = [{"name": f"{tmp_path}/named.py:{name}"} for name in ("tokens", "turns")]
+    request = ScoreRequest("x", "a", "b", {}, (1, 2, 3), [{"role": "user", "content": "a"}])
+    assert call(resolve(RewardConfig(terms=terms), seed=0), request).score == 13.0
 
 
 def test_where_two_terms_return_a_column_the_earlier_ones_stands(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.build import build_reward_manager
+from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.manager import ScoredBatch
 from hybridflow.rewards.request import ScoreRequest
 
@@ -94,6 +95,16 @@ def test_verdicts_are_scores_and_their_lack_is_counted(judge: Judge) -> None:
     assert batch.metrics["reward/num_errors/MalformedVerdict"] == 2.0
     assert batch.extras["judge_answer"][0].endswith("Score: 10")
     assert sorted(judge.asked)[1] == "Sum? far {x}"
+
+
+def test_a_trial_shows_the_judge_the_question(judge: Judge) -> None:
+    options = {"model": "m", "base_url": judge.url, "template": "{question} {response}"}
+    config = RewardConfig(terms=[{"name": "judge", **options}], num_workers=0)
+    truth = {"data_source": "sums", "reward_model": {"ground_truth": "4"}}
+    prompts = ("Sum?", [{"role": "user", "content": "Sum?"}])
+    with build_reward_manager(config, 0) as manager:
+        dry_run(manager, [{**truth, "raw_prompt": prompt} for prompt in prompts], config, response="good")
+    assert judge.asked == ["Sum? good"] * 2
 
 
 def test_a_judge_that_does_not_answer_is_a_timeout(judge: Judge) -> None:

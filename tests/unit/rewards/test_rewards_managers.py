@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,35 @@ def test_a_function_is_called_once_with_lists(tmp_path: Path) -> None:
         assert [one.error for one in outcomes(tmp_path, text, "b", **keys)] == [error, error]
 
 
+def test_a_function_with_lists_gets_the_tokens_and_the_messages_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, response_ids, messages"
+        "):\n"
+        "    return [len(ids) + 10 * len(turns) for ids, turns in zip(response_ids, messages)]\n"
+    )
+    config = RewardConfig(
+        manager="batch", custom_reward_function=CustomRewardConfig(f"{tmp_path}/named.py"), num_workers=1
+    )
+    with build_reward_manager(config, seed=0) as manager:
+        (outcome,) = manager.outcomes([ScoreRequest("x", "a", "b", {}, (1, 2, 3), [{"role": "user"}])])
+    assert (outcome.error, outcome.score) == ("", 13.0)
+
+
 def test_a_manager_of_ones_own_uses_the_reward_function(tmp_path: Path) -> None:
     manager = f"{tmp_path / 'mine.py'}:Ranks"
     scored = outcomes(tmp_path, "long text", "b", "mid", manager=manager, function="exact_match")
     assert [one.score for one in scored] == [2.0, 1.0, 1.0]
+
+
+def test_a_row_that_does_not_pickle_fails_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    config = RewardConfig(
+        num_workers=1, timeout=600.0, manager=f"{tmp_path / 'mine.py'}:Ranks", function="exact_match"
+    )
+    rows = [ScoreRequest("x", "b", "b"), ScoreRequest("x", "a", "b", {"lock": threading.Lock()})]
+    with build_reward_manager(config, seed=0) as manager:
+        right, failed = manager.outcomes(rows)
+    assert (right.error, right.score, failed.error) == ("", 1.0, "TypeError")
 
 
 def test_a_manager_that_cannot_be_is_refused_with_what_to_set() -> None:
@@ -56,9 +82,12 @@ def test_a_manager_that_cannot_be_is_refused_with_what_to_set() -> None:
         RewardConfig(manager="batch"),
         RewardConfig(manager="other"),
         RewardConfig(num_workers=0, manager="a:b"),
+        RewardConfig(max_retries=1, max_rpm=60, manager="a:b"),
     ]
     for config, part in zip(
-        wrong, ("reward.custom_reward_function.path", "batch", "num_workers"), strict=True
+        wrong,
+        ("reward.custom_reward_function.path", "batch", "num_workers", "reward.max_retries, reward.max_rpm"),
+        strict=True,
     ):
         (problem,) = reward_problems(config)
         assert part in problem

@@ -95,6 +95,12 @@ def test_a_program_is_stopped_at_a_limit(
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
+def test_half_of_a_pair_of_characters_is_the_programs_mistake(sandbox: Sandbox) -> None:
+    assert sandbox.run("print('\ud800')").status == "raised"
+    read = "import sys\nprint(len(sys.stdin.buffer.read()))"
+    assert sandbox.run(read, stdin="\ud800", files={"a": "\ud800"}).stdout == "3\n"
+
+
 def test_a_limit_of_a_call_only_tightens(sandbox: Sandbox) -> None:
     code = "import resource; print(resource.getrlimit(resource.RLIMIT_AS)[0] >> 20)"
     assert sandbox.run(code, limits=limits(address_space_mb=512)).stdout == "512\n"
@@ -127,9 +133,16 @@ except ProcessLookupError:
 """
 
 
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_nothing_is_left_for_the_next_program(sandbox: Sandbox) -> None:
     before = sandbox.run(LOOK).stdout.splitlines()
     left = sandbox.run(LEAVE)
+    assert sandbox._worker
+    (server,) = children(sandbox._worker.process.pid)
+    assert children(server) == []
     after = sandbox.run(LOOK).stdout.splitlines()
     assert left.status == "ok", left
     assert before[0] == after[0] == "False False False ['main.py'] 18"
@@ -182,7 +195,7 @@ def test_a_pool_runs_side_by_side_in_an_event_loop(sandbox: Sandbox) -> None:
     async def run_all(pool: SandboxPool) -> list[Verdict]:
         return await asyncio.gather(*[pool.run_async("print(input())", stdin=str(n)) for n in range(6)])
 
-    with SandboxPool(dataclasses.replace(WIDE, num_workers=2)) as pool:
+    with SandboxPool(WIDE, num_workers=2) as pool:
         verdicts = asyncio.run(run_all(pool))
     assert [each.stdout for each in verdicts] == [f"{n}\n" for n in range(6)]
 
@@ -196,16 +209,18 @@ def test_packages_and_further_interpreters_are_there(sandbox: Sandbox) -> None:
 
 def test_nothing_lives_on_when_its_owner_is_killed(sandbox: Sandbox) -> None:
     program = "import sys\nfrom hybridflow.sandbox.sandbox import Sandbox\ns = Sandbox()\ns.layers()\n"
-    program += "print(s._worker.process.pid, flush=True)\ns.run('import time; time.sleep(600)')"
+    program += "print(s._worker.process.pid, s._worker.folder, flush=True)\n"
+    program += "s.run('import time; time.sleep(600)')"
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout
-    launcher = int(owner.stdout.readline())
+    launcher, folder = owner.stdout.readline().split()
+    assert not Path(folder).exists()
     owner.kill()
     owner.wait()
     owner.stdout.close()
     for _ in range(1000):  # the launcher ends after all that is below it, and is the last of its session
         try:
-            os.kill(launcher, 0)
+            os.kill(int(launcher), 0)
             if Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return
         except (ProcessLookupError, FileNotFoundError):

@@ -16,10 +16,17 @@ KILLED = 0x80000000
 REFUSED = 0x00050000 | errno.EPERM
 
 
-def decide(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
+def decide(
+    machine: str,
+    number: int,
+    argument: int = 0,
+    architecture: int | None = None,
+    *,
+    local_sockets: bool = True,
+) -> int:
     """Run the filter on a system call as the kernel does, and return what becomes of the call."""
     fields = {0: number, 4: architecture or ARCHITECTURES[machine], 16: argument}
-    lines = list(struct.iter_unpack("=HBBI", seccomp.filter_of(machine)))
+    lines = list(struct.iter_unpack("=HBBI", seccomp.filter_of(machine, local_sockets=local_sockets)))
     tests = {0x15: operator.eq, 0x35: operator.ge, 0x45: operator.and_}
     at = 0
     value = 0
@@ -56,6 +63,9 @@ def test_what_is_refused_and_what_passes(machine: str) -> None:
     assert decide(machine, network, 1) == ALLOWED
     for family in (0, 2, 10, 16, 17, 40):
         assert decide(machine, network, family) == REFUSED
+    for number in range(600):
+        alone = decide(machine, number, 1, local_sockets=False)
+        assert alone == (REFUSED if number == network else decide(machine, number, 1))
     assert decide(machine, 0, architecture=0x40000003) == KILLED
 
 

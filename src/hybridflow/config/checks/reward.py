@@ -51,8 +51,16 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
         yield f"reward.manager=batch calls a function of yours with lists: set {CUSTOM}.path"
     if reward.manager not in (None, "batch") and ":" not in reward.manager:
         yield f"reward.manager={reward.manager}: wanted batch, or path/to/file.py:name"
-    limits = ("manager", "max_retries", "max_concurrent", "max_rpm", "max_tpm")
-    if used := [f"reward.{name}" for name in limits if getattr(reward, name) and reward.num_workers == 0]:
+    limits = ("max_retries", "max_concurrent", "max_rpm", "max_tpm")
+    used = [f"reward.{name}" for name in limits if getattr(reward, name)]
+    if reward.manager and used:
+        yield (
+            f"{', '.join(used)} hold for responses that are scored one by one, and reward.manager="
+            f"{reward.manager} scores all in one call: leave them out, or limit the requests in the manager"
+        )
+    if reward.manager:
+        used = ["reward.manager"]
+    if used and reward.num_workers == 0:
         yield (
             f"{', '.join(used)} hold where processes score, and reward.num_workers=0 scores in the trainer's "
             "own: set reward.num_workers to 1 or more"

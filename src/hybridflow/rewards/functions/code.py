@@ -26,7 +26,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """Return the share of the first `max_cases` cases that pass; if not `continuous`, 1.0 for all, else 0.0.
 
-    `rewards/test_cases.py` has the forms of the ground truth. `acc` is 1.0 where all pass, `format` is 1.0
+    `rewards/test_cases.py` has the forms of the ground truth. `acc` is 1.0 where all pass, `fenced` is 1.0
     where the response has a fenced block, and `verdict` is passed, wrong, or how the first program that did
     not end well has ended. Raises RewardError where the sandbox fails, or the row has no test cases.
     """
@@ -51,6 +51,6 @@ def compute_score(
     return {
         "score": share if continuous else solved,
         "acc": solved,
-        "format": float("```" in solution_str),
+        "fenced": float("```" in solution_str),
         "verdict": verdict,
     }

@@ -9,13 +9,14 @@ Only the last answer of a conversation is learned; all before it is the prompt.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hybridflow.config.preference import PreferenceDataConfig
-from hybridflow.data.comparisons import answers_of_pair
+from hybridflow.data.comparisons import answers_of_pair, label_of
 from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
@@ -71,6 +72,7 @@ class PreferenceDataset:
         self._ids = RaggedInts()
         self._mask = RaggedInts()
         self._kinds: list[int] = []
+        self._margins: list[float | None] = []
         self._kept: list[int] = []
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
@@ -79,10 +81,9 @@ class PreferenceDataset:
         self.encoder = ConversationEncoder(self.rows, tokenizer, config, column)
         self.report = RowReport(self.rows.source, len(self.rows))
         for index, answers in usable_rows(self.rows, self.report, self._encode, config):
-            kinds = [CHOSEN, REJECTED]
-            if not self.paired:
-                kinds = [int(bool(self.rows[index][config.label_key]))]
-            for (ids, mask), kind in zip(answers, kinds, strict=True):
+            row = self.rows[index]
+            self._margins.append(self._margin_of(row))
+            for (ids, mask), kind in zip(answers, self._kinds_of(row), strict=True):
                 self._ids.append(ids)
                 self._mask.append(mask)
                 self._kinds.append(kind)
@@ -103,10 +104,7 @@ class PreferenceDataset:
             answers = (self._answer(position), self._mismatched(position))
             return Comparison(answers, (self._kinds[position], MISMATCHED), reference)
         pair = (self._answer(2 * position), self._answer(2 * position + 1))
-        margin = None
-        if self._margin_key in self.rows.columns:
-            margin = float(self.rows[self._kept[2 * position]][self._margin_key])
-        return Comparison(pair, (CHOSEN, REJECTED), reference, margin)
+        return Comparison(pair, (CHOSEN, REJECTED), reference, self._margins[position])
 
     def digest(self) -> str:
         """Return a digest of all that a model computes log-probs of."""
@@ -133,10 +131,24 @@ class PreferenceDataset:
         limit = self.config.max_length
         return SFTRow(truncate(ids, limit, "right"), truncate(mask, limit, "right"), own.index)
 
+    def _kinds_of(self, row: Row) -> list[int]:
+        if self.paired:
+            return [CHOSEN, REJECTED]
+        key = self.config.label_key
+        return [CHOSEN if label_of(row[key], key) else REJECTED]
+
+    def _margin_of(self, row: Row) -> float | None:
+        if self._margin_key not in self.rows.columns:
+            return None
+        margin = row.get(self._margin_key)
+        if margin is None or not math.isfinite(float(margin)):
+            raise ValueError(f"{self._margin_key}: got {margin!r}, wanted a finite number")
+        return float(margin)
+
     def _encode(self, row: Row) -> list[Encoded]:
+        self._kinds_of(row)
+        self._margin_of(row)
         if not self.paired:
-            if not isinstance(row[self.config.label_key], (bool, int)):
-                raise TypeError(f"{self.config.label_key} is no true or false")
             return [_last(self.encoder.encode(row))]
         encoded = []
         for answer in answers_of_pair(row, self.config):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config.preference import PreferenceDataConfig
-from hybridflow.data.comparisons import transcript
+from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
+from hybridflow.data.comparisons import steps_of, transcript
 from hybridflow.data.preference import CHOSEN, MISMATCHED, REJECTED, Comparison, PreferenceDataset
 from hybridflow.data.tasks import ArithmeticPreferences
 from hybridflow.errors import DataError
@@ -100,6 +100,33 @@ def test_kto_takes_labels_and_gives_answers_to_other_prompts() -> None:
     assert pairs.digest() != found.digest() == dataset(*rows, single=True).digest()
     with pytest.raises(DataError, match="no column label"):
         dataset({"prompt": "a", "completion": "b"}, single=True)
+
+
+@pytest.mark.parametrize("bad", [-1, 2, 0.3, float("nan"), None, "yes", "", [1]])
+def test_a_label_is_true_or_false(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
+    labels = [True, False, 1, 0, 1.0, 0.0, "+", "-"]
+    wanted = [True, False] * 4
+    steps = {"completions": ["a"] * 8, "labels": labels}
+    assert steps_of(steps, RewardDataConfig())[1] == wanted
+    with pytest.raises(ValueError, match=r"labels: got .*, wanted true or false"):
+        steps_of(steps | {"labels": [*labels[1:], bad]}, RewardDataConfig())
+    rows = [
+        {"prompt": [{"role": "user", "content": str(n)}], "completion": "2", "label": label}
+        for n, label in enumerate([*labels, bad])
+    ]
+    found = dataset(*rows, single=True)
+    assert [bool(found[i].kinds[0]) for i in range(len(found))] == wanted
+    assert "1 of 9 rows" in caplog.text and "label: got" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [{}, {"margin": None}, {"margin": float("nan")}, {"margin": "much"}])
+def test_a_pair_without_a_finite_margin_is_left_out(
+    bad: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = {"prompt": ASKED, "chosen": "2", "rejected": "3"}
+    rows = [pair | {"margin": 1}, pair | bad, pair | {"margin": 0.5}]
+    found = PreferenceDataset(rows, TOKENIZER, RewardDataConfig(), margin_key="margin")
+    assert [found[i].margin for i in range(len(found))] == [1.0, 0.5] and "row 1: " in caplog.text
 
 
 def test_a_transcript_keeps_what_looks_like_one_inside_a_line() -> None:

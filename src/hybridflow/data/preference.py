@@ -108,7 +108,8 @@ class PreferenceDataset:
 
     def digest(self) -> str:
         """Return a digest of all that a model computes log-probs of."""
-        content = hashlib.blake2b(repr((self.single, self.config.max_length)).encode(), digest_size=16)
+        form = (self.single, self.paired, self.config.max_length)
+        content = hashlib.blake2b(repr(form).encode(), digest_size=16)
         for part in (self._ids, self._mask):
             content.update(part.content())
         return content.hexdigest()

@@ -48,9 +48,9 @@ class Comparison:
 class PreferenceDataset:
     """The comparisons of `rows` that can be used; item i is a Comparison.
 
-    With `single` (kto) each answer is an item of its own, beside the answer of the next row to its prompt;
-    rows are then pairs, or have one answer with a label. `margin_key` names a column of margins, if the data
-    has one. Raises DataError as `SFTDataset` does.
+    With `single` (kto) each answer is an item of its own, beside its prompt with the answer of the next row
+    that has another prompt; rows are then pairs, or have one answer with a label. `margin_key` names a column
+    of margins, if the data has one. Raises DataError as `SFTDataset` does.
     """
 
     reference: Tensor | None = None
@@ -88,8 +88,8 @@ class PreferenceDataset:
                 self._mask.append(mask)
                 self._kinds.append(kind)
                 self._kept.append(index)
-        if single and len(self) <= self._next:
-            raise DataError(f"{self.rows.source} has one usable row: kto compares with those of other rows")
+        if single:
+            self._others = self._answers_to_other_prompts()
 
     def __len__(self) -> int:
         if self.single:
@@ -114,17 +114,29 @@ class PreferenceDataset:
             content.update(part.content())
         return content.hexdigest()
 
-    @property
-    def _next(self) -> int:
-        """How many answers on the next row's are."""
-        return 2 if self.paired else 1
+    def _answers_to_other_prompts(self) -> list[int]:
+        """Return for each answer the number of the next one to another prompt, of the same column of a pair."""
+        distance = 2 if self.paired else 1
+        size = len(self)
+        prompts = [hash(tuple(self._ids[n][: last_answer(self._mask[n])[0]])) for n in range(size)]
+        others = [-1] * size
+        for number in [*reversed(range(size))] * 2:  # twice: after the last row comes the first
+            following = (number + distance) % size
+            others[number] = following
+            if prompts[following] == prompts[number]:
+                others[number] = others[following]
+        if -1 in others:
+            raise DataError(
+                f"{self.rows.source}: all usable rows have one prompt: kto compares with answers to others"
+            )
+        return others
 
     def _answer(self, number: int) -> SFTRow:
         return SFTRow(self._ids[number], self._mask[number], self._kept[number])
 
     def _mismatched(self, number: int) -> SFTRow:
         own = self._answer(number)
-        other = self._answer((number + self._next) % len(self))
+        other = self._answer(self._others[number])
         start, _ = last_answer(own.loss_mask)
         begin, _ = last_answer(other.loss_mask)
         ids = own.input_ids[:start] + other.input_ids[begin:]

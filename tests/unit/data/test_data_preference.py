@@ -97,9 +97,28 @@ def test_kto_takes_labels_and_gives_answers_to_other_prompts() -> None:
         single=True,
     )
     assert len(pairs) == 6 and texts(pairs[0])[1][1] == "2<|im_end|>", "of the next prompt, not of its pair"
+    answers = [(row["prompt"], text) for row in rows for text in (row["completion"], "9")]
+    apart = dataset(*({"prompt": p, "completion": c, "label": 1} for p, c in answers), single=True)
+    assert [apart[i].answers[0].input_ids for i in range(6)] == [
+        pairs[i].answers[0].input_ids for i in range(6)
+    ]
+    assert apart.digest() != pairs.digest(), "the same answers, and others beside them"
     assert pairs.digest() != found.digest() == dataset(*rows, single=True).digest()
     with pytest.raises(DataError, match="no column label"):
         dataset({"prompt": "a", "completion": "b"}, single=True)
+
+
+def test_kto_walks_on_to_a_row_with_another_prompt() -> None:
+    asked = [1, 2, 2, 2, 3, 1]
+    rows = [
+        {"prompt": [{"role": "user", "content": str(asked[n])}], "completion": str(4 + n), "label": True}
+        for n in range(6)
+    ]
+    found = dataset(*rows, single=True)
+    others = [texts(found[n])[1][1].removesuffix("<|im_end|>") for n in range(6)]
+    assert others == ["5", "8", "8", "8", "9", "5"]
+    with pytest.raises(DataError, match="all usable rows have one prompt"):
+        dataset(*rows[1:4], single=True)
 
 
 @pytest.mark.parametrize("bad", [-1, 2, 0.3, float("nan"), None, "yes", "", [1]])

@@ -115,7 +115,7 @@ class PreferenceDataset:
         return content.hexdigest()
 
     def _answers_to_other_prompts(self) -> list[int]:
-        """Return for each answer the number of the next one to another prompt, of the same column of a pair."""
+        """Return for each answer the number of the next one to another prompt, in one column of pairs."""
         distance = 2 if self.paired else 1
         size = len(self)
         prompts = [hash(tuple(self._ids[n][: last_answer(self._mask[n])[0]])) for n in range(size)]

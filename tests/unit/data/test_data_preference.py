@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 import pytest
@@ -168,9 +170,20 @@ def test_the_task_has_one_wrong_step_in_the_rejected_answer() -> None:
         assert row["labels"] == [True] * 4 or (
             row["completions"] == wrong and row["labels"].index(False) == wrong.index(bad[0])
         )
+    content = hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+    assert content == "d7601528aa170df3", "the rows of a seed stay"
     (row,) = ArithmeticPreferences(wrong_steps=3, **options).rows("train", 1)
     steps = row["rejected"][0]["content"].split(" . ")[:-1]
     assert all(eval(step.split("=")[0]) != int(step.split("=")[1]) for step in steps)
     half = ArithmeticPreferences(swapped=0.5, **options).rows("train", 40)
     changed = [one["chosen"] != other["chosen"] for one, other in zip(rows, half, strict=True)]
     assert 8 < sum(changed) < 32
+
+
+def test_the_task_of_one_step_is_wrong_by_as_little() -> None:
+    rows = ArithmeticPreferences(hops=1, max_number=5, max_total=5).rows("train", 60)
+    results = [
+        [int(row[key][0]["content"].split("#### ")[1]) for key in ("chosen", "rejected")] for row in rows
+    ]
+    assert 5 in [right for right, _ in results], "the largest total is among them"
+    assert {abs(right - wrong) for right, wrong in results} == {1, 2}

@@ -43,7 +43,7 @@ class ArithmeticPreferences(ArithmeticChain):
         """Return the row of a question."""
         stream = random.Random(derive_seed(self.seed, f"{NAME}/{split}", index))
         wrong_steps = stream.sample(range(self.hops), self.wrong_steps)
-        off_by = [-self.max_total] * self.hops
+        off_by = [-self.max_total - 1] * self.hops
         totals = list(accumulate(terms))[1:]
         while min(map(add, totals, accumulate(off_by))) < 0:  # no result is negative
             off_by = [stream.choice([-2, -1, 1, 2]) if n in wrong_steps else 0 for n in range(self.hops)]

@@ -35,7 +35,7 @@ learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 c
 agents: setup  ## tiny models learn to use tools and to play, on three seeds, resumable; writes benchmarks/results/agents.md
 	$(BIN)/python benchmarks/agents.py
 
-preference: $(VENV)/.bench  ## preference losses and reward models on three seeds, and DPO against TRL, resumable; writes benchmarks/results/preference.md
+preference: $(VENV)/.bench  ## preference losses on three seeds, and DPO against TRL, resumable; writes benchmarks/results/preference.md
 	$(BIN)/python benchmarks/preference.py
 
 code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md

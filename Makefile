@@ -35,7 +35,7 @@ learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 c
 agents: setup  ## tiny models learn to use tools and to play, on three seeds, resumable; writes benchmarks/results/agents.md
 	$(BIN)/python benchmarks/agents.py
 
-preference: $(VENV)/.bench  ## preference losses and reward models on three seeds, and DPO against TRL, resumable; writes benchmarks/results/preference.md
+preference: $(VENV)/.bench  ## preference losses on three seeds, and DPO against TRL, resumable; writes benchmarks/results/preference.md
 	$(BIN)/python benchmarks/preference.py
 
 reward-models: setup  ## reward models, process reward models and judges, and policies that learn from them, on three seeds; writes benchmarks/results/reward_models.md

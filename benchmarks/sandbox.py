@@ -68,6 +68,7 @@ def main() -> None:
     if options.quick:
         options.seconds = 1.0
         options.rounds = 1
+    load = os.getloadavg()[0]
     figures: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         for workers in (1, 2):
@@ -85,7 +86,7 @@ def main() -> None:
         "# Executions in the sandbox",
         "",
         f"Written by `benchmarks/sandbox.py`: {platform.machine()}, {os.cpu_count()} cores, load before "
-        f"{os.getloadavg()[2]:.1f}, Python {platform.python_version()}. Layers: {', '.join(active)}.",
+        f"{load:.1f}, Python {platform.python_version()}. Layers: {', '.join(active)}.",
         "",
         "| | median | each round |",
         "|---|---|---|",

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line
-from hybridflow.data.files import count_rows
+from hybridflow.config.preference import items_per_row
+from hybridflow.data.files import count_rows, load_rows
 from hybridflow.explain.run import explain_run
 
 
@@ -16,8 +17,11 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
     """Print a run's sizes, steps and processes, and the memory of models that are on this machine."""
     rows = training_rows(config)
     batch = config.data.train_batch_size
-    lines = explain_run(config, rows)
-    if rows is not None and rows < batch:
+    columns = None
+    if rows is not None and items_per_row(config) > 1:
+        columns = load_rows(config.data.train_files).columns
+    lines = explain_run(config, rows, columns)
+    if rows is not None and rows * items_per_row(config, columns) < batch:
         lines.insert(
             0,
             Line(

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt, uses_agents
-from hybridflow.config.preference import rows_per_item
+from hybridflow.config.preference import items_per_row, rows_per_item
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 TURNS = "turns of the model in a conversation, at most"
@@ -26,14 +27,21 @@ class Line(NamedTuple):
     how: str
 
 
-def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Return the sequences, mini-batches and optimizer steps of a step and of the run, over all processes."""
+def explain(
+    config: PPOConfig | SFTConfig, num_train_rows: int | None = None, columns: Collection[str] | None = None
+) -> list[Line]:
+    """Return the sequences, mini-batches and optimizer steps of a step and of the run, over all processes.
+
+    `columns`: those of the training rows (`items_per_row`).
+    """
     if isinstance(config, PPOConfig):
         return _ppo_sizes(config, num_train_rows)
-    return _sft_sizes(config, num_train_rows)
+    return _sft_sizes(config, num_train_rows, columns)
 
 
-def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
+def num_training_steps(
+    config: PPOConfig | SFTConfig, num_train_rows: int | None, columns: Collection[str] | None = None
+) -> int | None:
     """Return trainer.total_training_steps, or epochs × steps an epoch; None for an unknown number of rows.
 
     An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which
@@ -51,7 +59,7 @@ def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None
         return None
     if limit >= 0:
         rows = min(rows, limit)
-    return trainer.total_epochs * (rows // rows_per_step(config))
+    return trainer.total_epochs * (rows * items_per_row(config, columns) // rows_per_step(config))
 
 
 def rows_per_step(config: PPOConfig | SFTConfig) -> int:
@@ -71,14 +79,19 @@ def generation_batch(config: PPOConfig) -> int:
     return data.train_batch_size
 
 
-def _steps_line(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> Line:
-    steps = num_training_steps(config, num_train_rows)
+def _steps_line(
+    config: PPOConfig | SFTConfig, num_train_rows: int | None, columns: Collection[str] | None = None
+) -> Line:
+    steps = num_training_steps(config, num_train_rows, columns)
     batch = rows_per_step(config)
     if config.trainer.total_training_steps is not None:
         return Line("training steps", f"{steps:,}", "trainer.total_training_steps")
     if steps is None:
         return Line("training steps", "not known yet", "the number of training rows is needed")
-    how = f"trainer.total_epochs={config.trainer.total_epochs} × (training rows // {batch})"
+    rows = "training rows"
+    if items_per_row(config, columns) > 1:
+        rows += " × 2 answers"
+    how = f"trainer.total_epochs={config.trainer.total_epochs} × ({rows} // {batch})"
     return Line("training steps", f"{steps:,}", how)
 
 
@@ -177,7 +190,7 @@ def _generated_lines(config: PPOConfig) -> list[Line]:
     return lines
 
 
-def _sft_sizes(config: SFTConfig, num_train_rows: int | None) -> list[Line]:
+def _sft_sizes(config: SFTConfig, num_train_rows: int | None, columns: Collection[str] | None) -> list[Line]:
     data = config.data
     each = rows_per_item(config)
     rows = data.train_batch_size * each
@@ -191,7 +204,7 @@ def _sft_sizes(config: SFTConfig, num_train_rows: int | None) -> list[Line]:
             f"{rows * data.max_length:,}",
             f"× data.max_length={data.max_length:,}",
         ),
-        _steps_line(config, num_train_rows),
+        _steps_line(config, num_train_rows, columns),
     ]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.config.root import SFTConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.schema import group, key
 from hybridflow.config.trainer import SFTTrainerConfig
 
@@ -104,6 +105,23 @@ def learns_from_pairs(config: SFTConfig) -> bool:
     if isinstance(config, DPOConfig):
         return config.algorithm.loss != "kto"
     return isinstance(config, RewardModelConfig) and config.algorithm.loss == "bradley_terry"
+
+
+def takes_single_answers(config: PPOConfig | SFTConfig) -> bool:
+    """Return whether a run of preference optimisation needs no pairs."""
+    return isinstance(config, DPOConfig) and not learns_from_pairs(config)
+
+
+def items_per_row(config: PPOConfig | SFTConfig, columns: Collection[str] | None = None) -> int:
+    """Return the items that a row of a run's data becomes: for kto both answers of a pair, else one.
+
+    `columns` are those of the row; without them it is taken for a pair.
+    """
+    if not isinstance(config, DPOConfig) or learns_from_pairs(config):
+        return 1
+    if columns is not None and config.data.chosen_key not in columns:
+        return 1
+    return 2
 
 
 def rows_per_item(config: SFTConfig) -> int:

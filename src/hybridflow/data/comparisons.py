@@ -4,12 +4,14 @@
                                        the prompt of the column data.prompt_key
 {prompt, chosen, rejected: texts}      the answers to a prompt, which is a templated text or messages
 {chosen, rejected: transcripts}        hh-rlhf's form: texts of `Human:` and `Assistant:`
-    {prompt, completions, labels}          an answer's steps and their labels
+{prompt, completions, labels}          an answer's steps and their labels: true, 1 or +; false, 0 or -
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
+from typing import Any
 
 from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
 from hybridflow.data.files import Row
@@ -17,6 +19,7 @@ from hybridflow.data.messages import Message, check_messages, prompt_of
 
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+_LABELS = {True: True, False: False, "+": True, "-": False}  # of numbers, 1 and 0 are equal to these
 
 
 def answers_of_pair(row: Row, config: PreferenceDataConfig) -> list[str | list[Message]]:
@@ -70,4 +73,11 @@ def steps_of(row: Row, config: RewardDataConfig) -> tuple[list[str], list[bool]]
         raise TypeError(f"{config.steps_key} is no list of texts")
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise ValueError(f"{config.step_labels_key} is no list with a label for each of {len(steps)} steps")
-    return steps, [bool(label) for label in labels]
+    return steps, [label_of(label, config.step_labels_key) for label in labels]
+
+
+def label_of(value: Any, key: str) -> bool:
+    """Return what a label of the column `key` says; ValueError where it is none."""
+    if not isinstance(value, Hashable) or value not in _LABELS:
+        raise ValueError(f"{key}: got {value!r}, wanted true or false, 1 or 0, or + or -")
+    return _LABELS[value]

@@ -19,11 +19,12 @@ import pyarrow.parquet as pq
 from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.preference import (
-    DPOConfig,
     PreferenceDataConfig,
     RewardDataConfig,
     RewardModelConfig,
+    items_per_row,
     learns_from_pairs,
+    takes_single_answers,
 )
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.data.comparisons import answers_of_pair, steps_of
@@ -111,7 +112,7 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         elif isinstance(config, RewardModelConfig) and not learns_from_pairs(config):
             require_steps(whole, config.data)
         elif isinstance(data, PreferenceDataConfig):
-            require_comparisons(whole, data, single=_takes_single_answers(config))
+            require_comparisons(whole, data, single=takes_single_answers(config))
         else:
             require_conversations(whole, data)
         without_truth = {}
@@ -125,11 +126,6 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         sources = list(dict.fromkeys(name for look in looks for name in look.sources))
         found.append(SplitFacts(key, source, columns, sources, without_truth))
     return found
-
-
-def _takes_single_answers(config: PPOConfig | SFTConfig) -> bool:
-    """Whether a run of preference optimisation needs no pairs."""
-    return isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
 
 
 def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:
@@ -230,11 +226,15 @@ def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> No
 
 
 def _check_number(source: str, looks: list[_Look], config: PPOConfig | SFTConfig) -> None:
-    """Raise DataError where the training files hold fewer rows than one batch, before any is left out."""
+    """Raise DataError where the training files hold fewer items than one batch, before any is left out."""
     data = config.data
     if isinstance(data, DataConfig) and data.sampler.class_path:
         return
-    numbers = [look.num_rows for look in looks if look.num_rows is not None]
+    numbers = [
+        look.num_rows * items_per_row(config, look.rows.columns)
+        for look in looks
+        if look.num_rows is not None
+    ]
     if len(numbers) < len(looks):
         return
     key = "train_batch_size"
@@ -242,8 +242,9 @@ def _check_number(source: str, looks: list[_Look], config: PPOConfig | SFTConfig
         key = "gen_batch_size"
     size = getattr(data, key)
     total = sum(numbers)
+    items = "answers" if takes_single_answers(config) else "rows"
     if total < size:
         raise DataError(
-            f"{source}: {total} rows, fewer than data.{key}={size}: set data.{key}={total} or less, or add "
-            "data"
+            f"{source}: {total} {items}, fewer than data.{key}={size}: set data.{key}={total} or less, or "
+            "add data"
         )

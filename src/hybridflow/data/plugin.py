@@ -185,7 +185,7 @@ def _load_file(path: Path, key: str) -> ModuleType:
     sys.modules[name] = module  # before execution: dataclasses and pickling look their module up by name
     try:
         # not by the loader, whose kept bytecode may be that of the file before an edit within the same second
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except Exception as error:  # a user's file: anything may come out of it
         del sys.modules[name]
         raise ConfigError(f"{key}: importing {path} failed: {_last_line(error)}") from error

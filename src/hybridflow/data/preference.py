@@ -9,13 +9,14 @@ Only the last answer of a conversation is learned; all before it is the prompt.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hybridflow.config.preference import PreferenceDataConfig
-from hybridflow.data.comparisons import answers_of_pair
+from hybridflow.data.comparisons import answers_of_pair, label_of
 from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
@@ -47,9 +48,9 @@ class Comparison:
 class PreferenceDataset:
     """The comparisons of `rows` that can be used; item i is a Comparison.
 
-    With `single` (kto) each answer is an item of its own, beside the answer of the next row to its prompt;
-    rows are then pairs, or have one answer with a label. `margin_key` names a column of margins, if the data
-    has one. Raises DataError as `SFTDataset` does.
+    With `single` (kto) each answer is an item of its own, beside its prompt with the answer of the next row
+    that has another prompt; rows are then pairs, or have one answer with a label. `margin_key` names a column
+    of margins, if the data has one. Raises DataError as `SFTDataset` does.
     """
 
     reference: Tensor | None = None
@@ -71,6 +72,7 @@ class PreferenceDataset:
         self._ids = RaggedInts()
         self._mask = RaggedInts()
         self._kinds: list[int] = []
+        self._margins: list[float | None] = []
         self._kept: list[int] = []
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
@@ -79,16 +81,15 @@ class PreferenceDataset:
         self.encoder = ConversationEncoder(self.rows, tokenizer, config, column)
         self.report = RowReport(self.rows.source, len(self.rows))
         for index, answers in usable_rows(self.rows, self.report, self._encode, config):
-            kinds = [CHOSEN, REJECTED]
-            if not self.paired:
-                kinds = [int(bool(self.rows[index][config.label_key]))]
-            for (ids, mask), kind in zip(answers, kinds, strict=True):
+            row = self.rows[index]
+            self._margins.append(self._margin_of(row))
+            for (ids, mask), kind in zip(answers, self._kinds_of(row), strict=True):
                 self._ids.append(ids)
                 self._mask.append(mask)
                 self._kinds.append(kind)
                 self._kept.append(index)
-        if single and len(self) <= self._next:
-            raise DataError(f"{self.rows.source} has one usable row: kto compares with those of other rows")
+        if single:
+            self._others = self._answers_to_other_prompts()
 
     def __len__(self) -> int:
         if self.single:
@@ -103,29 +104,39 @@ class PreferenceDataset:
             answers = (self._answer(position), self._mismatched(position))
             return Comparison(answers, (self._kinds[position], MISMATCHED), reference)
         pair = (self._answer(2 * position), self._answer(2 * position + 1))
-        margin = None
-        if self._margin_key in self.rows.columns:
-            margin = float(self.rows[self._kept[2 * position]][self._margin_key])
-        return Comparison(pair, (CHOSEN, REJECTED), reference, margin)
+        return Comparison(pair, (CHOSEN, REJECTED), reference, self._margins[position])
 
     def digest(self) -> str:
         """Return a digest of all that a model computes log-probs of."""
-        content = hashlib.blake2b(repr((self.single, self.config.max_length)).encode(), digest_size=16)
+        form = (self.single, self.paired, self.config.max_length)
+        content = hashlib.blake2b(repr(form).encode(), digest_size=16)
         for part in (self._ids, self._mask):
             content.update(part.content())
         return content.hexdigest()
 
-    @property
-    def _next(self) -> int:
-        """How many answers on the next row's are."""
-        return 2 if self.paired else 1
+    def _answers_to_other_prompts(self) -> list[int]:
+        """Return for each answer the number of the next one to another prompt, in one column of pairs."""
+        distance = 2 if self.paired else 1
+        size = len(self)
+        prompts = [hash(tuple(self._ids[n][: last_answer(self._mask[n])[0]])) for n in range(size)]
+        others = [-1] * size
+        for number in [*reversed(range(size))] * 2:  # twice: after the last row comes the first
+            following = (number + distance) % size
+            others[number] = following
+            if prompts[following] == prompts[number]:
+                others[number] = others[following]
+        if -1 in others:
+            raise DataError(
+                f"{self.rows.source}: all usable rows have one prompt: kto compares with answers to others"
+            )
+        return others
 
     def _answer(self, number: int) -> SFTRow:
         return SFTRow(self._ids[number], self._mask[number], self._kept[number])
 
     def _mismatched(self, number: int) -> SFTRow:
         own = self._answer(number)
-        other = self._answer((number + self._next) % len(self))
+        other = self._answer(self._others[number])
         start, _ = last_answer(own.loss_mask)
         begin, _ = last_answer(other.loss_mask)
         ids = own.input_ids[:start] + other.input_ids[begin:]
@@ -133,10 +144,24 @@ class PreferenceDataset:
         limit = self.config.max_length
         return SFTRow(truncate(ids, limit, "right"), truncate(mask, limit, "right"), own.index)
 
+    def _kinds_of(self, row: Row) -> list[int]:
+        if self.paired:
+            return [CHOSEN, REJECTED]
+        key = self.config.label_key
+        return [CHOSEN if label_of(row[key], key) else REJECTED]
+
+    def _margin_of(self, row: Row) -> float | None:
+        if self._margin_key not in self.rows.columns:
+            return None
+        margin = row.get(self._margin_key)
+        if margin is None or not math.isfinite(float(margin)):
+            raise ValueError(f"{self._margin_key}: got {margin!r}, wanted a finite number")
+        return float(margin)
+
     def _encode(self, row: Row) -> list[Encoded]:
+        self._kinds_of(row)
+        self._margin_of(row)
         if not self.paired:
-            if not isinstance(row[self.config.label_key], (bool, int)):
-                raise TypeError(f"{self.config.label_key} is no true or false")
             return [_last(self.encoder.encode(row))]
         encoded = []
         for answer in answers_of_pair(row, self.config):

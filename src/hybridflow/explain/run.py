@@ -6,7 +6,7 @@ keys ─► roles and placement, by the functions that the run itself calls ─�
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,15 @@ from hybridflow.trainer.sft.build import roles_of
 from hybridflow.trainer.sft.build import sizes as sft_sizes
 
 
-def explain_run(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
+def explain_run(
+    config: PPOConfig | SFTConfig, num_train_rows: int | None = None, columns: Collection[str] | None = None
+) -> list[Line]:
     """Return the sizes of a step, the processes, their rows, and their memory for models on this machine.
 
     Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.
     """
     plan = Plan.of(config)
-    return [*explain(config, num_train_rows), *_processes(plan), *_rows(plan), *_memory(plan)]
+    return [*explain(config, num_train_rows, columns), *_processes(plan), *_rows(plan), *_memory(plan)]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hybridflow.config.preference import PreferenceConfig
 from hybridflow.controller import Backend, Dispatch, register
 from hybridflow.data.preference import CHOSEN, MISMATCHED
 from hybridflow.distributed.bit_sum import bit_sum
+from hybridflow.distributed.process_group import gather_objects
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.ask import Answers
 from hybridflow.observability.metrics import Metrics
@@ -161,10 +162,11 @@ class ComparisonWorker(StatefulWorker):
         sums = masked_sum(answers["log_probs"], batch.batch["loss_mask"], dim=-1)
         return DataProto.from_dict({"ref_log_prob_sum": sums})
 
-    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self) -> int:
-        """Return a checksum of the bits of all weights that this rank holds."""
-        return sum(int(bit_sum(held.tensor, held.box)) for held in self.engine.held_weights())
+        """Return a checksum of the bits of the weights that all ranks hold."""
+        mine = sum(int(bit_sum(held.tensor, held.box)) for held in self.engine.held_weights())
+        return sum(gather_objects(mine))
 
 
 def _means(measures: Measures, prefix: str) -> Metrics:

@@ -11,6 +11,7 @@ import pytest
 from hybridflow.agent.early_checks import check_agents
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError
+from hybridflow.trainer.evaluation.main import Subject, evaluate
 
 MINE = """
 from hybridflow.agent.agent_loop import AgentLoopBase
@@ -121,3 +122,8 @@ def test_what_is_right_passes(folder: Path, name: str) -> None:
 def test_a_mistake_is_named(folder: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_agents(config(**keys))
+
+
+def test_an_evaluation_names_it_before_it_loads_a_model(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SyntaxError.*broken.py:1\)"):
+        evaluate(config(environment="broken.py:Guess"), Subject("no such model"))

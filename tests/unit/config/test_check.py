@@ -269,7 +269,10 @@ BAD = [
         ["data.train_files=[]", "data.task.name=arithmetic_chain", "data.val_files=s3://b/v.parquet"],
         "data.val_files=['s3://b/v.parquet'] and",
     ),
-    (["data.train_files=[]", "data.task.name=chess"], "data.task.name=chess: there is arithmetic_chain"),
+    (
+        ["data.train_files=[]", "data.task.name=chess"],
+        "data.task.name=chess: there is arithmetic_chain, arithmetic_preferences, one_liners, reasoning_gym:",
+    ),
     (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
     (["actor_rollout_ref.model.path=/no/model"], "there is no folder /no/model"),
     (["critic.model.path=./no_model"], "critic.model.path: there is no folder ./no_model"),

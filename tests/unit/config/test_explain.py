@@ -11,7 +11,7 @@ import pytest
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.explain import explain, num_training_steps
 from hybridflow.config.load import load_config
-from hybridflow.config.preference import RewardTrainingConfig
+from hybridflow.config.preference import PreferenceConfig, RewardTrainingConfig
 from hybridflow.config.resolve import resolve
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import keys_of
@@ -136,5 +136,9 @@ def test_the_page_of_keys_is_fresh() -> None:
 def test_both_answers_of_a_comparison_count() -> None:
     shown = values(resolve(DPOConfig())[0], rows=1000)
     assert shown["conversations per step"] == "128" and shown["tokens per step, at most"] == f"{128 * 1024:,}"
+    kto = resolve(DPOConfig(algorithm=PreferenceConfig(loss="kto")))[0]
+    steps = [num_training_steps(kto, 1000, columns) for columns in (None, ["chosen"], ["label"])]
+    assert steps == [2 * 1000 // 64, 2 * 1000 // 64, 1000 // 64]
+    assert num_training_steps(resolve(DPOConfig())[0], 1000) == 1000 // 64
     process = RewardModelConfig(algorithm=RewardTrainingConfig(loss="process"))
     assert values(resolve(process)[0])["conversations per step"] == "64"

@@ -214,6 +214,15 @@ def test_comparisons(tmp_path: Path, loss: str, row: dict[str, Any], said: str) 
         check_data(config)
 
 
+@pytest.mark.parametrize(("columns", "answers"), [(("chosen", "rejected"), 6), (("completion", "label"), 3)])
+def test_kto_counts_answers(tmp_path: Path, columns: tuple[str, str], answers: int) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": "a"} | dict.fromkeys(columns, "b")] * 3)
+    given = {"data.train_files": file, "algorithm.loss": "kto"}
+    check_data(with_values(DPOConfig(), {**given, "data.train_batch_size": answers}))
+    with pytest.raises(DataError, match=f"{answers} answers, fewer than data.train_batch_size={answers + 1}"):
+        check_data(with_values(DPOConfig(), {**given, "data.train_batch_size": answers + 1}))
+
+
 @pytest.mark.parametrize(
     ("reward", "algorithm", "said"),
     [

@@ -31,6 +31,12 @@ def test_object_from_module() -> None:
     assert load_object("math:sqrt", key="data.custom_cls")(9.0) == 3.0
 
 
+def test_annotations_of_a_file_are_its_own_objects(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text("def f(x: int): return x\n")
+    assert load_object(f"{file}:f", key="data.custom_cls").__annotations__["x"] is int
+
+
 def test_file_with_dataclass_and_annotations_imports(tmp_path: Path) -> None:
     file = tmp_path / "d.py"
     file.write_text(

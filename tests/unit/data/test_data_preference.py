@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 import pytest
 
-from hybridflow.config.preference import PreferenceDataConfig
-from hybridflow.data.comparisons import transcript
+from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
+from hybridflow.data.comparisons import steps_of, transcript
 from hybridflow.data.preference import CHOSEN, MISMATCHED, REJECTED, Comparison, PreferenceDataset
 from hybridflow.data.tasks.arithmetic_preferences import STEP_END, ArithmeticPreferences
 from hybridflow.errors import DataError
@@ -97,9 +99,55 @@ def test_kto_takes_labels_and_gives_answers_to_other_prompts() -> None:
         single=True,
     )
     assert len(pairs) == 6 and texts(pairs[0])[1][1] == "2<|im_end|>", "of the next prompt, not of its pair"
+    answers = [(row["prompt"], text) for row in rows for text in (row["completion"], "9")]
+    apart = dataset(*({"prompt": p, "completion": c, "label": 1} for p, c in answers), single=True)
+    assert [apart[i].answers[0].input_ids for i in range(6)] == [
+        pairs[i].answers[0].input_ids for i in range(6)
+    ]
+    assert apart.digest() != pairs.digest(), "the same answers, and others beside them"
     assert pairs.digest() != found.digest() == dataset(*rows, single=True).digest()
     with pytest.raises(DataError, match="no column label"):
         dataset({"prompt": "a", "completion": "b"}, single=True)
+
+
+def test_kto_walks_on_to_a_row_with_another_prompt() -> None:
+    asked = [1, 2, 2, 2, 3, 1]
+    rows = [
+        {"prompt": [{"role": "user", "content": str(asked[n])}], "completion": str(4 + n), "label": True}
+        for n in range(6)
+    ]
+    found = dataset(*rows, single=True)
+    others = [texts(found[n])[1][1].removesuffix("<|im_end|>") for n in range(6)]
+    assert others == ["5", "8", "8", "8", "9", "5"]
+    with pytest.raises(DataError, match="all usable rows have one prompt"):
+        dataset(*rows[1:4], single=True)
+
+
+@pytest.mark.parametrize("bad", [-1, 2, 0.3, float("nan"), None, "yes", "", [1]])
+def test_a_label_is_true_or_false(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
+    labels = [True, False, 1, 0, 1.0, 0.0, "+", "-"]
+    wanted = [True, False] * 4
+    steps = {"completions": ["a"] * 8, "labels": labels}
+    assert steps_of(steps, RewardDataConfig())[1] == wanted
+    with pytest.raises(ValueError, match=r"labels: got .*, wanted true or false"):
+        steps_of(steps | {"labels": [*labels[1:], bad]}, RewardDataConfig())
+    rows = [
+        {"prompt": [{"role": "user", "content": str(n)}], "completion": "2", "label": label}
+        for n, label in enumerate([*labels, bad])
+    ]
+    found = dataset(*rows, single=True)
+    assert [bool(found[i].kinds[0]) for i in range(len(found))] == wanted
+    assert "1 of 9 rows" in caplog.text and "label: got" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [{}, {"margin": None}, {"margin": float("nan")}, {"margin": "much"}])
+def test_a_pair_without_a_finite_margin_is_left_out(
+    bad: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = {"prompt": ASKED, "chosen": "2", "rejected": "3"}
+    rows = [pair | {"margin": 1}, pair | bad, pair | {"margin": 0.5}]
+    found = PreferenceDataset(rows, TOKENIZER, RewardDataConfig(), margin_key="margin")
+    assert [found[i].margin for i in range(len(found))] == [1.0, 0.5] and "row 1: " in caplog.text
 
 
 def test_a_transcript_keeps_what_looks_like_one_inside_a_line() -> None:
@@ -122,6 +170,8 @@ def test_the_task_has_one_wrong_step_in_the_rejected_answer() -> None:
         assert row["labels"] == [True] * 4 or (
             row["completions"] == wrong and row["labels"].index(False) == wrong.index(bad[0])
         )
+    content = hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+    assert content == "2351e59f366edf44", "the rows of a seed stay"
     (row,) = ArithmeticPreferences(wrong_steps=3, **options).rows("train", 1)
     steps = row["rejected"][0]["content"].split(" . ")[:-1]
     assert all(eval(step.split("=")[0]) != int(step.split("=")[1]) for step in steps)
@@ -132,3 +182,12 @@ def test_the_task_has_one_wrong_step_in_the_rejected_answer() -> None:
     half = ArithmeticPreferences(swapped=0.5, **options).rows("train", 40)
     changed = [one["chosen"] != other["chosen"] for one, other in zip(rows, half, strict=True)]
     assert 8 < sum(changed) < 32
+
+
+def test_the_task_of_one_step_is_wrong_by_as_little() -> None:
+    rows = ArithmeticPreferences(hops=1, max_number=5, max_total=5).rows("train", 60)
+    results = [
+        [int(row[key][0]["content"].split("#### ")[1]) for key in ("chosen", "rejected")] for row in rows
+    ]
+    assert 5 in [right for right, _ in results], "the largest total is among them"
+    assert {abs(right - wrong) for right, wrong in results} == {1, 2}

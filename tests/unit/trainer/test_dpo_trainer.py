@@ -141,6 +141,28 @@ def test_a_run_repeats_and_resumes_with_the_reference_of_its_start(model: Path, 
     assert again.meta_info == kept.meta_info
 
 
+def test_log_probs_of_another_reference_are_never_taken(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sums(*overrides: str) -> Tensor:
+        with build(dpo_config(model, tmp_path / "run", *overrides)) as trainer:
+            return trainer.source.next(1).rows.batch["ref_log_prob_sum"]
+
+    other = "model.override_config={rope_parameters:{rope_type:default,rope_theta:2.0}}"
+    first = sums()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            sums(other)
+    assert torch.equal(sums(), first), "those that were written before the kill are of the other model"
+    assert not torch.equal(sums(other), first), "other positions, and the same weights"
+
+
+def _killed(path: Path, *_: Any, **__: Any) -> int:
+    assert path.name == "meta.json" and path.with_name("tensors.safetensors").is_file()
+    raise KeyboardInterrupt
+
+
 def test_adapters_learn_and_the_reference_is_their_base(model: Path, tmp_path: Path) -> None:
     keys = ("model.lora_rank=4", "trainer.test_freq=3", "trainer.total_training_steps=3")
     with build(dpo_config(model, tmp_path / "lora", *keys)) as trainer:

@@ -58,11 +58,12 @@ def learn(rank: int, folder: str, name: str, world_size: int = 2) -> dict[str, A
     rows |= DataProto.from_dict({"reference_point": torch.full((len(rows),), 0.5)})
     count = len(rows) if name == "kto" else PAIRS
     mine = rows.select_idxs(((rows.batch["group_ids"] % world_size) == rank).nonzero().flatten())
+    checksum = worker.checksum()
     found = [worker.update(mine, count=count).to_floats() for _ in range(2)]
     measures = worker.evaluate(mine)
     losses = measures._metrics["val/loss"]
     sums = {"loss": float(losses.value), "count": float(losses.denominator)}
-    return sums | {"norms": [step.get("train/grad_norm") for step in found]}
+    return sums | {"norms": [step.get("train/grad_norm") for step in found], "checksum": checksum}
 
 
 @pytest.mark.timeout(1800)
@@ -73,4 +74,5 @@ def test_two_ranks_learn_what_one_does(name: str, two_ranks: Ranks, tmp_path: Pa
     first, second = two_ranks.run(learn, str(folder), name)
     assert first["norms"] == pytest.approx(alone["norms"], rel=1e-4)
     assert first["count"] + second["count"] == alone["count"]
+    assert first["checksum"] == second["checksum"], "of the weights of both"
     assert first["loss"] + second["loss"] == pytest.approx(alone["loss"], rel=1e-5)

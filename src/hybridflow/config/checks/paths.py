@@ -51,8 +51,8 @@ def data_problems(data: BaseDataConfig, *, own_class: bool = False, trains: bool
             yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield (
-            f"data.task.name={task.name}: there is arithmetic_chain, one_liners, reasoning_gym:NAME, or your "
-            "own path/to/file.py:factory"
+            f"data.task.name={task.name}: there is {', '.join(TASKS)}, reasoning_gym:NAME, "
+            "environment:NAME, or your own path/to/file.py:factory"
         )
     if task.name and not task.name.startswith(("reasoning_gym:", "environment:")):
         yield from plugin_problem("data.task.name", task.name)

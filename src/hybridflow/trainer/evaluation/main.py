@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hybridflow.agent.early_checks import check_agents
 from hybridflow.checkpoint.layout import MANIFEST
 from hybridflow.config import PPOConfig
 from hybridflow.data.early_checks import check_data
@@ -85,6 +86,7 @@ def evaluate(config: PPOConfig, subject: Subject, *, responses: Path | None = No
         check_installed(rollout)
     elif find_spec("httpx") is None:
         raise ConfigError(f"an endpoint needs httpx, which is not installed: {install_extra('openai')}")
+    check_agents(config)
     splits = check_data(config)
     if responses is None:
         check_reward(config, splits)

@@ -118,6 +118,7 @@ def _add_reference(
         make_rows,
         batch_size=config.data.train_batch_size,
         without_adapters=LoraSettings.from_config(config.model, seed=config.trainer.seed) is not None,
+        settings=repr((config.model, config.engine.mixed_precision)),
     )
 
 

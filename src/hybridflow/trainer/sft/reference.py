@@ -1,7 +1,8 @@
 """Log-probs of the reference model, computed once for all comparisons and kept in the run folder.
 
     dataset ──digest──┐
-    weights ──checksum┴─► RUN/reference/SPLIT, if it has the same; else one pass over the data ──► dataset
+    weights ──checksum┤
+    model's settings ─┴─► RUN/reference/SPLIT, if it has the same; else one pass over the data ──► dataset
 
 The reference is the model as the run starts, before a checkpoint is read; of a model with adapters it is the
 base below them. So no second model is ever in memory.
@@ -10,6 +11,7 @@ base below them. So no second model is ever in memory.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,19 +37,21 @@ def add_reference(
     *,
     batch_size: int,
     without_adapters: bool,
+    settings: str,
 ) -> None:
     """Give each dataset, by the name of its split, the sums of the reference's log-probs.
 
-    `folder` keeps them; those of other data or other weights are replaced.
+    `folder` keeps them; those of other data, weights or `settings` of the model are replaced.
     """
-    weights = group.call_list(ComparisonWorker.checksum)
+    weights = group.call(ComparisonWorker.checksum)
     for split, dataset in datasets.items():
         place = folder / split
-        key = f"{dataset.digest()} {weights}"
+        key = f"{dataset.digest()} {weights} {settings}"
         found = _kept(place, key)
         if found is None:
             found = _computed(dataset, group, make_rows, batch_size, without_adapters)
             found.meta_info["key"] = key
+            shutil.rmtree(place, ignore_errors=True)  # so that no kill leaves new sums under the old key
             found.save_to_disk(place)
         else:
             logger.info("log-probs of the reference for %s are those of %s", split, place)

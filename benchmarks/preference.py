@@ -31,6 +31,8 @@ import side_by_side as kit
 LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
 RATES = {"orpo": 1e-3}
 """Learning rates other than 3e-4: the odds ratio is a tenth of orpo's loss."""
+LEARN_STEPS = {"kto": 60}
+"""Steps other than 30: a row of kto's batch is one answer, and a pair of the others' is two."""
 PAIRS = 16
 STEPS = 12
 PACKAGES = ("torch", "transformers")
@@ -254,9 +256,9 @@ def _signed(values: list[float]) -> str:
 def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure the cells that are not there yet, and write after each."""
     cells = result["cells"]
-    steps = 30
+    steps = {loss: LEARN_STEPS.get(loss, 30) for loss in LOSSES}
     if options.quick:
-        steps = 2
+        steps = dict.fromkeys(LOSSES, 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs: dict[str, Any] = {}
@@ -273,7 +275,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
                                 loss,
                                 seed,
                                 labels,
-                                steps,
+                                steps[loss],
                             )
                         )
         for cell, job in jobs.items():

@@ -51,9 +51,9 @@ WARM_STEPS = 70
 STEPS = 40
 TASK = "data.task.options={hops: 5, max_number: 3, max_total: 3}"
 """The chains of all recipes that are run here."""
-SCORES = {"reward_model": "reward_model_score", "process_reward": "reward_model_score", JUDGE: "judge_score"}
+SCORES = {"reward_model": "reward_model_score", "process_reward": "reward_model_score", JUDGE: "judge"}
 """Column of the learned reward."""
-RIGHT = "arithmetic_chain_score"
+RIGHT = "acc"
 """Column of the rule that knows the answers."""
 
 

@@ -16,7 +16,7 @@ from ranks import Command
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("loss", ["dpo"])
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_two_processes_log_what_one_does(loss: str, tmp_path: Path) -> None:
     model = create_tiny_model(tmp_path / "model", hidden=32, intermediate=48, heads=2, kv_heads=1)
     keys = [

@@ -81,6 +81,9 @@ def test_a_run_learns_resumes_and_leaves_a_classifier(loss: str, model: Path, tm
         group: Any = trainer.step.group
         rows = trainer.source.next(4).rows
         measured = group.evaluate(rows).to_floats()["val/loss"]
+        for _ in range(12):
+            group.update(rows)
+        learned = group.evaluate(rows).to_floats()["val/accuracy"]
     exported = tmp_path / "a" / "global_step_3" / "actor" / "huggingface"
     assert measured == pytest.approx(slow_loss(exported, loss, rows), rel=1e-5)
     with build(reward_config(model, tmp_path / "b", loss)) as trainer:
@@ -90,7 +93,8 @@ def test_a_run_learns_resumes_and_leaves_a_classifier(loss: str, model: Path, tm
         trainer.fit()
     lines = metrics_of(tmp_path / "a")
     assert metrics_of(tmp_path / "b") == lines
-    assert lines[1]["train/loss"] == pytest.approx(0.6931472) and lines[3]["val/accuracy"] >= 0
+    assert lines[1]["train/loss"] == pytest.approx(0.6931472)
+    assert learned > 0.9, "on rows seen often, of whose steps 0.81 are right"
     assert ("val/margin" in lines[3]) == (loss == "bradley_terry")
 
 

@@ -30,7 +30,7 @@ import json, os, sys
 
 def plain(value):
     if type(value).__module__ == "numpy":
-        value = value.item()
+        value = value.tolist()
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
             return kind(*kind.__getnewargs__(value))

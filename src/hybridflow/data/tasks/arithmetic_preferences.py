@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
-from operator import add
+from itertools import accumulate, count
+from operator import add, and_
 from typing import Any
 
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain, question, worked_answer
@@ -26,14 +26,24 @@ class ArithmeticPreferences(ArithmeticChain):
     """The questions of `ArithmeticChain` with a right and a wrong answer, as `chosen` and `rejected`; in the
     wrong one, `wrong_steps` steps have a wrong result, which is 0..`max_total`, too.
 
-    A row also has one of the two as `completions`, its steps, and `labels`, true up to the first wrong step.
+    In a share `off_topic` of the rows, the wrong answer is instead the right one to another question: who is
+    rewarded by a model that has seen no such pair soon answers the easiest question always.
+
+    A row also has one of the two as `completions`, its steps, and `labels`, true up to the first that is not
+    a step of the right answer.
     The two answers change places in a share `swapped` of the training rows; 0.5 leaves nothing to learn.
     With `verdicts`, the conversation of a row is that of a judge: it is asked about this one of the two, and
     says 10 or 0.
     """
 
     def __init__(
-        self, *, wrong_steps: int = 1, swapped: float = 0.0, verdicts: bool = False, **options: Any
+        self,
+        *,
+        wrong_steps: int = 1,
+        off_topic: float = 0.0,
+        swapped: float = 0.0,
+        verdicts: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if not 1 <= wrong_steps <= self.hops:
@@ -41,9 +51,11 @@ class ArithmeticPreferences(ArithmeticChain):
                 f"data.task.options: got wrong_steps={wrong_steps}, wanted 1 to hops={self.hops}"
             )
         self.wrong_steps = wrong_steps
-        if not 0 <= swapped <= 1:
-            raise ConfigError(f"data.task.options: got swapped={swapped}, wanted a share from 0 to 1")
+        for name, share in (("swapped", swapped), ("off_topic", off_topic)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"data.task.options: got {name}={share}, wanted a share from 0 to 1")
         self.swapped = swapped
+        self.off_topic = off_topic
         self.verdicts = verdicts
 
     def row_of(self, terms: list[int], split: Split, index: int) -> dict[str, Any]:
@@ -58,16 +70,16 @@ class ArithmeticPreferences(ArithmeticChain):
             wrong_steps = stream.sample(range(self.hops), self.wrong_steps)
             off_by = [stream.choice([-2, -1, 1, 2]) if n in wrong_steps else 0 for n in range(self.hops)]
             results = list(map(add, totals, accumulate(off_by)))
-        place = min(wrong_steps)
         right = worked_answer(terms)
         wrong = worked_answer(terms, off_by)
+        if self.off_topic and stream.random() < self.off_topic:
+            wrong = worked_answer(self._other(terms, split, index))
         answers = [[{"role": "assistant", "content": text}] for text in (right, wrong)]
         if split == "train" and stream.random() < self.swapped:
             answers.reverse()
         shown = stream.choice([right, wrong])
         steps = shown.split(STEP_END)
-        if shown == right:
-            place = len(steps)
+        as_wanted = map(str.__eq__, steps, right.split(STEP_END))
         row = super().row_of(terms, split, index)
         if self.verdicts:
             asked = JUDGED.format(question=question(terms), response=shown)
@@ -82,5 +94,12 @@ class ArithmeticPreferences(ArithmeticChain):
             "chosen": answers[0],
             "rejected": answers[1],
             "completions": steps,
-            "labels": [number < place for number in range(len(steps))],
+            "labels": list(accumulate(as_wanted, and_)),
         }
+
+    def _other(self, terms: list[int], split: Split, index: int) -> list[int]:
+        """Return the terms of another question."""
+        others = (
+            self._draw(split, -1 - index - 1_000_000 * attempt, {question(terms)}) for attempt in count()
+        )
+        return next(other for other in others if other)

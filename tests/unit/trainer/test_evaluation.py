@@ -92,7 +92,8 @@ def test_other_sampling_or_another_folder_is_refused(
 
 
 REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, messages=()):
+    assert [message["content"] for message in messages] == ["1+1", solution_str]
     if solution_str == "bad":
         raise ValueError("cannot be scored")
     return {"score": float(solution_str == ground_truth), "pred": solution_str}
@@ -125,6 +126,24 @@ def test_responses_of_a_file_are_scored_and_failures_are_in_no_metric(
     assert metrics["pass@2"]["value"] == pytest.approx(((1 - 1 / 6) + (1 - 1 / 3)) / 2)
     assert metrics["pass@4"] == {**metrics["pass@4"], "value": 1.0, "prompts": 1}  # of three answers none
     assert metrics["maj@4"]["value"] == 1.0 and metrics["maj@4"]["over"] == "every set of k"
+
+
+TOKENS = """
+def compute_score(data_source, solution_str, ground_truth, response_ids, messages, extra_info=None):
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[-1]["content"] == solution_str
+    return {"score": [1.0] * len(response_ids)}
+"""
+
+
+def test_a_reward_function_is_given_the_conversation_and_the_sampled_ids(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens.py").write_text(TOKENS)
+    words = ["eval", str(run), "--out", str(tmp_path / "out")]
+    words.append(f"reward.custom_reward_function.path='{tmp_path}/tokens.py'")
+    for _ in range(2):  # of answers that are there already, too
+        assert main(words) == 0
+        found = results(tmp_path / "out")["arithmetic_chain"]
+        assert found["metrics"]["mean@2"]["value"] == pytest.approx(found["mean_tokens"])
 
 
 WORLD = """

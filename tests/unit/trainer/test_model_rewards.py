@@ -4,6 +4,7 @@ they join those of functions by weights and conditions.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny_trainer import ppo_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
 from hybridflow.config.reward import RewardModelRoleConfig
 from hybridflow.data.tokenizer import load_tokenizer
@@ -162,6 +164,28 @@ def test_a_language_model_is_no_reward_model(policy: Path, tmp_path: Path) -> No
         build(config(policy, policy, tmp_path / "run", *ALONE)),
     ):
         pass
+
+
+def test_an_evaluation_scores_as_the_run_validates(policy: Path, reward_model: Path, tmp_path: Path) -> None:
+    with build(config(policy, reward_model, tmp_path / "run", *ALONE)) as trainer:
+        assert trainer.validator is not None
+        validated = trainer.validator(0)
+    recipe = str(tmp_path / "run/config.yaml")
+    assert main(["eval", str(policy), "--recipe", recipe, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out/results.json").read_text())["arithmetic_chain"]
+    of_run = validated["val-core/arithmetic_chain/reward/mean@1"]
+    assert found["failed"] == {} and found["metrics"]["mean@1"]["value"] == pytest.approx(of_run, abs=1e-5)
+
+
+@pytest.mark.parametrize("words", [["reward-test"], ["eval", "--responses", "answers"]])
+def test_commands_without_a_model_refuse_one_of_the_reward(
+    words: list[str], reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answers": ["2"]}\n')
+    keys = ["reward.reward_model.enable=true", f"reward.reward_model.model.path='{reward_model}'"]
+    keys += [f"data.{split}_files='{tmp_path}/rows.jsonl'" for split in ("train", "val")]
+    assert main([*words, *keys, f"trainer.default_local_dir='{tmp_path}/out'"]) == 1
+    assert "its part of the score would be missing" in " ".join(capsys.readouterr().err.split())
 
 
 def test_keys_of_verl_choose_the_model(policy: Path, reward_model: Path, tmp_path: Path) -> None:

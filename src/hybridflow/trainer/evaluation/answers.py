@@ -7,7 +7,7 @@ Answer ──add──► OUT/answers.jsonl ──► answers of the same model,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Answer:
     """`stop`, or `length` where a limit ended it."""
     num_tokens: int
     """Tokens that the model has sampled."""
+    response_ids: Sequence[int] = ()
+    """Ids of these tokens, in the order of the calls to the model."""
     turns: int = 1
     """Calls to the model."""
     reward: float | None = None

@@ -217,6 +217,25 @@ def test_verls_keys_generate_a_parquet_of_responses(run: Path, tmp_path: Path) -
     assert len(written) == 1 and written[0]["id"] == 7 and len(written[0]["responses"]) == 3
 
 
+def test_verls_keys_may_be_greedy_and_failed_answers_are_the_exit_status(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def evaluated(config: Any, subject: Any, responses: Path) -> Any:
+        asked.append(config.actor_rollout_ref.rollout.val_kwargs)
+        return {"sums": {"failed": {"deadline": 2}}}
+
+    monkeypatch.setattr(main_generation, "evaluate", evaluated)
+    keys = [f"model.path={run.parent}/model", "data.task.name=arithmetic_chain", "data.n_samples=1"]
+    keys += ["rollout.temperature=0", f"data.output_path={tmp_path}/out"]
+    assert main_generation.main(keys) == 1 and not asked
+    assert "data.output_path=" in capsys.readouterr().err
+    assert main_generation.main([*keys[:-1], f"data.output_path={tmp_path}/out.jsonl"]) == 1
+    assert (asked[0].do_sample, asked[0].temperature, asked[0].n) == (False, 0.0, 1)
+    assert "sums: 2 answers failed (deadline)" in capsys.readouterr().err
+
+
 def test_an_endpoint_gives_the_answers_of_its_model(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,13 +19,14 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
-from hybridflow.config.reward import RewardModelRoleConfig
+from hybridflow.config.reward import RewardConfig, RewardModelRoleConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.request import ScoreRequest
+from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.trainer.ppo.build import build
-from hybridflow.trainer.ppo.model_rewards import ModelReader
+from hybridflow.trainer.ppo.model_rewards import ModelReader, ModelScorer
+from hybridflow.workers.reward_model import SCORES
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {{ m.role }}{{ eos_token }} {% endfor %}"
 ANSWER = {"role": "assistant", "content": "4"}
@@ -214,6 +215,34 @@ def test_a_conversation_may_end_with_the_answer(reward_model: Path) -> None:
     )
     assert answer.scored == [tokenizer.eos_token_id] and whole.scored != answer.scored
     assert whole.before[: len(answer.before) + 1] == answer.before + answer.scored
+
+
+@pytest.mark.parametrize("activation", ["none", "sigmoid"])
+def test_a_response_that_ends_at_once_is_one_empty_step(
+    activation: str, policy: Path, reward_model: Path
+) -> None:
+    ours = load_tokenizer(policy)
+    keys = RewardModelRoleConfig(kind="token_score", step_separator="1", activation=activation, max_length=64)
+    read: list[DataProto] = []
+
+    class Group:
+        def score(self, rows: DataProto) -> DataProto:
+            read.append(rows)
+            return DataProto.from_dict({SCORES: torch.full(rows.batch["responses"].shape, 2.0)})
+
+    scorer: Any = ModelScorer(
+        cast(Any, None),
+        cast(Any, Group()),
+        ModelReader(load_tokenizer(reward_model), keys),
+        RewardConfig(terms=[{"name": "reward_model"}], reward_model=keys),
+        ours,
+    )
+    eos_first = ScoreRequest("", "", "", {}, (ours.eos_token_id,), [{"role": "user", "content": "2 2"}])
+    (outcome,) = scorer.complete([eos_first], [Outcome()])
+    wanted = {"none": 2.0, "sigmoid": float(torch.tensor(2.0).sigmoid())}[activation]
+    assert not outcome.error and outcome.score == pytest.approx(wanted)
+    separator = load_tokenizer(reward_model).encode("1", add_special_tokens=False)
+    assert read[0].batch["responses"].tolist() == [separator]
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "min"])

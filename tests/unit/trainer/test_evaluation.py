@@ -236,6 +236,16 @@ def test_verls_keys_may_be_greedy_and_failed_answers_are_the_exit_status(
     assert "sums: 2 answers failed (deadline)" in capsys.readouterr().err
 
 
+def test_an_endpoint_that_is_not_there_is_told_before_anything_is_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "http://127.0.0.1:9/v1", "--deadline", "1", "--out", str(tmp_path / "out")]
+    words += ["data.task.name=arithmetic_chain", "data.task.val_size=3", "data.max_response_length=8"]
+    assert main([*words, f"actor_rollout_ref.model.path={run.parent}/model"]) == 1
+    assert "nothing answers at http://127.0.0.1:9/v1 (ConnectError" in capsys.readouterr().err
+    assert not (tmp_path / "out/answers.jsonl").read_text()
+
+
 def test_an_endpoint_gives_the_answers_of_its_model(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,10 @@ def answer_and_score(
         if responses is None:
             rewards = stack.enter_context(closing(build_reward_manager(config.reward, config.trainer.seed)))
         backend = None
+        if missing.requests and subject.endpoint is not None:
+            from hybridflow.rollout.openai.engine import check_reachable  # its module needs an extra
+
+            check_reachable(subject.endpoint.url)
         if missing.requests or learned:
             backend = _frozen_backend(run, roles, subject, tokenizer)
         if rewards is not None and backend is not None and learned:

@@ -20,7 +20,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.rollout.server.build import ServeSettings, build_service
 from hybridflow.rollout.server.run import DrainingServer, listen
 from hybridflow.trainer import main_eval, main_generation
-from hybridflow.trainer.evaluation.answers import AnswerFile
+from hybridflow.trainer.evaluation.answers import Answer, AnswerFile
 
 SAMPLED = (
     "actor_rollout_ref.rollout.val_kwargs.n=2",
@@ -72,7 +72,9 @@ def test_other_sampling_or_another_folder_is_refused(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    AnswerFile(out, {"model": "b", "n": 1}).close()  # a start that failed before any answer
     file = AnswerFile(out, {"model": "a", "n": 1})
+    file.add(Answer(0, 0, "1 + 1", "2", "stop", 1))
     file.close()
     AnswerFile(out, {"model": "a", "n": 1}).close()
     with pytest.raises(ConfigError, match="n was 1 and is 2"):
@@ -126,6 +128,29 @@ def test_responses_of_a_file_are_scored_and_failures_are_in_no_metric(
     assert metrics["pass@2"]["value"] == pytest.approx(((1 - 1 / 6) + (1 - 1 / 3)) / 2)
     assert metrics["pass@4"] == {**metrics["pass@4"], "value": 1.0, "prompts": 1}  # of three answers none
     assert metrics["maj@4"]["value"] == 1.0 and metrics["maj@4"]["over"] == "every set of k"
+
+
+def test_other_facts_of_a_prompt_are_other_prompts(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    words = ["generate", str(run), "--out", str(tmp_path / "out"), "data.task.name=null"]
+    words.append(f"data.val_files='{data}'")
+    data.write_text('{"prompt": "1 + 1", "extra_info": {"seed": 1}}\n')
+    assert main(words) == 0 and main(words) == 0
+    data.write_text('{"prompt": "1 + 1", "extra_info": {"seed": 2}}\n')
+    assert main(words) == 1 and "prompts was 1 of digest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+def test_a_column_of_texts_where_objects_are_wanted_is_an_error_of_the_data(
+    column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "1 + 1", "data_source": "openai/gsm8k", "responses": ["2"], column: "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    keys = [f"data.path={tmp_path}/rows.jsonl", f"data.output_path={tmp_path}/out", "reward.num_workers=0"]
+    assert main_eval.main(keys) == 1
+    assert f"DataError: {tmp_path}/rows.jsonl, row 0: reward_model is" in capsys.readouterr().err
 
 
 TOKENS = """

@@ -238,8 +238,8 @@ def _identity(config: PPOConfig, subject: Subject, prompts: Sequence[PromptRow])
     """Return what the answers depend on, as flat JSON."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        truth = (prompt.row.get("reward_model") or {}).get("ground_truth")
-        digest.update(repr((prompt.prompt_token_ids, truth)).encode("utf-8", errors="backslashreplace"))
+        row = {name: value for name, value in sorted(prompt.row.items()) if name != "raw_prompt"}
+        digest.update(repr((prompt.prompt_token_ids, row)).encode("utf-8", errors="backslashreplace"))
     identity: dict[str, Any] = {
         "model": subject.name,
         "weights": subject.state,

@@ -90,12 +90,18 @@ def _score(config: PPOConfig, response_key: str, truth_key: str) -> list[Scored]
                     f"{rows.source}, row {number}: {response_key} is {type(responses).__name__}, wanted a "
                     "text or a list of texts"
                 )
-            truth = (row.get(truth_key) or {}).get("ground_truth")
+            truth = row.get(truth_key) or {}
+            extra_info = row.get("extra_info") or {}
+            if not isinstance(truth, Mapping) or not isinstance(extra_info, Mapping):
+                raise DataError(
+                    f"{rows.source}, row {number}: {truth_key} is {type(truth).__name__} and extra_info "
+                    f"{type(extra_info).__name__}, wanted objects: {truth_key} with ground_truth"
+                )
             prompt = row.get(config.data.prompt_key)
             question = json.dumps(prompt, ensure_ascii=False, default=str)
             for sample, response in enumerate(responses):
                 failed = "" if response is not None else "missing"
                 answer = Answer(number, sample, question, response or "", "stop", 0, failed=failed)
                 source = source_of(row, config.data)
-                scores.add(answer, prompt, source, truth, row.get("extra_info") or {})
+                scores.add(answer, prompt, source, truth.get("ground_truth"), extra_info)
         return scores.result()

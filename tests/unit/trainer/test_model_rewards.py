@@ -150,6 +150,7 @@ def test_a_score_that_is_no_number_is_an_error_of_its_row(
         ((), r"does not use its score: join them by reward\.terms"),
         (("reward.terms=[{name: reward_model}, {name: reward_model, key: b}]", *ALONE), "one reward model"),
         (("reward.reward_model.model.path=null", *ALONE), r"reward_model\.model\.path is not set"),
+        (("data.task.name=null", "data.environment=guess", *ALONE), "would never be asked"),
     ],
 )
 def test_mistakes_are_refused(

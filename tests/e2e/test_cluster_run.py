@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import echo_world
 import pytest
+import torch
 from tiny_run import Inputs, metrics_of, small_run
+from transformers import AutoModelForSequenceClassification
 
 from hybridflow.trainer.main_ppo import main
 from ranks import Command
@@ -15,6 +18,18 @@ from ranks import Command
 OF_EACH_PROCESS = {"rollout/decode_steps", "rollout/max_rows"}
 """Metrics of how the work was done: two processes take their steps side by side, each with half of the rows.
 """
+
+
+TWO = ("trainer.n_gpus_per_node=2",)
+
+
+def under_ray(log: Path, arguments: list[str]) -> Command:
+    """Start a run in a process of its own, since this one may be in another test's Ray."""
+    patient = ("trainer.heartbeat_timeout=600", "trainer.startup_timeout=900")  # on a busy machine
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["OMP_NUM_THREADS"] = "1"
+    arguments = [*arguments, "ray_kwargs.ray_init.num_cpus=2", *patient]
+    return Command("hybridflow.trainer.main_ppo", arguments, log, environment=environment)
 
 
 @pytest.mark.timeout(1800)
@@ -28,13 +43,7 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: t
         "actor_rollout_ref.rollout.exact=false",
         *more,
     )
-    patient = ("trainer.heartbeat_timeout=600", "trainer.startup_timeout=900")  # on a busy machine
-    spread = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", *patient)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["OMP_NUM_THREADS"] = "1"
-    arguments = [*spread, *small_run(inputs, tmp_path / "two", *keys)]
-    # a process of its own: this one may be in another test's Ray
-    two = Command("hybridflow.trainer.main_ppo", arguments, tmp_path / "log", environment=environment)
+    two = under_ray(tmp_path / "log", small_run(inputs, tmp_path / "two", *keys, *TWO))
     try:
         assert main(small_run(inputs, tmp_path / "one", *keys)) == 0
         done = two.wait()
@@ -51,3 +60,38 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: t
                 continue
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
     assert "2 worker processes on" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("ray")
+def test_a_reward_model_scores_alike_on_two_processes(inputs: Inputs, tmp_path: Path) -> None:
+    classifier = tmp_path / "classifier"
+    shutil.copytree(inputs.model, classifier)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        hf = AutoModelForSequenceClassification.from_pretrained(classifier, num_labels=1)
+        torch.nn.init.normal_(hf.score.weight)
+    hf.save_pretrained(classifier)
+    keys = (
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.exact=false",
+        "reward.custom_reward_function.path=null",
+        "reward.reward_model.enable=true",
+        f"reward.reward_model.model.path={classifier}",
+    )
+    two = under_ray(tmp_path / "log", small_run(inputs, tmp_path / "two", *keys, *TWO))
+    try:
+        assert main(small_run(inputs, tmp_path / "one", *keys)) == 0
+        done = two.wait()
+        assert done.returncode == 0, done.output
+    finally:
+        two.kill()
+    one = metrics_of(tmp_path / "one")
+    got = metrics_of(tmp_path / "two")
+    assert sorted(got) == sorted(one) == [1, 2]
+    names = [name for name in one[1] if name.startswith("critic/score/") or "reward_model_score" in name]
+    assert "critic/score/mean" in names and one[1]["critic/score/max"] > one[1]["critic/score/min"]
+    for step, metrics in one.items():
+        for name in names:
+            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)

@@ -158,7 +158,7 @@ def merged(checkpoint: Path, stack: ExitStack, trust_remote_code: bool) -> str:
     """Return the Hugging Face folder made of a checkpoint, which is removed when the stack ends."""
     from hybridflow.merger import merge
 
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflow-eval-")))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflow-")))
     return str(
         merge(checkpoint, folder / checkpoint.name, dtype="trained", trust_remote_code=trust_remote_code)
     )

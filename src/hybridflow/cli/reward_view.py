@@ -18,6 +18,7 @@ from hybridflow.data.row_schema import complete_row
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import GROUND_TRUTH, choose_response, dry_run
+from hybridflow.rewards.early_checks import refuse_model
 
 GENERATE = "generate"
 SHOWN = 100
@@ -26,6 +27,7 @@ SHOWN = 100
 
 def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
     """Score the first rows and print them; status 1 where a row failed."""
+    refuse_model(config.reward)
     console = Console()
     if response == GENERATE:
         from hybridflow.cli.reward_generate import generate_responses

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from hybridflow.cli.evaluate import merged
 
 TOKEN_VARIABLE = "HYBRIDFLOW_SERVE_TOKEN"
 
@@ -124,20 +126,20 @@ def run(options: argparse.Namespace) -> int:
     token, is_new = choose_token(options.host, given, no_token=options.no_token)
     bound = listen(options.host, options.port)
     try:
-        with tempfile.TemporaryDirectory(prefix="hybridflow-serve-") as folder:
-            return _serve(options, bound, token, is_new, Path(folder))
+        with ExitStack() as stack:
+            return _serve(options, bound, token, is_new, stack)
     finally:
         bound.close()
 
 
-def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: bool, folder: Path) -> int:
+def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: bool, stack: ExitStack) -> int:
     from hybridflow.observability.progress import progress
 
     with progress.shown(), progress.phase("loading the model"):
         from hybridflow.rollout.server.build import build_service
         from hybridflow.rollout.server.run import run_server
 
-        service = build_service(_settings(options, folder))
+        service = build_service(_settings(options, stack))
     host, port = bound.getsockname()[:2]
     shown = host
     if ":" in host:
@@ -149,7 +151,7 @@ def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: b
     return 0
 
 
-def _settings(options: argparse.Namespace, folder: Path) -> Any:
+def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
     import torch
 
     from hybridflow.rollout.server.build import ServeSettings
@@ -160,7 +162,7 @@ def _settings(options: argparse.Namespace, folder: Path) -> Any:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     memory_share = 0.25 if device.startswith("cpu") else 0.8
     return ServeSettings(
-        model=_model_folder(options, folder),
+        model=_model_folder(options, stack),
         name=options.served_model_name or Path(options.model).expanduser().name,
         devices=tuple(device.split(",")),
         dtype=options.dtype,
@@ -180,15 +182,11 @@ def _settings(options: argparse.Namespace, folder: Path) -> Any:
     )
 
 
-def _model_folder(options: argparse.Namespace, folder: Path) -> str:
-    """Return the model as it was named, or the Hugging Face folder made of a checkpoint below `folder`."""
+def _model_folder(options: argparse.Namespace, stack: ExitStack) -> str:
+    """Return the model as it was named, or the Hugging Face folder made of a checkpoint."""
     from hybridflow.checkpoint.layout import ACTOR, STRUCTURE
 
     given = Path(options.model).expanduser()
     if not any((place / STRUCTURE).is_file() for place in (given, given / ACTOR)):
         return str(options.model)
-    from hybridflow.merger import merge
-
-    return str(
-        merge(given, folder / given.name, dtype="trained", trust_remote_code=options.trust_remote_code)
-    )
+    return merged(given, stack, options.trust_remote_code)

@@ -92,10 +92,15 @@ def prepare_evaluation(
         ray_kwargs=given.ray_kwargs,
     )
     actor = "actor_rollout_ref.actor"
-    computes = given.actor_rollout_ref.actor.fsdp_config.mixed_precision
+    trained = given.actor_rollout_ref.actor
+    most = given.reward.reward_model.forward_max_token_len_per_gpu or trained.ppo_max_token_len_per_gpu
     config = with_values(
         config,
-        {f"{actor}.ppo_max_token_len_per_gpu": NO_LIMIT, f"{actor}.fsdp_config.mixed_precision": computes},
+        {
+            f"{actor}.ppo_max_token_len_per_gpu": NO_LIMIT,
+            f"{actor}.fsdp_config.mixed_precision": trained.fsdp_config.mixed_precision,
+            "reward.reward_model.forward_max_token_len_per_gpu": most,
+        },
     )
     resolved = with_values(resolve(config)[0], {"data.train_files": [], "data.task.size": 0})
     check(resolved, runs=runs, needs_model=needs_model, trains=False)

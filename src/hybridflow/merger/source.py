@@ -63,8 +63,9 @@ class Source:
         source = cls(folder, read_tensors(folder, MODEL))
         if any(name.startswith("backbone.") for name in source.tensors):
             raise CheckpointError(
-                f"{folder} holds a value model, whose head is no language model's: only policies become "
-                f"Hugging Face folders. Give the {ACTOR} folder"
+                f"{folder} holds a value model, whose head is no language model's: only policies are merged. "
+                f"Of a critic's run, give the {ACTOR} folder; a reward model's run has saved the classifier "
+                f"as {folder / HF_FOLDER}, if checkpoint.save_contents has hf_model"
             )
         return source
 

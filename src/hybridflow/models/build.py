@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,12 +319,7 @@ def _with_head(hf: Any, missing: set[str], unexpected: set[str], path: str | Pat
 
     Raises ModelError for a part of a head that this architecture has no place for.
     """
-    odd = sorted(name for name in unexpected if is_head(name))
-    if odd:
-        raise ModelError(
-            f"model {path!r} has {odd[0]} in its files, which {type(hf).__name__} has no place for: its "
-            "scores would be others. Export it as a classifier of transformers"
-        )
+    refuse_odd_head(hf, unexpected, path)
     head = hf.get_submodule(head_name(hf))
     hf._weight_conversions = None  # it is exported by its own names, not by those of this folder
     hf.new_head = f"{head_name(hf)}.weight" in missing
@@ -332,6 +328,16 @@ def _with_head(hf: Any, missing: set[str], unexpected: set[str], path: str | Pat
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     return {name for name in missing if not is_head(name)}
+
+
+def refuse_odd_head(hf: PreTrainedModel, unread: Iterable[str], path: str | Path) -> None:
+    """Raise ModelError where one of the tensors of the files that nothing reads is a part of a head."""
+    odd = sorted(filter(is_head, unread))
+    if odd:
+        raise ModelError(
+            f"model {str(path)!r} has {odd[0]} in its files, which {type(hf).__name__} has no place for: its "
+            "scores would be others. Export it as a classifier of transformers"
+        )
 
 
 def source_dtype(config: PretrainedConfig, where: str) -> torch.dtype | None:

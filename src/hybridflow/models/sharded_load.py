@@ -32,6 +32,7 @@ from hybridflow.models.build import (
     checked_config,
     enable_gradient_checkpointing,
     load_whole,
+    refuse_odd_head,
     source_dtype,
     without_dropout,
     wrap,
@@ -115,6 +116,8 @@ def meta_model(
                 sources[name] = tuple(f"{head}.{part}" for head in (module.head_name, *HEAD_NAMES))
         elif id(tensor) in names:
             sources[name] = tuple(names[id(tensor)])
+    if isinstance(module, ScoreModel):
+        refuse_odd_head(hf, set(in_files).difference(*sources.values()), where)
 
     def whole() -> PreTrainedModel:
         return load_whole(path, "cpu", dtype, trust_remote_code, override_config, kind)

@@ -40,6 +40,16 @@ def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
     _check_keys(config, sources)
 
 
+def refuse_model(reward: RewardConfig) -> None:
+    """Raise ConfigError for a reward model where only functions score."""
+    if reward.reward_model.enable:
+        raise ConfigError(
+            "reward.reward_model.enable=true: here no model is started, and its part of the score would be "
+            "missing. `hybridflow eval MODEL` scores by functions and the reward model; to try the functions "
+            "alone, set reward.reward_model.enable=false and leave the term reward_model out of reward.terms"
+        )
+
+
 def names_of(reward: RewardConfig) -> list[str]:
     """The built-in functions that the run scores with, `auto` among them, and the paths of the user's own."""
     if reward.terms:

@@ -29,7 +29,7 @@ name, the keys of reward, and data.output_path, the folder of the results (eval)
 """
 
 
-def score(words: list[str]) -> None:
+def score(words: list[str]) -> int:
     """Score the responses and print the means; errors are those of `score_file`."""
     overrides, given = translate(words, RENAMED, [RESPONSE, TRUTH])
     config, notes = prepare_evaluation(["trainer.default_local_dir=eval", *overrides], needs_model=False)
@@ -44,6 +44,7 @@ def score(words: list[str]) -> None:
                 sys.stdout.write(json.dumps({f"test_score/{source}": estimate["value"]}) + "\n")
         for cause, count in found["failed"].items():
             sys.stderr.write(f"{source}: {count} responses have no score ({cause})\n")
+    return 0
 
 
 main = door(HELP, score)

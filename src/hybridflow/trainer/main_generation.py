@@ -6,6 +6,7 @@ of a run, and takes checkpoints and endpoints too.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -45,17 +46,26 @@ Started again it goes on. `hybridflow generate --help` shows the same with the k
 """
 
 
-def generate(words: list[str]) -> None:
-    """Answer the prompts; ConfigError where a key is missing or wrong."""
+def generate(words: list[str]) -> int:
+    """Answer the prompts and return 1 where an answer failed; ConfigError where a key is missing or wrong."""
     overrides, given = translate(words, RENAMED, [OUTPUT])
-    if OUTPUT not in given:
-        raise ConfigError(f"{OUTPUT} is not set: give the file to write, which ends in .parquet or .jsonl")
-    target = Path(given[OUTPUT]).expanduser()
+    target = Path(given.get(OUTPUT, "")).expanduser()
+    if not target.suffix or target.is_dir():
+        raise ConfigError(
+            f"{OUTPUT}={given.get(OUTPUT)}: give the file to write, which ends in .parquet or .jsonl"
+        )
     folder = target.with_suffix("")  # the answers so far, for a command that is started again
-    config, notes = prepare_evaluation([*DEFAULTS, *overrides, f"trainer.default_local_dir='{folder}'"])
+    keys = [*DEFAULTS, *overrides, f"trainer.default_local_dir='{folder}'"]
+    if any(re.fullmatch(rf"{re.escape(VAL)}temperature=0(\.0*)?", word) for word in overrides):
+        keys.insert(len(DEFAULTS), f"{VAL}do_sample=false")
+    config, notes = prepare_evaluation(keys)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
-    evaluate(config, Subject.of(str(config.actor_rollout_ref.model.path)), responses=target)
+    results = evaluate(config, Subject.of(str(config.actor_rollout_ref.model.path)), responses=target)
+    for source, found in results.items():
+        for cause, count in found["failed"].items():
+            sys.stderr.write(f"{source}: {count} answers failed ({cause}); the same command tries again\n")
+    return int(any(found["failed"] for found in results.values()))
 
 
 main = door(HELP, generate)

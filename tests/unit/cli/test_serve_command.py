@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,15 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
 
 
-def settings(tmp_path: Path, *words: str) -> ServeSettings:
-    made = serve._settings(parser().parse_args(["serve", *words]), tmp_path)
+def settings(stack: ExitStack, *words: str) -> ServeSettings:
+    made = serve._settings(parser().parse_args(["serve", *words]), stack)
     assert isinstance(made, ServeSettings)
     return made
 
 
-def test_words_become_settings(tmp_path: Path) -> None:
+def test_words_become_settings() -> None:
     made = settings(
-        tmp_path,
+        ExitStack(),
         "models/my-model",
         "--device",
         "cuda:0,cuda:1",
@@ -50,7 +51,7 @@ def test_words_become_settings(tmp_path: Path) -> None:
     )
     assert (made.model, made.name, made.devices) == ("models/my-model", "my-model", ("cuda:0", "cuda:1"))
     assert made.limits.deadline_s is None and made.limits.max_body_bytes == 2**19
-    assert settings(tmp_path, "org/name", "--device", "cpu", "--served-model-name", "x").name == "x"
+    assert settings(ExitStack(), "org/name", "--device", "cpu", "--served-model-name", "x").name == "x"
 
 
 def test_a_checkpoint_is_made_a_folder_first(tmp_path: Path) -> None:
@@ -68,9 +69,11 @@ def test_a_checkpoint_is_made_a_folder_first(tmp_path: Path) -> None:
     }
     step = CheckpointStore(tmp_path / "run").save(4, {}, folders=fill)
     for given in (step, step / ACTOR):
-        made = settings(tmp_path / "made", str(given), "--device", "cpu")
-        assert made.name == given.name and Path(made.model) == tmp_path / "made" / given.name
-        assert build_policy(made.model, device="cpu").head.weight.equal(policy.head.weight)
+        with ExitStack() as stack:
+            made = settings(stack, str(given), "--device", "cpu")
+            assert made.name == Path(made.model).name == given.name
+            assert build_policy(made.model, device="cpu").head.weight.equal(policy.head.weight)
+        assert not Path(made.model).exists()
 
 
 @pytest.mark.parametrize(

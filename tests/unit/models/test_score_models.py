@@ -25,6 +25,7 @@ from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.build_score import build_score
 from hybridflow.models.lora import LoraSettings
+from hybridflow.models.sharded_load import meta_model
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack, share_prompts
@@ -121,8 +122,11 @@ def test_a_head_may_have_another_name(name: str, tmp_path: Path) -> None:
     assert "score.weight" in load_file(tmp_path / "out" / "model.safetensors")
     weights[f"{name}.bias"] = torch.ones(1)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"bias in its files, which LlamaForSequenceClassification has no"):
+    refused = r"bias in its files, which LlamaForSequenceClassification has no place for"
+    with pytest.raises(ModelError, match=refused):
         load("score", tmp_path)
+    with pytest.raises(ModelError, match=refused):  # of several ranks, too
+        meta_model("score", tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])

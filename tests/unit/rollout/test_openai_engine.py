@@ -15,7 +15,7 @@ import pytest
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.openai.engine import OpenAIEngine
+from hybridflow.rollout.openai.engine import OpenAIEngine, check_reachable
 
 
 class Scripted(ThreadingHTTPServer):
@@ -179,7 +179,10 @@ def test_what_may_pass_is_tried_again_and_what_not_is_told(server: Scripted) -> 
     assert "deadline" in str(outputs[5].error)
 
 
-def test_an_endpoint_that_is_not_there_is_named() -> None:
+def test_an_endpoint_that_is_not_there_is_named(server: Scripted) -> None:
+    check_reachable(server.url)  # which knows no GET
+    with pytest.raises(RolloutError, match=r"nothing answers at http://127\.0\.0\.1:9/v1"):
+        check_reachable("http://127.0.0.1:9/v1")
     output = run(OpenAIEngine("http://127.0.0.1:9/v1", model="m", deadline=0.4), [request(0, 3)])[0]
     assert output.finish_reason == "error" and "openai engine at http://127.0.0.1:9/v1" in str(output.error)
 

@@ -33,6 +33,11 @@ def test_pass_at_k_is_one_minus_the_sets_without_a_right_answer(n: int, data: st
     assert expected_best(scores, k) == pytest.approx(1 - comb(n - right, k) / comb(n, k))
 
 
+@pytest.mark.parametrize("score", [0.1, 0.3, 1.0])
+def test_the_best_of_equal_scores_is_that_score(score: float) -> None:
+    assert all(expected_best([score] * n, k) == score for n in range(1, 40) for k in range(1, n + 1))
+
+
 @given(st.lists(st.tuples(st.floats(-2, 2), st.sampled_from("abc")), min_size=1, max_size=6), st.data())
 def test_best_and_majority_are_means_over_all_sets(
     rows: list[tuple[float, str]], data: st.DataObject
@@ -76,6 +81,11 @@ def test_intervals_of_shares_are_wilsons_and_count_prompts() -> None:
     assert interval([0.0] * 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     # eight answers to each of ten prompts that are all right or all wrong tell no more than ten answers do
     assert interval([float(np.mean([right] * 8)) for right in [1] * 8 + [0] * 2]) == (low, high)
+
+
+def test_equal_shares_have_the_interval_of_as_many_prompts() -> None:
+    found = interval([0.3] * 10)
+    assert found == pytest.approx(interval([1.0] * 3 + [0.0] * 7), abs=1e-9)
 
 
 def test_intervals_of_other_numbers_are_normal() -> None:

@@ -20,7 +20,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.rollout.server.build import ServeSettings, build_service
 from hybridflow.rollout.server.run import DrainingServer, listen
 from hybridflow.trainer import main_eval, main_generation
-from hybridflow.trainer.evaluation.answers import AnswerFile
+from hybridflow.trainer.evaluation.answers import Answer, AnswerFile
 
 SAMPLED = (
     "actor_rollout_ref.rollout.val_kwargs.n=2",
@@ -72,7 +72,9 @@ def test_other_sampling_or_another_folder_is_refused(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    AnswerFile(out, {"model": "b", "n": 1}).close()  # a start that failed before any answer
     file = AnswerFile(out, {"model": "a", "n": 1})
+    file.add(Answer(0, 0, "1 + 1", "2", "stop", 1))
     file.close()
     AnswerFile(out, {"model": "a", "n": 1}).close()
     with pytest.raises(ConfigError, match="n was 1 and is 2"):
@@ -92,7 +94,8 @@ def test_other_sampling_or_another_folder_is_refused(
 
 
 REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, messages=()):
+    assert [message["content"] for message in messages] == ["1+1", solution_str]
     if solution_str == "bad":
         raise ValueError("cannot be scored")
     return {"score": float(solution_str == ground_truth), "pred": solution_str}
@@ -125,6 +128,47 @@ def test_responses_of_a_file_are_scored_and_failures_are_in_no_metric(
     assert metrics["pass@2"]["value"] == pytest.approx(((1 - 1 / 6) + (1 - 1 / 3)) / 2)
     assert metrics["pass@4"] == {**metrics["pass@4"], "value": 1.0, "prompts": 1}  # of three answers none
     assert metrics["maj@4"]["value"] == 1.0 and metrics["maj@4"]["over"] == "every set of k"
+
+
+def test_other_facts_of_a_prompt_are_other_prompts(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    words = ["generate", str(run), "--out", str(tmp_path / "out"), "data.task.name=null"]
+    words.append(f"data.val_files='{data}'")
+    data.write_text('{"prompt": "1 + 1", "extra_info": {"seed": 1}}\n')
+    assert main(words) == 0 and main(words) == 0
+    data.write_text('{"prompt": "1 + 1", "extra_info": {"seed": 2}}\n')
+    assert main(words) == 1 and "prompts was 1 of digest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+def test_a_column_of_texts_where_objects_are_wanted_is_an_error_of_the_data(
+    column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "1 + 1", "data_source": "openai/gsm8k", "responses": ["2"], column: "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    keys = [f"data.path={tmp_path}/rows.jsonl", f"data.output_path={tmp_path}/out", "reward.num_workers=0"]
+    assert main_eval.main(keys) == 1
+    assert f"DataError: {tmp_path}/rows.jsonl, row 0: reward_model is" in capsys.readouterr().err
+
+
+TOKENS = """
+def compute_score(data_source, solution_str, ground_truth, response_ids, messages, extra_info=None):
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[-1]["content"] == solution_str
+    return {"score": [1.0] * len(response_ids)}
+"""
+
+
+def test_a_reward_function_is_given_the_conversation_and_the_sampled_ids(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens.py").write_text(TOKENS)
+    words = ["eval", str(run), "--out", str(tmp_path / "out")]
+    words.append(f"reward.custom_reward_function.path='{tmp_path}/tokens.py'")
+    for _ in range(2):  # of answers that are there already, too
+        assert main(words) == 0
+        found = results(tmp_path / "out")["arithmetic_chain"]
+        assert found["metrics"]["mean@2"]["value"] == pytest.approx(found["mean_tokens"])
 
 
 WORLD = """
@@ -196,6 +240,35 @@ def test_verls_keys_generate_a_parquet_of_responses(run: Path, tmp_path: Path) -
     assert main_generation.main(keys) == 0
     written = pq.read_table(tmp_path / "made/responses.parquet").to_pylist()
     assert len(written) == 1 and written[0]["id"] == 7 and len(written[0]["responses"]) == 3
+
+
+def test_verls_keys_may_be_greedy_and_failed_answers_are_the_exit_status(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def evaluated(config: Any, subject: Any, responses: Path) -> Any:
+        asked.append(config.actor_rollout_ref.rollout.val_kwargs)
+        return {"sums": {"failed": {"deadline": 2}}}
+
+    monkeypatch.setattr(main_generation, "evaluate", evaluated)
+    keys = [f"model.path={run.parent}/model", "data.task.name=arithmetic_chain", "data.n_samples=1"]
+    keys += ["rollout.temperature=0", f"data.output_path={tmp_path}/out"]
+    assert main_generation.main(keys) == 1 and not asked
+    assert "data.output_path=" in capsys.readouterr().err
+    assert main_generation.main([*keys[:-1], f"data.output_path={tmp_path}/out.jsonl"]) == 1
+    assert (asked[0].do_sample, asked[0].temperature, asked[0].n) == (False, 0.0, 1)
+    assert "sums: 2 answers failed (deadline)" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_is_not_there_is_told_before_anything_is_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "http://127.0.0.1:9/v1", "--deadline", "1", "--out", str(tmp_path / "out")]
+    words += ["data.task.name=arithmetic_chain", "data.task.val_size=3", "data.max_response_length=8"]
+    assert main([*words, f"actor_rollout_ref.model.path={run.parent}/model"]) == 1
+    assert "nothing answers at http://127.0.0.1:9/v1 (ConnectError" in capsys.readouterr().err
+    assert not (tmp_path / "out/answers.jsonl").read_text()
 
 
 def test_an_endpoint_gives_the_answers_of_its_model(

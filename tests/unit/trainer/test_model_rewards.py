@@ -4,10 +4,11 @@ they join those of functions by weights and conditions.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,14 +17,16 @@ from tiny_trainer import ppo_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
-from hybridflow.config.reward import RewardModelRoleConfig
+from hybridflow.config.reward import RewardConfig, RewardModelRoleConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.request import ScoreRequest
+from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.trainer.ppo.build import build
-from hybridflow.trainer.ppo.model_rewards import ModelReader
+from hybridflow.trainer.ppo.model_rewards import ModelReader, ModelScorer
+from hybridflow.workers.reward_model import SCORES
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {{ m.role }}{{ eos_token }} {% endfor %}"
 ANSWER = {"role": "assistant", "content": "4"}
@@ -147,6 +150,7 @@ def test_a_score_that_is_no_number_is_an_error_of_its_row(
         ((), r"does not use its score: join them by reward\.terms"),
         (("reward.terms=[{name: reward_model}, {name: reward_model, key: b}]", *ALONE), "one reward model"),
         (("reward.reward_model.model.path=null", *ALONE), r"reward_model\.model\.path is not set"),
+        (("data.task.name=null", "data.environment=guess", *ALONE), "would never be asked"),
     ],
 )
 def test_mistakes_are_refused(
@@ -162,6 +166,28 @@ def test_a_language_model_is_no_reward_model(policy: Path, tmp_path: Path) -> No
         build(config(policy, policy, tmp_path / "run", *ALONE)),
     ):
         pass
+
+
+def test_an_evaluation_scores_as_the_run_validates(policy: Path, reward_model: Path, tmp_path: Path) -> None:
+    with build(config(policy, reward_model, tmp_path / "run", *ALONE)) as trainer:
+        assert trainer.validator is not None
+        validated = trainer.validator(0)
+    recipe = str(tmp_path / "run/config.yaml")
+    assert main(["eval", str(policy), "--recipe", recipe, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out/results.json").read_text())["arithmetic_chain"]
+    of_run = validated["val-core/arithmetic_chain/reward/mean@1"]
+    assert found["failed"] == {} and found["metrics"]["mean@1"]["value"] == pytest.approx(of_run, abs=1e-5)
+
+
+@pytest.mark.parametrize("words", [["reward-test"], ["eval", "--responses", "answers"]])
+def test_commands_without_a_model_refuse_one_of_the_reward(
+    words: list[str], reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answers": ["2"]}\n')
+    keys = ["reward.reward_model.enable=true", f"reward.reward_model.model.path='{reward_model}'"]
+    keys += [f"data.{split}_files='{tmp_path}/rows.jsonl'" for split in ("train", "val")]
+    assert main([*words, *keys, f"trainer.default_local_dir='{tmp_path}/out'"]) == 1
+    assert "its part of the score would be missing" in " ".join(capsys.readouterr().err.split())
 
 
 def test_keys_of_verl_choose_the_model(policy: Path, reward_model: Path, tmp_path: Path) -> None:
@@ -190,6 +216,34 @@ def test_a_conversation_may_end_with_the_answer(reward_model: Path) -> None:
     )
     assert answer.scored == [tokenizer.eos_token_id] and whole.scored != answer.scored
     assert whole.before[: len(answer.before) + 1] == answer.before + answer.scored
+
+
+@pytest.mark.parametrize("activation", ["none", "sigmoid"])
+def test_a_response_that_ends_at_once_is_one_empty_step(
+    activation: str, policy: Path, reward_model: Path
+) -> None:
+    ours = load_tokenizer(policy)
+    keys = RewardModelRoleConfig(kind="token_score", step_separator="1", activation=activation, max_length=64)
+    read: list[DataProto] = []
+
+    class Group:
+        def score(self, rows: DataProto) -> DataProto:
+            read.append(rows)
+            return DataProto.from_dict({SCORES: torch.full(rows.batch["responses"].shape, 2.0)})
+
+    scorer: Any = ModelScorer(
+        cast(Any, None),
+        cast(Any, Group()),
+        ModelReader(load_tokenizer(reward_model), keys),
+        RewardConfig(terms=[{"name": "reward_model"}], reward_model=keys),
+        ours,
+    )
+    eos_first = ScoreRequest("", "", "", {}, (ours.eos_token_id,), [{"role": "user", "content": "2 2"}])
+    (outcome,) = scorer.complete([eos_first], [Outcome()])
+    wanted = {"none": 2.0, "sigmoid": float(torch.tensor(2.0).sigmoid())}[activation]
+    assert not outcome.error and outcome.score == pytest.approx(wanted)
+    separator = load_tokenizer(reward_model).encode("1", add_special_tokens=False)
+    assert read[0].batch["responses"].tolist() == [separator]
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "min"])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from test_dpo_trainer import metrics_of
-from tiny_trainer import tiny_model
+from tiny_trainer import build as build_ppo
+from tiny_trainer import ppo_config, tiny_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -16,6 +17,8 @@ from hybridflow.config import RewardModelConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.preference import RewardDataConfig
 from hybridflow.data.step_labels import StepDataset
+from hybridflow.errors import CheckpointError
+from hybridflow.merger import merge
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.sft.build import build
@@ -96,6 +99,23 @@ def test_a_run_learns_resumes_and_leaves_a_classifier(loss: str, model: Path, tm
     assert lines[1]["train/loss"] == pytest.approx(0.6931472)
     assert learned > 0.9, "on rows seen often, of whose steps 0.81 are right"
     assert ("val/margin" in lines[3]) == (loss == "bradley_terry")
+
+
+@pytest.mark.parametrize(("loss", "kind"), [("bradley_terry", "score"), ("process", "token_score")])
+def test_each_checkpoint_has_the_folder_that_a_run_scores_by(
+    loss: str, kind: str, model: Path, tmp_path: Path
+) -> None:
+    with build(reward_config(model, tmp_path / "rm", loss, "trainer.total_training_steps=1")) as trainer:
+        trainer.fit()
+    step = tmp_path / "rm/global_step_1"
+    with pytest.raises(CheckpointError, match=r"global_step_1/actor/huggingface, if"):
+        merge(step, tmp_path / "merged")
+    keys = ("reward.custom_reward_function.path=null", "reward.reward_model.enable=true")
+    keys += (f"reward.reward_model.kind={kind}", "reward.reward_model.step_separator=' . '")
+    keys += (f"reward.reward_model.model.path='{step}/actor/huggingface'",)
+    with build_ppo(ppo_config(model, tmp_path / "run", *keys)) as ppo:
+        scores = ppo.source.next(1).rows.batch["token_level_scores"].sum(-1)
+    assert scores.count_nonzero() == len(scores)
 
 
 def test_the_margin_of_the_data_reaches_the_loss(model: Path, tmp_path: Path) -> None:

@@ -410,6 +410,15 @@ def test_no_failed_trajectory_reaches_an_estimator(
     assert seen[0]["perf/total_num_tokens"] == 0.0 and seen[0]["training/global_step"] == 1
 
 
+def test_a_resumed_run_has_learned_before(model: Path, tmp_path: Path) -> None:
+    settings = ("algorithm.adv_estimator=grpo", "trainer.test_freq=-1", "trainer.save_freq=1")
+    with build(ppo_config(model, tmp_path / "run", *settings, "trainer.total_training_steps=1")) as trainer:
+        trainer.fit()
+    with never_scored(model, tmp_path, *settings) as trainer:
+        trainer.fit()
+        assert trainer.state.step == 2
+
+
 def test_three_steps_in_a_row_without_a_trajectory_end_the_run(model: Path, tmp_path: Path) -> None:
     settings = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=9")
     told = "every trajectory of the last 3 steps has failed: 24 by environment"

@@ -40,6 +40,13 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     yield from plugin_problem("data.environment", config.data.environment)
     agent = rollout.agent
+    others = agent.command or agent.default_agent_loop != "single_turn_agent"
+    if config.data.environment and not others and config.reward.reward_model.enable:
+        yield (
+            f"reward.reward_model.enable=true with data.environment={config.data.environment}, which gives "
+            "the rewards itself: the reward model would never be asked. Set reward.reward_model.enable=false "
+            "or leave data.environment out"
+        )
     yield from plugin_problem(f"{ROLLOUT}.agent.default_agent_loop", agent.default_agent_loop)
     files = {
         f"{ROLLOUT}.multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,

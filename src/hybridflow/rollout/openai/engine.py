@@ -35,6 +35,8 @@ AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 """Answers after which the same request may succeed."""
 LONGEST_PAUSE = 5.0
 """Seconds between two tries, at most."""
+PROBE_SECONDS = 60.0
+"""Seconds within which a server that is there answers at all."""
 
 Message = dict[str, str]
 
@@ -183,6 +185,17 @@ class OpenAIEngine(SessionEngine):
             f"no success within {self.deadline:g} s in {tries} tries, the last: {last}. Is it running? "
             "Raise `deadline` if slow"
         )
+
+
+def check_reachable(base_url: str) -> None:
+    """Raise RolloutError where no server answers at an address; whatever it answers, it is there."""
+    try:
+        httpx.get(f"{base_url.rstrip('/')}/models", timeout=PROBE_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RolloutError(
+            f"nothing answers at {base_url} ({type(error).__name__}: {error}). Is the server running, and is "
+            "this its address? As a rule it ends in /v1"
+        ) from error
 
 
 def reason_of(answer: httpx.Response) -> str:

@@ -7,7 +7,7 @@ Answer ──add──► OUT/answers.jsonl ──► answers of the same model,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from hybridflow.errors import ConfigError
 
 ANSWERS = "answers.jsonl"
 IDENTITY = "evaluation.json"
+NAMED_BY = "--out; data.output_path of verl's commands"
+"""The options that name the folder."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Answer:
     """`stop`, or `length` where a limit ended it."""
     num_tokens: int
     """Tokens that the model has sampled."""
+    response_ids: Sequence[int] = ()
+    """Ids of these tokens, in the order of the calls to the model."""
     turns: int = 1
     """Calls to the model."""
     reward: float | None = None
@@ -58,12 +62,14 @@ class AnswerFile:
         self.path = folder / ANSWERS
         self.answers: dict[tuple[int, int], Answer] = {}
         """Answers that have not failed, by prompt and sample."""
-        check_identity(folder, json.loads(json.dumps(identity, default=str)))
         whole = b""
         if self.path.exists():
             # a line that was being written when the process ended has no end
             whole = self.path.read_bytes().rpartition(b"\n")[0]
             whole += b"\n" if whole else b""
+        # a start that failed before any answer leaves an empty file, and binds no later one
+        unused = self.path.exists() and not whole
+        check_identity(folder, json.loads(json.dumps(identity, default=str)), replaces=unused)
         for line in whole.decode("utf-8").splitlines():
             answer = Answer(**json.loads(line))
             if not answer.failed:
@@ -84,15 +90,18 @@ class AnswerFile:
         self._file.close()
 
 
-def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write what the answers depend on, or raise ConfigError where it is not what the folder's depend on."""
+def check_identity(folder: Path, identity: Mapping[str, Any], *, replaces: bool = False) -> None:
+    """Write what the answers depend on, or raise ConfigError where it is not what the folder's depend on,
+    unless it `replaces` that.
+    """
     path = folder / IDENTITY
     if not path.exists():
         others = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
         if others:
             raise ConfigError(
-                f"--out {folder} holds {others[0]} and no evaluation: give the name of a new folder"
+                f"{folder} holds {others[0]} and no evaluation: give the name of a new folder ({NAMED_BY})"
             )
+    if replaces or not path.exists():
         replace_file(path, json.dumps(identity, indent=2) + "\n")
         return
     before = json.loads(path.read_text(encoding="utf-8"))
@@ -103,6 +112,6 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"--out {folder} holds answers that these would not belong to: {'; '.join(changed[:5])}. Give "
-            "another --out, or remove the folder"
+            f"{folder} holds answers that these would not belong to: {'; '.join(changed[:5])}. Give "
+            f"another folder ({NAMED_BY}), or remove it"
         )

@@ -20,7 +20,7 @@ from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import flatten, to_tree, with_values
-from hybridflow.controller import Factories, RankInfo, WorkerHost
+from hybridflow.controller import Backend, Factories, RankInfo, WorkerHost
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.row_schema import UNKNOWN_SOURCE
@@ -34,12 +34,13 @@ from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
 from hybridflow.trainer.evaluation.results import summarise, write_results
 from hybridflow.trainer.evaluation.scoring import AnswerScores
 from hybridflow.trainer.ppo.generation import Generation, validation_requests
+from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
 from hybridflow.trainer.run import Run, started
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.weight_sync.local_push import StagedPush
-from hybridflow.workers import RolloutGroup, RolloutWorker
+from hybridflow.workers import RewardModelGroup, RolloutGroup, RolloutWorker
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,9 @@ def answer_and_score(
     config: PPOConfig, subject: Subject, responses: Path | None, signals: StopSignals
 ) -> dict[str, Any]:
     """Do what `evaluation.main.evaluate` describes."""
-    with started(config, ["rollout"], patience=0.0, signals=signals) as run, ExitStack() as stack:
+    learned = responses is None and config.reward.reward_model.enable
+    roles = ["reward_model", "rollout"] if learned else ["rollout"]
+    with started(config, roles, patience=0.0, signals=signals) as run, ExitStack() as stack:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
             data = build_prompt_data(config.data, tokenizer, config.trainer.seed)
@@ -76,25 +79,37 @@ def answer_and_score(
         folder = run.folder.path
         kept = stack.enter_context(closing(AnswerFile(folder, _identity(config, subject, prompts))))
         run.folder.write_config(to_yaml(config))
-        session = None
+        missing = _Missing(config, subject, prompts, kept)
+        rewards = None
         if responses is None:
-            manager = stack.enter_context(closing(build_reward_manager(config.reward, config.trainer.seed)))
-            session = stack.enter_context(manager.open())
+            rewards = stack.enter_context(closing(build_reward_manager(config.reward, config.trainer.seed)))
+        backend = None
+        if missing.requests and subject.endpoint is not None:
+            from hybridflow.rollout.openai.engine import check_reachable  # its module needs an extra
+
+            check_reachable(subject.endpoint.url)
+        if missing.requests or learned:
+            backend = _frozen_backend(run, roles, subject, tokenizer)
+        if rewards is not None and backend is not None and learned:
+            group = RewardModelGroup(backend, "reward_model", also_read={})
+            add_reward_model(rewards, group, config.reward, tokenizer)
+        session = None
+        if rewards is not None:
+            session = stack.enter_context(rewards.open())
         found = AnswerScores(session)
 
         def score(answer: Answer) -> None:
             row = prompts[answer.prompt].row
             truth = (row.get("reward_model") or {}).get("ground_truth")
-            found.add(
-                answer, str(row.get("data_source") or UNKNOWN_SOURCE), truth, row.get("extra_info") or {}
-            )
+            source = str(row.get("data_source") or UNKNOWN_SOURCE)
+            found.add(answer, row.get("raw_prompt"), source, truth, row.get("extra_info") or {})
 
         for answer in kept.answers.values():
             score(answer)
-        missing = _Missing(config, subject, prompts, kept)
-        if missing.requests:
+        if missing.requests and backend is not None:
             with closing(Agents(config, tokenizer, data.agent_names)) as agents:
-                rollout = _frozen_rollout(run, subject, tokenizer)
+                rollout = RolloutGroup(backend, "rollout", also_read={})
+                rollout.call(RolloutWorker.renew_weights, version=0)
                 missing.generate(Generation(rollout, tokenizer, config, agents), score)
         with progress.phase("scoring"):
             rows = found.result()
@@ -171,21 +186,23 @@ class _Missing:
             )
         of_data = self.requests.rows[place].row.get("extra_info") or {}
         extra_info = trajectory.extra["extra_info"]
+        sampled = trajectory.sampled_ids
         return Answer(
             prompt,
             sample,
             question,
             trajectory.extra["solution_str"],
             "length" if outcome.kind == "truncated" else "stop",
-            sum(sum(lineage.sampled_mask) for lineage in trajectory.lineages),
+            len(sampled),
+            sampled,
             turns=trajectory.turns,
             reward=trajectory.reward,
             extra_info={name: value for name, value in extra_info.items() if value is not of_data.get(name)},
         )
 
 
-def _frozen_rollout(run: Run, subject: Subject, tokenizer: Tokenizer) -> RolloutGroup:
-    """Return engines that generate with the subject's weights, which are loaded now."""
+def _frozen_backend(run: Run, roles: Sequence[str], subject: Subject, tokenizer: Tokenizer) -> Backend:
+    """Start engines that generate with the subject's weights, and the reward model if `roles` names it."""
     config = run.config
     assert isinstance(config, PPOConfig), "an evaluation has the keys of a PPO run"
     if subject.weights is not None:
@@ -194,16 +211,12 @@ def _frozen_rollout(run: Run, subject: Subject, tokenizer: Tokenizer) -> Rollout
             config = with_values(config, {"actor_rollout_ref.model.path": folder})
     with progress.phase("starting the engines"):
         facts = facts_of(config, tokenizer, total_steps=1, nonfinite=run.folder.nonfinite)
-        backend = run.start(
-            partial(_factories, facts, subject.endpoint), partial(meshes, config, ["rollout"])
-        )
-        rollout = RolloutGroup(backend, "rollout", also_read={})
-        rollout.call(RolloutWorker.renew_weights, version=0)
-    return rollout
+        return run.start(partial(_factories, facts, subject.endpoint), partial(meshes, config, roles))
 
 
 def _factories(facts: RunFacts, endpoint: Endpoint | None, process: WorkerHost) -> Factories:
-    return {"rollout": partial(_frozen_worker, RoleBuilders(facts, process), endpoint)}
+    builders = RoleBuilders(facts, process)
+    return {"rollout": partial(_frozen_worker, builders, endpoint), "reward_model": builders.reward_model}
 
 
 def _frozen_worker(builders: RoleBuilders, endpoint: Endpoint | None, info: RankInfo) -> RolloutWorker:
@@ -225,8 +238,8 @@ def _identity(config: PPOConfig, subject: Subject, prompts: Sequence[PromptRow])
     """Return what the answers depend on, as flat JSON."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        truth = (prompt.row.get("reward_model") or {}).get("ground_truth")
-        digest.update(repr((prompt.prompt_token_ids, truth)).encode("utf-8", errors="backslashreplace"))
+        row = {name: value for name, value in sorted(prompt.row.items()) if name != "raw_prompt"}
+        digest.update(repr((prompt.prompt_token_ids, row)).encode("utf-8", errors="backslashreplace"))
     identity: dict[str, Any] = {
         "model": subject.name,
         "weights": subject.state,

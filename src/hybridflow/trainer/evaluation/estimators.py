@@ -42,7 +42,8 @@ def expected_best(scores: Sequence[float], k: int) -> float:
     (Chen et al., 2107.03374). k is at most n.
     """
     sets = math.comb(len(scores), k)
-    return sum(score * (math.comb(place, k - 1) / sets) for place, score in enumerate(sorted(scores)))
+    total = sum(score * (math.comb(place, k - 1) / sets) for place, score in enumerate(sorted(scores)))
+    return min(max(total, min(scores)), max(scores))  # rounding may have carried it beyond
 
 
 def majority_is_exact(n: int, k: int) -> bool:
@@ -85,7 +86,7 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         return mean - half, mean + half
     variance = float(np.var(values)) / count
     observations = float(count)
-    if variance > 0:
+    if variance > 0 and max(values) > min(values):  # equal values have one by rounding
         observations = mean * (1 - mean) / variance
     square = NORMAL_QUANTILE**2 / observations
     centre = (mean + square / 2) / (1 + square)

@@ -19,7 +19,7 @@ from hybridflow.data.files import PARQUET, as_list, load_rows
 from hybridflow.data.row_schema import source_of
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.early_checks import check_reward
+from hybridflow.rewards.early_checks import check_reward, refuse_model
 from hybridflow.trainer.evaluation.answers import Answer, check_identity
 from hybridflow.trainer.evaluation.results import Scored, summarise, write_results
 from hybridflow.trainer.evaluation.scoring import AnswerScores
@@ -58,6 +58,7 @@ def score_file(
     folder holds something else.
     """
     check_reward(config, [])
+    refuse_model(config.reward)
     folder = RunFolder(config.trainer.default_local_dir)
     with folder.held():
         check_identity(folder.path, {"files": as_list(config.data.val_files), "column": response_key})
@@ -89,10 +90,18 @@ def _score(config: PPOConfig, response_key: str, truth_key: str) -> list[Scored]
                     f"{rows.source}, row {number}: {response_key} is {type(responses).__name__}, wanted a "
                     "text or a list of texts"
                 )
-            truth = (row.get(truth_key) or {}).get("ground_truth")
-            prompt = json.dumps(row.get(config.data.prompt_key), ensure_ascii=False, default=str)
+            truth = row.get(truth_key) or {}
+            extra_info = row.get("extra_info") or {}
+            if not isinstance(truth, Mapping) or not isinstance(extra_info, Mapping):
+                raise DataError(
+                    f"{rows.source}, row {number}: {truth_key} is {type(truth).__name__} and extra_info "
+                    f"{type(extra_info).__name__}, wanted objects: {truth_key} with ground_truth"
+                )
+            prompt = row.get(config.data.prompt_key)
+            question = json.dumps(prompt, ensure_ascii=False, default=str)
             for sample, response in enumerate(responses):
                 failed = "" if response is not None else "missing"
-                answer = Answer(number, sample, prompt, response or "", "stop", 0, failed=failed)
-                scores.add(answer, source_of(row, config.data), truth, row.get("extra_info") or {})
+                answer = Answer(number, sample, question, response or "", "stop", 0, failed=failed)
+                source = source_of(row, config.data)
+                scores.add(answer, prompt, source, truth.get("ground_truth"), extra_info)
         return scores.result()

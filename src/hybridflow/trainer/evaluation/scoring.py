@@ -9,6 +9,7 @@ from hybridflow.rewards.manager import RewardSession
 from hybridflow.rewards.request import ScoreRequest
 from hybridflow.trainer.evaluation.answers import Answer
 from hybridflow.trainer.evaluation.results import Scored
+from hybridflow.trainer.ppo.scoring import conversation_of
 
 
 class AnswerScores:
@@ -19,17 +20,23 @@ class AnswerScores:
         self._added: list[Scored] = []
         self._to_score: list[int] = []
 
-    def add(self, answer: Answer, source: str, truth: Any, extra_info: Mapping[str, Any]) -> None:
+    def add(
+        self, answer: Answer, prompt: Any, source: str, truth: Any, extra_info: Mapping[str, Any]
+    ) -> None:
         """Have an answer scored. One that failed, or has its environment's reward, is kept as it is.
 
-        `source`, `truth` and `extra_info` are what the data say of its prompt.
+        `prompt`, a text or messages, `source`, `truth` and `extra_info` are what the data say of its prompt.
         """
         row = Scored(
             answer, source, truth, score=answer.reward or 0.0, failed=answer.failed, detail=answer.detail
         )
         if self._session is not None and not answer.failed and answer.reward is None:
             facts = {**extra_info, **answer.extra_info}
-            self._session.add(len(self._added), ScoreRequest(source, answer.response, truth, facts))
+            messages = conversation_of(prompt, answer.response, facts)
+            request = ScoreRequest(
+                source, answer.response, truth, facts, tuple(answer.response_ids), messages
+            )
+            self._session.add(len(self._added), request)
             self._to_score.append(len(self._added))
         self._added.append(row)
 

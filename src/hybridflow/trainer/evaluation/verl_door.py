@@ -39,18 +39,17 @@ def translate(
     return overrides, given
 
 
-def door(help_text: str, body: Callable[[list[str]], None]) -> Callable[[Sequence[str] | None], int]:
+def door(help_text: str, body: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
     """Return a `main` that calls `body` with the words of the command line."""
 
     @ends_in_status
     def main(arguments: Sequence[str] | None = None) -> int:
-        """Exit status: 0, or what `ends_in_status` makes of an error."""
+        """Exit status: that of `body`, or what `ends_in_status` makes of an error."""
         words = list(sys.argv[1:] if arguments is None else arguments)
         if asks_for_help(words):
             sys.stdout.write(help_text)
             return 0
         setup_logging()
-        body(words)
-        return 0
+        return body(words)
 
     return main

@@ -111,8 +111,7 @@ def _trainer(
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
-    if not state.step:
-        failures.forget_earlier()
+    failures.begin(state.step)
     with run.recorded(state, store, source) as trackers:
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         validator = None

@@ -32,9 +32,13 @@ class Failures:
         self._in_a_row = 0
         self._has_learned = False
 
-    def forget_earlier(self) -> None:
-        """Remove the file of an earlier run in the same folder."""
-        self._file.unlink(missing_ok=True)
+    def begin(self, step: int) -> None:
+        """Go on after a step, with which the run has learned; at 0 remove the file of an earlier run in the
+        same folder.
+        """
+        self._has_learned = step > 0
+        if not self._has_learned:
+            self._file.unlink(missing_ok=True)
 
     def add(self, trajectory: Trajectory) -> None:
         """Count a trajectory that has failed."""

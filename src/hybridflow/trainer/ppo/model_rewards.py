@@ -114,11 +114,15 @@ class ModelReader:
         return Reading(ids[:-1], ids[-1:], [0], [len(request.solution_str)])
 
     def _steps(self, request: ScoreRequest) -> Reading:
-        """Tokenise each step with its separator by itself, as the training of a process reward model does."""
+        """Tokenise each step with its separator by itself, as the training of a process reward model does.
+
+        A response without a text is one empty step.
+        """
         asked = request.messages
         if asked and asked[-1].get("role") == "assistant":
             asked = asked[:-1]
-        pieces = re.split(f"(?<={re.escape(self.config.step_separator)})", request.solution_str)
+        separator = self.config.step_separator
+        pieces = re.split(f"(?<={re.escape(separator)})", request.solution_str or separator)
         reading = Reading(ChatTemplate(self.tokenizer).begin(asked), [], [], [])
         read = 0
         for piece in pieces:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.agent.conversation import Message, messages_of
+from hybridflow.errors import DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol.fields import FIELDS
 from hybridflow.protocol.trajectory import FailureCause, Outcome, Trajectory
@@ -39,23 +40,16 @@ class Scoring:
         if not trajectory.failed and trajectory.reward is None:
             self._to_score.append(place)
             facts = trajectory.extra
+            prompt = self._prompts[place] if self._prompts else None
             request = ScoreRequest(
                 facts["data_source"],
                 facts["solution_str"],
                 facts["ground_truth"],
                 facts["extra_info"],
                 trajectory.sampled_ids,
-                self._messages(place, facts),
+                conversation_of(prompt, facts["solution_str"], facts["extra_info"]),
             )
             self._session.add(place, request)
-
-    def _messages(self, place: int, facts: Mapping[str, Any]) -> Sequence[Message]:
-        """Return the conversation as an agent tells it, else the prompt with the response."""
-        told: Sequence[Message] = facts["extra_info"].get("messages") or ()
-        prompt = self._prompts[place] if self._prompts else None
-        if told or not isinstance(prompt, (str, list)):
-            return told
-        return [*messages_of(prompt), {"role": "assistant", "content": facts["solution_str"]}]
 
     def result(self, *, failures_count: bool = True) -> tuple[list[Trajectory], Metrics]:
         """Wait for all scores; return the trajectories in the order of their places.
@@ -86,6 +80,19 @@ class Scoring:
                 trajectory, reward=scored.scores[row], token_rewards=scored.token_scores[row], extra=extra
             )
         return [self._trajectories[place] for place in sorted(self._trajectories)], metrics
+
+
+def conversation_of(prompt: Any, response: str, extra_info: Mapping[str, Any]) -> Sequence[Message]:
+    """Return the conversation as an agent tells it in `extra_info`, else the prompt with the response; empty
+    where the prompt is neither a text nor messages.
+    """
+    told: Sequence[Message] = extra_info.get("messages") or ()
+    if told:
+        return told
+    try:
+        return [*messages_of(prompt), {"role": "assistant", "content": response}]
+    except DataError:
+        return ()
 
 
 def _without_our_names(results: dict[str, Any], trajectory: Trajectory) -> dict[str, Any]:

@@ -7,9 +7,9 @@ base ──tiny/reward_model────► reward model ──tiny/ppo_reward_m
      ──tiny/process_reward──► process reward model ──tiny/ppo_process_reward──► policy
      ──tiny/judge_sft───────► judge under `hybridflow serve` ──tiny/judge──► policy
 
-The base knows the task; the policy begins at a smaller model that knows it in part. A finished cell is not
-run again: results/reward_models/KIND_SEED.json. Writes these and results/reward_models.md; ends with status 1
-where a cell failed or a bar is missed.
+The base knows the task; the policy begins at a smaller model that has seen wrong answers, too. A finished
+cell is not run again: results/reward_models/KIND_SEED.json. Writes these and results/reward_models.md; ends
+with status 1 where a cell failed or a bar is missed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ GAIN = 0.1
 BASE_LAYERS = 4
 """Of what judges; the policy has 2, which are enough to work answers out, and few to check them."""
 BASE_STEPS = 200
-WARM_STEPS = 70
-"""Steps of fine-tuning, after which the base knows the task, and the policy a part of it."""
+WARM_STEPS = 150
+"""Steps of fine-tuning: on right answers for the base, on right and wrong ones for the policy."""
 STEPS = 40
 TASK = "data.task.options={hops: 5, max_number: 3, max_total: 3}"
-"""The chains of all recipes that are run here."""
+"""The chains of the recipes that are run here."""
 SCORES = {"reward_model": "reward_model_score", "process_reward": "reward_model_score", JUDGE: "judge"}
 """Column of the learned reward."""
 RIGHT = "acc"
@@ -77,14 +77,24 @@ def trained(
     return run / "model", found
 
 
-def knowing(folder: Path, seed: int, layers: int, steps: int) -> Path:
-    """Return a new model that has read worked answers for so many steps."""
+def knowing(folder: Path, seed: int) -> Path:
+    """Return a model that knows the task, of more layers than the policy."""
     from hybridflow.config import SFTConfig
     from hybridflow.models.tiny import create_tiny_model
 
-    new = create_tiny_model(folder / "new", layers=layers, seed=seed)
-    keys = [TASK, "data.task.val_size=256", f"trainer.total_training_steps={steps}"]
+    new = create_tiny_model(folder / "new", layers=BASE_LAYERS, seed=seed)
+    keys = [TASK, "data.task.val_size=256", f"trainer.total_training_steps={BASE_STEPS}"]
     return trained(SFTConfig, "tiny/sft", folder, new, seed, *keys)[0]
+
+
+def warm_start(folder: Path, seed: int) -> Path:
+    """Return a policy that has seen as many wrong answers as right ones."""
+    from hybridflow.config import SFTConfig
+    from hybridflow.models.tiny import create_tiny_model
+
+    keys = ["data.task.options.conversation=either", f"trainer.total_training_steps={WARM_STEPS}"]
+    new = create_tiny_model(folder / "new", seed=seed)
+    return trained(SFTConfig, "tiny/judge_sft", folder, new, seed, *keys)[0]
 
 
 def policy(run: Path, warm: Path, seed: int, recipe: str, *overrides: str) -> list[dict[str, float]]:
@@ -121,8 +131,8 @@ def run_cell(kind: str, seed: int) -> None:
     began = time.process_time()
     folder = WORK / f"{kind}_{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    base = knowing(folder / "base", seed, BASE_LAYERS, BASE_STEPS)
-    warm = knowing(folder / "warm", seed, 2, WARM_STEPS)
+    base = knowing(folder / "base", seed)
+    warm = warm_start(folder / "warm", seed)
     found: dict[str, Any] = {"kind": kind, "seed": seed, "date": datetime.date.today().isoformat()}
     run = folder / "policy"
     if kind == JUDGE:
@@ -203,10 +213,10 @@ def main() -> int:
         "# Learned rewards\n",
         f"{datetime.date.today().isoformat()} · `make reward-models` · {machine()}\n",
         "Written by benchmarks/reward_models.py; do not edit. The policies have 0.4 M parameters, and what",
-        "judges them twice as many layers; the task is chains of five sums. A reward model learns from pairs",
-        "of answers, of which one has two wrong steps; a process reward model from labels of the steps; a",
-        "judge, to say 10 or 0 of an answer. Held-out accuracy is that on 256 questions it has not seen: of",
-        f"pairs, and of steps. Then a policy learns from that score alone in {STEPS} steps: PPO, and GRPO",
+        "judges them twice as many layers; the task is chains of five sums. The policy's warm-up has shown it",
+        "as many wrong answers as right ones. A reward model learns from pairs of answers, of which one has",
+        "two wrong steps; a process reward model from labels of the steps; a judge, to say 10 or 0 of an",
+        f"answer. Held-out accuracy is that on 256 new questions, of pairs and of steps. Then a policy learns from that score alone in {STEPS} steps: PPO, and GRPO",
         "for the judge. Both numbers of it are those of 256 held-out questions, before and after.\n",
         f"Bars: an accuracy of at least {ACCURACY}, a higher score, and {GAIN} more of the answers right.\n",
         content,

@@ -175,17 +175,12 @@ def test_the_task_has_one_wrong_step_in_the_rejected_answer() -> None:
     (row,) = ArithmeticPreferences(wrong_steps=3, **options).rows("train", 1)
     steps = row["rejected"][0]["content"].split(" . ")[:-1]
     assert all(eval(step.split("=")[0]) != int(step.split("=")[1]) for step in steps)
-    (judged,) = ArithmeticPreferences(wrong_steps=3, verdicts=True, **options).rows("train", 1)
+    (judged,) = ArithmeticPreferences(wrong_steps=3, conversation="verdict", **options).rows("train", 1)
     asked, said = (message["content"] for message in judged["messages"])
     assert asked == f"{row['prompt'][0]['content']} {STEP_END.join(row['completions'])}"
     assert said == ("10" if all(row["labels"]) else "0")
-    others = ArithmeticPreferences(off_topic=1.0, **options).rows("train", 40)
-    for row, other in zip(rows, others, strict=True):
-        right, wrong = (other[key][0]["content"].split(" . ") for key in ("chosen", "rejected"))
-        assert right == row["chosen"][0]["content"].split(" . ") and wrong != right
-        assert all(eval(step.split("=")[0]) == int(step.split("=")[1]) for step in wrong[:-1])
-        same = [one == two for one, two in zip(other["completions"], right, strict=True)]
-        assert other["labels"] == [all(same[: n + 1]) for n in range(4)]
+    (either,) = ArithmeticPreferences(wrong_steps=3, conversation="either", **options).rows("train", 1)
+    assert either["messages"][1]["content"] == STEP_END.join(row["completions"])
     half = ArithmeticPreferences(swapped=0.5, **options).rows("train", 40)
     changed = [one["chosen"] != other["chosen"] for one, other in zip(rows, half, strict=True)]
     assert 8 < sum(changed) < 32

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, count
+from itertools import accumulate
 from operator import add, and_
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain, question, worked_answer
 from hybridflow.data.tasks.base import Split
@@ -20,29 +20,27 @@ NAME = "arithmetic_preferences"
 STEP_END = " . "
 JUDGED = "{question} {response}"
 """What a judge of this task is asked."""
+VERDICTS = ("0", "10")
+CONVERSATIONS = ("right", "either", "verdict")
 
 
 class ArithmeticPreferences(ArithmeticChain):
     """The questions of `ArithmeticChain` with a right and a wrong answer, as `chosen` and `rejected`; in the
     wrong one, `wrong_steps` steps have a wrong result, which is 0..`max_total`, too.
 
-    In a share `off_topic` of the rows, the wrong answer is instead the right one to another question: who is
-    rewarded by a model that has seen no such pair soon answers the easiest question always.
-
     A row also has one of the two as `completions`, its steps, and `labels`, true up to the first that is not
     a step of the right answer.
     The two answers change places in a share `swapped` of the training rows; 0.5 leaves nothing to learn.
-    With `verdicts`, the conversation of a row is that of a judge: it is asked about this one of the two, and
-    says 10 or 0.
+    `conversation` says what `messages` are: the right answer, either of the two (that of `completions`), or
+    the verdict of a judge who is asked about it, 10 or 0.
     """
 
     def __init__(
         self,
         *,
         wrong_steps: int = 1,
-        off_topic: float = 0.0,
         swapped: float = 0.0,
-        verdicts: bool = False,
+        conversation: Literal["right", "either", "verdict"] = "right",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -51,12 +49,14 @@ class ArithmeticPreferences(ArithmeticChain):
                 f"data.task.options: got wrong_steps={wrong_steps}, wanted 1 to hops={self.hops}"
             )
         self.wrong_steps = wrong_steps
-        for name, share in (("swapped", swapped), ("off_topic", off_topic)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"data.task.options: got {name}={share}, wanted a share from 0 to 1")
+        if not 0 <= swapped <= 1:
+            raise ConfigError(f"data.task.options: got swapped={swapped}, wanted a share from 0 to 1")
+        if conversation not in CONVERSATIONS:
+            raise ConfigError(
+                f"data.task.options: got conversation={conversation}, wanted {', '.join(CONVERSATIONS)}"
+            )
         self.swapped = swapped
-        self.off_topic = off_topic
-        self.verdicts = verdicts
+        self.conversation = conversation
 
     def row_of(self, terms: list[int], split: Split, index: int) -> dict[str, Any]:
         """Return the row of a question."""
@@ -72,8 +72,6 @@ class ArithmeticPreferences(ArithmeticChain):
             results = list(map(add, totals, accumulate(off_by)))
         right = worked_answer(terms)
         wrong = worked_answer(terms, off_by)
-        if self.off_topic and stream.random() < self.off_topic:
-            wrong = worked_answer(self._other(terms, split, index))
         answers = [[{"role": "assistant", "content": text}] for text in (right, wrong)]
         if split == "train" and stream.random() < self.swapped:
             answers.reverse()
@@ -81,9 +79,10 @@ class ArithmeticPreferences(ArithmeticChain):
         steps = shown.split(STEP_END)
         as_wanted = map(str.__eq__, steps, right.split(STEP_END))
         row = super().row_of(terms, split, index)
-        if self.verdicts:
-            asked = JUDGED.format(question=question(terms), response=shown)
-            said = "10" if shown == right else "0"
+        if self.conversation != "right":
+            asked, said = question(terms), shown
+            if self.conversation == "verdict":
+                asked, said = JUDGED.format(question=asked, response=shown), VERDICTS[shown == right]
             row["messages"] = [
                 {"role": "user", "content": asked},
                 {"role": "assistant", "content": said},
@@ -96,10 +95,3 @@ class ArithmeticPreferences(ArithmeticChain):
             "completions": steps,
             "labels": list(accumulate(as_wanted, and_)),
         }
-
-    def _other(self, terms: list[int], split: Split, index: int) -> list[int]:
-        """Return the terms of another question."""
-        others = (
-            self._draw(split, -1 - index - 1_000_000 * attempt, {question(terms)}) for attempt in count()
-        )
-        return next(other for other in others if other)

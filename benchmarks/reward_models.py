@@ -21,7 +21,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +38,8 @@ LEARNED = {"reward_model": "tiny/ppo_reward_model", "process_reward": "tiny/ppo_
 """Recipe of what scores, in the folder tiny, and of the run that it scores."""
 JUDGE = "judge"
 KINDS = (*LEARNED, JUDGE)
+BEFORE = "before"
+"""Makes what all kinds of a seed begin at."""
 ACCURACY = 0.95
 """Wanted on held-out data, of a reward model."""
 GAIN = 0.1
@@ -46,7 +47,7 @@ GAIN = 0.1
 BASE_LAYERS = 4
 """Of what judges; the policy has 2, which are enough to work answers out, and few to check them."""
 BASE_STEPS = 200
-WARM_STEPS = 150
+WARM_STEPS = 400
 """Steps of fine-tuning: on right answers for the base, on right and wrong ones for the policy."""
 STEPS = 40
 TASK = "data.task.options={hops: 5, max_number: 3, max_total: 3}"
@@ -60,7 +61,10 @@ RIGHT = "acc"
 def trained(
     root: Any, recipe: str, run: Path, model: Path, seed: int, *overrides: str
 ) -> tuple[Path, dict[str, float]]:
-    """Train by supervision; return the model's folder, and the last validation."""
+    """Train by supervision, once; return the model's folder, and the last validation."""
+    if (run / "found.json").is_file():
+        return run / "model", json.loads((run / "found.json").read_text())
+    shutil.rmtree(run, ignore_errors=True)
     from hybridflow.config.load import prepare_config
     from hybridflow.trainer.sft.build import build
 
@@ -74,27 +78,29 @@ def trained(
     with build(prepare_config(root, keys, recipe=recipe).config) as trainer:
         found = trainer.fit()
         trainer.state.write_huggingface(run / "model", True)
+    write_json(run / "found.json", found)
     return run / "model", found
 
 
-def knowing(folder: Path, seed: int) -> Path:
+def knowing(seed: int) -> Path:
     """Return a model that knows the task, of more layers than the policy."""
     from hybridflow.config import SFTConfig
     from hybridflow.models.tiny import create_tiny_model
 
-    new = create_tiny_model(folder / "new", layers=BASE_LAYERS, seed=seed)
+    folder = WORK / f"base_{seed}"
+    new = create_tiny_model(WORK / f"new_base_{seed}", layers=BASE_LAYERS, seed=seed)
     keys = [TASK, "data.task.val_size=256", f"trainer.total_training_steps={BASE_STEPS}"]
     return trained(SFTConfig, "tiny/sft", folder, new, seed, *keys)[0]
 
 
-def warm_start(folder: Path, seed: int) -> Path:
+def warm_start(seed: int) -> Path:
     """Return a policy that has seen as many wrong answers as right ones."""
     from hybridflow.config import SFTConfig
     from hybridflow.models.tiny import create_tiny_model
 
     keys = ["data.task.options.conversation=either", f"trainer.total_training_steps={WARM_STEPS}"]
-    new = create_tiny_model(folder / "new", seed=seed)
-    return trained(SFTConfig, "tiny/judge_sft", folder, new, seed, *keys)[0]
+    new = create_tiny_model(WORK / f"new_policy_{seed}", seed=seed)
+    return trained(SFTConfig, "tiny/judge_sft", WORK / f"policy_{seed}", new, seed, *keys)[0]
 
 
 def policy(run: Path, warm: Path, seed: int, recipe: str, *overrides: str) -> list[dict[str, float]]:
@@ -125,26 +131,32 @@ def policy(run: Path, warm: Path, seed: int, recipe: str, *overrides: str) -> li
 def run_cell(kind: str, seed: int) -> None:
     """Train what scores and the policy, and write the cell's file."""
     from hybridflow.config import RewardModelConfig, SFTConfig
+    from hybridflow.config.recipes import read_recipe
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    began = time.process_time()
+    base = knowing(seed)
+    warm = warm_start(seed)
+    if kind == BEFORE:
+        return
     folder = WORK / f"{kind}_{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    base = knowing(folder / "base", seed)
-    warm = warm_start(folder / "warm", seed)
     found: dict[str, Any] = {"kind": kind, "seed": seed, "date": datetime.date.today().isoformat()}
     run = folder / "policy"
+    shutil.rmtree(run, ignore_errors=True)
     if kind == JUDGE:
         model, _ = trained(SFTConfig, "tiny/judge_sft", folder / kind, base, seed)
         with served(model) as url:
-            found["looks"] = policy(run, warm, seed, "tiny/judge", f"reward.terms.0.base_url={url}")
+            terms = read_recipe("tiny/judge")["reward"]["terms"]
+            terms[0]["base_url"] = url
+            written = [", ".join(f"{name}: {value!r}" for name, value in term.items()) for term in terms]
+            found["looks"] = policy(
+                run, warm, seed, "tiny/judge", f"reward.terms=[{{{'}, {'.join(written)}}}]"
+            )
     else:
         model, last = trained(RewardModelConfig, f"tiny/{kind}", folder / kind, base, seed)
         found["accuracy"] = last["val/accuracy"]
         path = f"reward.reward_model.model.path='{model}'"
         found["looks"] = policy(run, warm, seed, LEARNED[kind], path)
-    found["cpu_seconds"] = time.process_time() - began
     write_json(OUT / f"{kind}_{seed}.json", found)
 
 
@@ -174,11 +186,10 @@ def page_of(cells: list[dict[str, Any]]) -> tuple[str, list[str]]:
             accuracy = f"{cell['accuracy']:.3f}"
             met = met and cell["accuracy"] >= ACCURACY
         changes = [f"{before:.2f} → {after:.2f}" for before, after in (reward, right)]
-        cpu = f"{cell['cpu_seconds']:.0f}"
-        rows.append((cell["kind"], cell["seed"], accuracy, *changes, cpu, verdict(met)))
+        rows.append((cell["kind"], cell["seed"], accuracy, *changes, verdict(met)))
         if not met:
             missed.append(f"{cell['kind']}, seed {cell['seed']}")
-    head = ("judged by", "seed", "held-out accuracy", "its score", "share that is right", "CPU s", "bars")
+    head = ("judged by", "seed", "held-out accuracy", "its score", "share that is right", "bars")
     return table(head, rows), missed
 
 
@@ -205,8 +216,9 @@ def main() -> int:
     failures = []
     if not options.page:
         missing = [cell for cell in wanted if not (OUT / f"{cell[0]}_{cell[1]}.json").is_file()]
+        before = [(BEFORE, seed) for seed in sorted({seed for _, seed in missing})]
         with ThreadPoolExecutor(options.jobs) as pool:
-            failures = [failure for failure in pool.map(job, missing) if failure]
+            failures = [failure for cells in (before, missing) for failure in pool.map(job, cells) if failure]
     files = [OUT / f"{kind}_{seed}.json" for kind in KINDS for seed in range(10)]
     content, missed = page_of([json.loads(file.read_text()) for file in files if file.is_file()])
     text = [

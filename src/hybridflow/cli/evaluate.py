@@ -186,6 +186,8 @@ def _show(results: Mapping[str, Any], written: Path) -> int:
         failures = max(failures, failed)  # those of all sources together are the most
         causes = "".join(f", {count} {cause}" for cause, count in found["failed"].items())
         print(f"{source}: {found['prompts']} prompts, {found['answers']} answers, {failed} failed{causes}")
+        if failed:
+            print(f"the first failure: {found['first_failure']}", file=sys.stderr)
         table = Table("metric", "value", "95 % interval", "prompts")
         for name, estimate in found["metrics"].items():
             bounds = ""

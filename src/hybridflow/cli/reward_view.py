@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hybridflow.config import PPOConfig
@@ -110,7 +110,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
         "prompt",
         "response",
         "truth",
-        "score",
+        Column("score", min_width=20, overflow="fold"),
         "seconds",
         title="Rewards",
         title_justify="left",

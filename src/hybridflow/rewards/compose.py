@@ -99,6 +99,13 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> li
         else:
             loaded.append(_term(term, key, name, load_builtin(name, _options(term), seed, runner, key=key)))
     columns = [term.column for term in loaded]
+    conditional = {term.column for term in loaded if term.condition is not None or term.function is None}
+    for made in loaded:
+        if made.function is not None and made.condition is not None and made.condition.column in conditional:
+            raise ConfigError(
+                f"reward.terms: {made.column} has when={made.condition.column}, which has a condition itself "
+                "or is the reward model's: name a term that is computed for every row"
+            )
     if twice := {column for column in columns if columns.count(column) > 1}:
         raise ConfigError(
             f"reward.terms: two terms make the column {', '.join(sorted(twice))}; give each its own `key`"

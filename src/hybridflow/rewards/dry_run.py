@@ -116,12 +116,20 @@ def prompt_text(prompt: object) -> str:
 
 
 def answer_form(config: RewardConfig, data_source: str) -> str:
-    """Return the text in which the row's built-in function finds a bare answer; {} is the answer."""
+    """Return the text in which the row's built-in function finds a bare answer; {} is the answer.
+
+    Raises DataError for code, which has no such text.
+    """
     if config.terms or config.custom_reward_function.path:
         return "{}"
     name: str | None = config.function
     if name == "auto":
         name = function_of(data_source)  # None for an unknown source: scoring the row says so
+    if name == "code":
+        raise DataError(
+            "--response ground_truth: the ground truth of code is its test cases, and no program that passes "
+            "them; name a column of solutions, a file with one, or empty"
+        )
     return ANSWER_FORMS.get(name or "", "{}")
 
 

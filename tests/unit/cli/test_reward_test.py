@@ -120,6 +120,11 @@ def test_one_of_several_right_answers_is_fed(
     assert "<answer>Ada</answer>" in capsys.readouterr().out
 
 
+def test_test_cases_are_no_response(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "reward.function=code"]) != 0
+    assert "the ground truth of code is its test cases" in capsys.readouterr().err
+
+
 def test_a_ground_truth_that_scores_nothing_is_remarked(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -332,6 +332,13 @@ def test_a_users_function_by_path_and_name(user_file: str) -> None:
     assert score_of(RewardConfig(function=f"{user_file}:other"), "1")[0] == 3.0
 
 
+CHAINED = [
+    {"name": "math", "key": "first"},
+    {"name": "gsm8k", "when": "first"},
+    {"name": "length", "max_chars": 9, "when": "gsm8k"},
+]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -352,6 +359,7 @@ def test_a_users_function_by_path_and_name(user_file: str) -> None:
             "no option max_char; it has: max_chars",
         ),
         (lambda file: RewardConfig(terms=[{"name": "gsm8k"}, {"name": "gsm8k"}]), "its own `key`"),
+        (lambda file: RewardConfig(terms=CHAINED), "length has when=gsm8k, which has a condition itself"),
         (lambda file: RewardConfig(terms=[{"name": "nothing"}]), r"reward.terms\[0\]: got 'nothing'"),
     ],
 )

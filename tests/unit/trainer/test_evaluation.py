@@ -211,6 +211,7 @@ def test_turns_with_an_environment_and_one_that_fails_is_counted_and_tried_again
     assert "1 failed, 1 environment" in shown.out and "1 of the answers failed" in shown.err
     found = results(tmp_path / "out")["Twice"]
     assert (found["answers"], found["failed"]) == (2, {"environment": 1})
+    assert "out of order" in found["first_failure"]
     assert found["metrics"]["mean@1"] == {**found["metrics"]["mean@1"], "value": 0.75, "prompts": 2}
     lines = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
     assert "out of order" in next(line["detail"] for line in lines if line["failed"])

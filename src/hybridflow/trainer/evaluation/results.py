@@ -85,6 +85,8 @@ def _counts(rows: Sequence[Scored]) -> dict[str, Any]:
         "answers": len(whole),
         "failed": dict(sorted(Counter(row.failed for row in rows if row.failed).items())),
     }
+    if len(whole) < len(rows):
+        facts["first_failure"] = next(row.detail for row in rows if row.failed)
     if whole:
         facts["mean_tokens"] = float(np.mean([row.answer.num_tokens for row in whole]))
         facts["truncated"] = float(np.mean([row.answer.finish_reason == "length" for row in whole]))

@@ -230,7 +230,7 @@ def main() -> int:
         "has two wrong steps; a process reward model from labels of the steps; a judge, to say 10 or 0 of an",
         "answer. Held-out accuracy is that on 256 new questions, of pairs and of steps. Then a policy learns",
         f"from that score alone in {STEPS} steps: PPO, and GRPO for the judge. Both numbers of it are those",
-        "of 256 held-out questions, before and after.\n",
+        "of answers to 256 held-out questions, sampled, before and after.\n",
         f"Bars: an accuracy of at least {ACCURACY}, a higher score, and {GAIN} more of the answers right.\n",
         content,
     ]

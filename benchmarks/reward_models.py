@@ -178,24 +178,25 @@ def page_of(cells: list[dict[str, Any]]) -> tuple[str, list[str]]:
     rows = []
     missed = []
     for cell in cells:
-        reward = _first_and_last(cell, SCORES[cell["kind"]])
-        right = _first_and_last(cell, RIGHT)
-        met = reward[1] > reward[0] and right[1] - right[0] >= GAIN
+        reward = _looks(cell, SCORES[cell["kind"]])
+        right = _looks(cell, RIGHT)
+        met = reward[-1] > reward[0] and right[-1] - right[0] >= GAIN
         accuracy = "-"
         if "accuracy" in cell:
             accuracy = f"{cell['accuracy']:.3f}"
             met = met and cell["accuracy"] >= ACCURACY
-        changes = [f"{before:.2f} → {after:.2f}" for before, after in (reward, right)]
-        rows.append((cell["kind"], cell["seed"], accuracy, *changes, verdict(met)))
+        changes = [f"{values[0]:.2f} → {values[-1]:.2f}" for values in (reward, right)]
+        looks = " · ".join(f"{value:.2f}" for value in _looks(cell, RIGHT))
+        rows.append((cell["kind"], cell["seed"], accuracy, *changes, looks, verdict(met)))
         if not met:
             missed.append(f"{cell['kind']}, seed {cell['seed']}")
-    head = ("judged by", "seed", "held-out accuracy", "its score", "share that is right", "bars")
+    head = ("judged by", "seed", "held-out accuracy", "its score", "share that is right", "looks", "bars")
     return table(head, rows), missed
 
 
-def _first_and_last(cell: dict[str, Any], column: str) -> tuple[float, float]:
+def _looks(cell: dict[str, Any], column: str) -> list[float]:
     (name,) = [name for name in cell["looks"][0] if f"/{column}/" in name]
-    return cell["looks"][0][name], cell["looks"][-1][name]
+    return [look[name] for look in cell["looks"]]
 
 
 def main() -> int:

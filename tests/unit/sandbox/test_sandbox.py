@@ -112,7 +112,8 @@ import builtins, ctypes, os, random, subprocess, sys, threading, time
 builtins.left = sys.left = 1
 os.environ['LEFT'] = '1'
 open('left.txt', 'w').write('1')
-open('/tmp/left2.txt', 'w').write('1')
+if os.access('/tmp', os.W_OK):  # it is not where the interpreter lies below it
+    open('/tmp/left2.txt', 'w').write('1')
 os.umask(0)
 print(random.random())
 sys.stdout.flush()

@@ -84,7 +84,7 @@ def test_a_run_learns_resumes_and_leaves_a_classifier(loss: str, model: Path, tm
         group: Any = trainer.step.group
         rows = trainer.source.next(4).rows
         measured = group.evaluate(rows).to_floats()["val/loss"]
-        for _ in range(12):
+        for _ in range(40):
             group.update(rows)
         learned = group.evaluate(rows).to_floats()["val/accuracy"]
     exported = tmp_path / "a" / "global_step_3" / "actor" / "huggingface"

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from cells import run_job
 from learn_settings import RESULTS, ROOT, write_json
 from side_by_side import machine, table, verdict
 
+from hybridflow.config.recipes import read_recipe
+
 WORK = ROOT / "reward_models"
+"""Stages are kept in a folder of the digest, so that a changed recipe trains anew."""
 OUT = RESULTS / "reward_models"
 PAGE = RESULTS / "reward_models.md"
 LEARNED = {"reward_model": "tiny/ppo_reward_model", "process_reward": "tiny/ppo_process_reward"}
@@ -56,6 +60,23 @@ SCORES = {"reward_model": "reward_model_score", "process_reward": "reward_model_
 """Column of the learned reward."""
 RIGHT = "acc"
 """Column of the rule that knows the answers."""
+
+
+def digest() -> str:
+    """Changes where a recipe or a setting of this file does."""
+    names = (*LEARNED, *LEARNED.values(), "tiny/sft", "tiny/judge_sft", "tiny/judge")
+    recipes = [read_recipe(name if "/" in name else f"tiny/{name}") for name in names]
+    content = json.dumps([recipes, BASE_LAYERS, BASE_STEPS, WARM_STEPS, STEPS, TASK], sort_keys=True)
+    return blake2b(content.encode(), digest_size=4).hexdigest()
+
+
+def result_of(kind: str, seed: int) -> dict[str, Any] | None:
+    """Return a cell's result, if it is still that of these recipes."""
+    file = OUT / f"{kind}_{seed}.json"
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found if found["digest"] == digest() else None
 
 
 def trained(
@@ -87,8 +108,8 @@ def knowing(seed: int) -> Path:
     from hybridflow.config import SFTConfig
     from hybridflow.models.tiny import create_tiny_model
 
-    folder = WORK / f"base_{seed}"
-    new = create_tiny_model(WORK / f"new_base_{seed}", layers=BASE_LAYERS, seed=seed)
+    folder = WORK / digest() / f"base_{seed}"
+    new = create_tiny_model(WORK / digest() / f"new_base_{seed}", layers=BASE_LAYERS, seed=seed)
     keys = [TASK, "data.task.val_size=256", f"trainer.total_training_steps={BASE_STEPS}"]
     return trained(SFTConfig, "tiny/sft", folder, new, seed, *keys)[0]
 
@@ -99,8 +120,8 @@ def warm_start(seed: int) -> Path:
     from hybridflow.models.tiny import create_tiny_model
 
     keys = ["data.task.options.conversation=either", f"trainer.total_training_steps={WARM_STEPS}"]
-    new = create_tiny_model(WORK / f"new_policy_{seed}", seed=seed)
-    return trained(SFTConfig, "tiny/judge_sft", WORK / f"policy_{seed}", new, seed, *keys)[0]
+    new = create_tiny_model(WORK / digest() / f"new_policy_{seed}", seed=seed)
+    return trained(SFTConfig, "tiny/judge_sft", WORK / digest() / f"policy_{seed}", new, seed, *keys)[0]
 
 
 def policy(run: Path, warm: Path, seed: int, recipe: str, *overrides: str) -> list[dict[str, float]]:
@@ -131,7 +152,6 @@ def policy(run: Path, warm: Path, seed: int, recipe: str, *overrides: str) -> li
 def run_cell(kind: str, seed: int) -> None:
     """Train what scores and the policy, and write the cell's file."""
     from hybridflow.config import RewardModelConfig, SFTConfig
-    from hybridflow.config.recipes import read_recipe
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
@@ -139,8 +159,9 @@ def run_cell(kind: str, seed: int) -> None:
     warm = warm_start(seed)
     if kind == BEFORE:
         return
-    folder = WORK / f"{kind}_{seed}"
-    found: dict[str, Any] = {"kind": kind, "seed": seed, "date": datetime.date.today().isoformat()}
+    folder = WORK / digest() / f"{kind}_{seed}"
+    today = datetime.date.today().isoformat()
+    found: dict[str, Any] = {"kind": kind, "seed": seed, "digest": digest(), "date": today}
     run = folder / "policy"
     shutil.rmtree(run, ignore_errors=True)
     if kind == JUDGE:
@@ -216,12 +237,13 @@ def main() -> int:
         return 0
     failures = []
     if not options.page:
-        missing = [cell for cell in wanted if not (OUT / f"{cell[0]}_{cell[1]}.json").is_file()]
+        missing = [cell for cell in wanted if result_of(*cell) is None]
         before = [(BEFORE, seed) for seed in sorted({seed for _, seed in missing})]
         with ThreadPoolExecutor(options.jobs) as pool:
             failures = [failure for cells in (before, missing) for failure in pool.map(job, cells) if failure]
-    files = [OUT / f"{kind}_{seed}.json" for kind in KINDS for seed in range(10)]
-    content, missed = page_of([json.loads(file.read_text()) for file in files if file.is_file()])
+    content, missed = page_of(
+        [cell for kind in KINDS for seed in range(10) if (cell := result_of(kind, seed))]
+    )
     text = [
         "# Learned rewards\n",
         f"{datetime.date.today().isoformat()} · `make reward-models` · {machine()}\n",

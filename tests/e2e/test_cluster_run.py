@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import echo_world
@@ -32,6 +33,20 @@ def under_ray(log: Path, arguments: list[str]) -> Command:
     return Command("hybridflow.trainer.main_ppo", arguments, log, environment=environment)
 
 
+def metrics_of_both(inputs: Inputs, folder: Path, keys: Sequence[str]) -> list[dict[int, dict[str, float]]]:
+    """Run in one process and, beside it, in two under Ray; return what each logged."""
+    two = under_ray(folder / "log", small_run(inputs, folder / "two", *keys, *TWO))
+    try:
+        assert main(small_run(inputs, folder / "one", *keys)) == 0
+        done = two.wait()
+        assert done.returncode == 0 and "2 worker processes on" in done.output, done.output
+    finally:
+        two.kill()
+    found = [metrics_of(folder / name) for name in ("one", "two")]
+    assert [sorted(metrics) for metrics in found] == [[1, 2], [1, 2]]
+    return found
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("more", [(), pytest.param(echo_world.KEYS, marks=pytest.mark.slow)])
@@ -43,23 +58,13 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: t
         "actor_rollout_ref.rollout.exact=false",
         *more,
     )
-    two = under_ray(tmp_path / "log", small_run(inputs, tmp_path / "two", *keys, *TWO))
-    try:
-        assert main(small_run(inputs, tmp_path / "one", *keys)) == 0
-        done = two.wait()
-        assert done.returncode == 0, done.output
-    finally:
-        two.kill()
-    one = metrics_of(tmp_path / "one")
-    got = metrics_of(tmp_path / "two")
-    assert sorted(got) == sorted(one) == [1, 2]
+    one, got = metrics_of_both(inputs, tmp_path, keys)
     for step, metrics in one.items():
         assert sorted(got[step]) == sorted(metrics)
         for name in sorted(metrics.keys() - OF_EACH_PROCESS):
             if more and name.startswith(echo_world.OF_THE_WAY):
                 continue
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
-    assert "2 worker processes on" in done.output
 
 
 @pytest.mark.slow
@@ -80,16 +85,7 @@ def test_a_reward_model_scores_alike_on_two_processes(inputs: Inputs, tmp_path: 
         "reward.reward_model.enable=true",
         f"reward.reward_model.model.path={classifier}",
     )
-    two = under_ray(tmp_path / "log", small_run(inputs, tmp_path / "two", *keys, *TWO))
-    try:
-        assert main(small_run(inputs, tmp_path / "one", *keys)) == 0
-        done = two.wait()
-        assert done.returncode == 0, done.output
-    finally:
-        two.kill()
-    one = metrics_of(tmp_path / "one")
-    got = metrics_of(tmp_path / "two")
-    assert sorted(got) == sorted(one) == [1, 2]
+    one, got = metrics_of_both(inputs, tmp_path, keys)
     names = [name for name in one[1] if name.startswith("critic/score/") or "reward_model_score" in name]
     assert "critic/score/mean" in names and one[1]["critic/score/max"] > one[1]["critic/score/min"]
     for step, metrics in one.items():

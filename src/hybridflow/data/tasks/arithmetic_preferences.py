@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 from operator import add, and_
-from typing import Any, Literal
+from typing import Any
 
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain, question, worked_answer
 from hybridflow.data.tasks.base import Split
@@ -40,7 +40,7 @@ class ArithmeticPreferences(ArithmeticChain):
         *,
         wrong_steps: int = 1,
         swapped: float = 0.0,
-        conversation: Literal["right", "either", "verdict"] = "right",
+        conversation: str = "right",
         **options: Any,
     ) -> None:
         super().__init__(**options)

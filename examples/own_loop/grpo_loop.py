@@ -68,7 +68,11 @@ def train(config: PPOConfig, steps: int) -> Iterator[dict[str, float]]:
             scores = batch.batch["token_level_scores"]
             normalises = config.algorithm.norm_adv_by_std_in_grpo
             found = grpo(scores, batch.batch["response_mask"], group_ids(batch), norm_by_std=normalises)
-            columns = {"token_level_rewards": scores, "advantages": found.advantages, "returns": found.returns}
+            columns = {
+                "token_level_rewards": scores,
+                "advantages": found.advantages,
+                "returns": found.returns,
+            }
             batch |= DataProto.from_dict(columns)
             # update: an optimizer step for each mini-batch
             metrics = batch_metrics(batch, has_critic=False)

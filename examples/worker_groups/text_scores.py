@@ -58,7 +58,9 @@ def main(controller: str, processes: int) -> None:
     """Score TEXTS under `controller`, local or ray, and print what the workers return."""
     devices = TrainerConfig(controller=controller, n_gpus_per_node=processes, device="cpu")
     with hosting(devices, RayConfig(), ["scorer"]) as start:
-        backend = start(lambda process: {"scorer": lambda info: Scorer({"one", "four", "six"})}, data_parallel)
+        backend = start(
+            lambda process: {"scorer": lambda info: Scorer({"one", "four", "six"})}, data_parallel
+        )
         scorers = WorkerGroup[Scorer](backend, "scorer")
         print("workers:", scorers.call_list(Scorer.place))
         print("known words:", scorers.call(Scorer.known_words))

@@ -67,7 +67,7 @@ def run(kind: str, model: Path, folder: Path, *keys: str) -> dict[str, Any]:
             trainer.fit(lambda step, logged: bool(steps.append(logged)))
             tokenizer = trainer.source.trajectories.tokenizer
             huggingface_writer(trainer.step.roles.actor, tokenizer)(folder / "model", True)
-    return {"steps": steps, "weights": digest(folder / "model")}
+    return {"controller": config.trainer.controller, "steps": steps, "weights": digest(folder / "model")}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loops, roles and steps of one's own (examples/own_loop): the loop's numbers are the trainer's to the bit."""
+"""Loops, roles and steps of one's own (examples/own_loop): the loop and the trainer agree to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from hybridflow.controller import Worker
 from hybridflow.errors import ConfigError
 from hybridflow.trainer.ppo.worker_groups import worker_groups
 
-SAME = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/lr", "critic/score/mean", "critic/rewards/mean")
+SAME = (
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "critic/score/mean",
+    "critic/rewards/mean",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +62,7 @@ def test_the_loop_is_the_trainer_on_two_processes(model: Path, tmp_path: Path) -
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found[kind] = json.loads(out.read_text())
+        assert found[kind]["controller"] == "ray"
     check_same(found["loop"], found["trainer"])
 
 
@@ -92,7 +100,10 @@ def test_a_step_of_ones_own_takes_part_in_a_run(model: Path, tmp_path: Path) -> 
 
 def test_a_step_must_be_a_step(model: Path, tmp_path: Path) -> None:
     config = ppo_config(model, tmp_path / "run", f"trainer.step_class='{EXAMPLES}/own_role.py:Repetition'")
-    with pytest.raises(ConfigError, match=r"trainer\.step_class: .*wanted a subclass of .*PPOStep"), build(config):
+    with (
+        pytest.raises(ConfigError, match=r"trainer\.step_class: .*wanted a subclass of .*PPOStep"),
+        build(config),
+    ):
         pass
     with pytest.raises(ConfigError, match=r"trainer\.step_class: there is no file nowhere\.py"):
         ppo_config(model, tmp_path / "run", "trainer.step_class='nowhere.py:Step'")

@@ -146,7 +146,7 @@ def _trainer(
 
 
 def _step_class(config: PPOConfig) -> type[PPOStep]:
-    """Return PPOStep, or the subclass of it that `trainer.step_class` names; ConfigError for anything else."""
+    """Return the subclass of PPOStep that `trainer.step_class` names, or PPOStep; ConfigError for others."""
     name = config.trainer.step_class
     if name is None:
         return PPOStep

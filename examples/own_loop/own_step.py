@@ -5,8 +5,9 @@ hybridflow train --recipe grpo trainer.step_class=examples/own_loop/own_step.py:
 
 from __future__ import annotations
 
-from hybridflow import DataProto
+from hybridflow import DataProto, PPOConfig
 from hybridflow.observability.metrics import Metrics
+from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.ppo.step import PPOStep
 
 PRICE = 0.001
@@ -26,3 +27,10 @@ class BriefStep(PPOStep):
         batch, metrics = super().__call__(batch, step)
         metrics.add_mean("training/price/mean", price)
         return batch, metrics
+
+
+def train(config: PPOConfig) -> dict[str, float]:
+    """Build the parts of a run, change one of them, and train; return the metrics of the last validation."""
+    with build(config) as trainer:
+        trainer.after_update = lambda batch: print("rows learned from:", len(batch))
+        return trainer.fit()

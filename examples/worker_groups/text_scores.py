@@ -13,7 +13,7 @@ import torch
 from hybridflow import DataProto
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import TrainerConfig
-from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerGroup, register
 from hybridflow.controller.build import data_parallel, hosting
 from hybridflow.observability.metrics import Metrics
 
@@ -54,13 +54,16 @@ class Scorer(Worker):
         return sorted(self.known)
 
 
+def build_scorer(info: RankInfo) -> Scorer:
+    """Build the worker of one rank, in its process: the place to load what is large."""
+    return Scorer({"one", "four", "six"})
+
+
 def main(controller: str, processes: int) -> None:
     """Score TEXTS under `controller`, local or ray, and print what the workers return."""
     devices = TrainerConfig(controller=controller, n_gpus_per_node=processes, device="cpu")
     with hosting(devices, RayConfig(), ["scorer"]) as start:
-        backend = start(
-            lambda process: {"scorer": lambda info: Scorer({"one", "four", "six"})}, data_parallel
-        )
+        backend = start(lambda process: {"scorer": build_scorer}, data_parallel)
         scorers = WorkerGroup[Scorer](backend, "scorer")
         print("workers:", scorers.call_list(Scorer.place))
         print("known words:", scorers.call(Scorer.known_words))

@@ -31,10 +31,10 @@ def example(name: str) -> Any:
     return module
 
 
-def on_two_processes(name: str) -> str:
+def under_ray(name: str, *arguments: str) -> str:
     """Return what an example prints under a Ray of its own, since this process may be in another test's."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    words = [sys.executable, str(EXAMPLES / f"{name}.py"), "ray", "2"]
+    words = [sys.executable, str(EXAMPLES / f"{name}.py"), "ray", *arguments]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -61,11 +61,23 @@ def test_a_rule_of_ones_own_splits_and_collects(capsys: pytest.CaptureFixture[st
     assert f"thrower: {hits(0, 1000)} of 1000 darts" in capsys.readouterr().out
 
 
+def test_two_roles_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    example("two_pools").main("local")
+    assert capsys.readouterr().out == "processes: 1\nbefore: 3.0\nafter: 0.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("ray")
+def test_two_roles_on_two_pools() -> None:
+    assert under_ray("two_pools") == "processes: 2\nbefore: 3.0\nafter: 0.0\n"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
 def test_texts_are_scored_in_two_processes() -> None:
-    assert on_two_processes("text_scores") == "workers: ['rank 0 of 2', 'rank 1 of 2']\n" + SCORES
+    assert under_ray("text_scores", "2") == "workers: ['rank 0 of 2', 'rank 1 of 2']\n" + SCORES
 
 
 @pytest.mark.slow
@@ -73,4 +85,4 @@ def test_texts_are_scored_in_two_processes() -> None:
 @pytest.mark.xdist_group("ray")
 def test_a_rule_of_ones_own_in_two_processes() -> None:
     wanted = hits(0, 100_000) + hits(1, 100_000)
-    assert f"thrower: {wanted} of 200000 darts" in on_two_processes("monte_carlo")
+    assert f"thrower: {wanted} of 200000 darts" in under_ray("monte_carlo", "2")

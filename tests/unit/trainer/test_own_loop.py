@@ -107,3 +107,10 @@ def test_a_step_must_be_a_step(model: Path, tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match=r"trainer\.step_class: there is no file nowhere\.py"):
         ppo_config(model, tmp_path / "run", "trainer.step_class='nowhere.py:Step'")
+
+
+def test_a_part_of_a_run_is_changed_from_python(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example("own_step").train(ppo_config(model, tmp_path / "run"))
+    assert capsys.readouterr().out == "rows learned from: 8\n" * 2

@@ -25,7 +25,7 @@ tracker in `trainer.logger`. The last column names what else reads a metric:
 - *line*: the line that the console prints for a step;
 - *report*: the curves and tiles that `hybridflow view` shows without being asked (any other metric can be
   chosen there);
-- *health*: the warnings about a run that goes wrong;
+- *health*: the warnings about a run that goes wrong; any metric that is not finite is one too;
 - *reward watch*: the signs of a policy that only pleases its reward ([rewards](rewards.md)).
 
 *Better* says in which direction a run improves, where there is such a direction. The unit `1` is that of a

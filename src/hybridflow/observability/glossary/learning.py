@@ -72,7 +72,9 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "1",
         ),
         MetricEntry(
-            "training/rollout_rows_checked", "Rows whose two log-probs were compared in exact mode.", "rows"
+            "training/rollout_rows_checked",
+            "Rows compared to let the log-probs of generation serve as old ones.",
+            "rows",
         ),
         MetricEntry(
             "training/first_ratio_min", "Smallest importance ratio of the first mini-batch; 1 if exact.", "1"

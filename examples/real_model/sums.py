@@ -1,6 +1,6 @@
-"""Write the questions of the sums task: `python sums.py FOLDER` makes train.jsonl (280 rows) and test.jsonl (81).
+"""Write the questions of the sums task: `python sums.py FOLDER` makes train.jsonl and test.jsonl.
 
-Every pair of numbers from 2 to 20 is in one of the files, so no question of the test was trained on.
+Each of the 361 pairs of numbers from 2 to 20 is in one of the files: 280 are trained on, and 81 are held out.
 """
 
 import json

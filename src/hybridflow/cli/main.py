@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     _add_merge(words)
+    _add_import_gguf(words)
     add_serve(words)
     add_evaluation(words, RECIPE, OVERRIDES)
     _add_try(words)
@@ -142,6 +143,19 @@ def _add_merge(words: Any) -> None:
         "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along"
     )
     merge.set_defaults(body=commands.merge)
+
+
+def _add_import_gguf(words: Any) -> None:
+    gguf = words.add_parser("import-gguf", help="turn a GGUF file into a Hugging Face folder that trains")
+    gguf.add_argument("file", help="a .gguf file, quantised or not, with its tokenizer inside")
+    gguf.add_argument("target", help="folder to write; must be new or empty")
+    gguf.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="dtype of the written weights (default: %(default)s, which keeps every value of the file)",
+    )
+    gguf.set_defaults(body=commands.import_gguf)
 
 
 def _add_try(words: Any) -> None:

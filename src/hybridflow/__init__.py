@@ -11,13 +11,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "hybridflow.api",
     "DataProto": "hybridflow.protocol",
-    "PPOConfig": "hybridflow.config",
-    "SFTConfig": "hybridflow.config",
+    "Environment": "hybridflow.environments",
     "HybridFlowError": "hybridflow.errors",
+    "PPOConfig": "hybridflow.config",
+    "Run": "hybridflow.api",
+    "SFTConfig": "hybridflow.config",
+    "Step": "hybridflow.environments",
+    "StopTraining": "hybridflow.api",
+    "dpo": "hybridflow.api",
+    "reward_model": "hybridflow.api",
+    "sft": "hybridflow.api",
+    "tool": "hybridflow.tools",
+    "train": "hybridflow.api",
 }
 
-__all__ = ["DataProto", "HybridFlowError", "PPOConfig", "SFTConfig", "__version__"]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

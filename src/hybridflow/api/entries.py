@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.api.datasets import Dataset
-from hybridflow.api.launch import Call, Model, Overrides, launch
+from hybridflow.api.launch import Call, Model, Overrides, launch, only_run
 from hybridflow.api.objects import Objects, in_memory, named_objects, require_here
 from hybridflow.api.result import Run
 from hybridflow.errors import ConfigError
@@ -54,7 +54,7 @@ def train(
     environment that no file has (a cell, a closure) is called in this process. Returns the run, also where a
     callback has ended it. Raises a HybridFlowError for what the command would refuse.
     """
-    with named_objects() as objects:
+    with only_run(), named_objects() as objects:
         values, specs = _reward_values(reward, objects)
         talks_to = _environment_values(environment, environment_options, objects)
 
@@ -100,7 +100,8 @@ def sft(
     Rows have `messages`, or `prompt` and `response`.
     """
     common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
-    return launch(Call("sft", recipe, *common))
+    with only_run():
+        return launch(Call("sft", recipe, *common))
 
 
 def dpo(
@@ -121,7 +122,8 @@ def dpo(
     Rows have `chosen` and `rejected`, with a `prompt` where these are answers alone.
     """
     common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
-    return launch(Call("dpo", recipe, *common))
+    with only_run():
+        return launch(Call("dpo", recipe, *common))
 
 
 def reward_model(
@@ -142,7 +144,8 @@ def reward_model(
     Rows have `chosen` and `rejected`, or steps with labels.
     """
     common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
-    return launch(Call("reward-model", recipe, *common))
+    with only_run():
+        return launch(Call("reward-model", recipe, *common))
 
 
 def _reward_values(reward: Any, objects: Objects) -> tuple[dict[str, Any], list[str]]:

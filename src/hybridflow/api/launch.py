@@ -81,10 +81,11 @@ class Call:
         return Path(loaded.config.trainer.default_local_dir).expanduser()
 
 
-def launch(call: Call) -> Run:
-    """Run what a call asks for, also in a thread and under a running event loop, as notebooks have one.
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Keep other runs of this process out; a running event loop of this thread rests meanwhile.
 
-    Raises ConfigError while another run is going on in this process, and whatever the command would report.
+    Raises ConfigError while another run is going on.
     """
     if not _one_run.acquire(blocking=False):
         raise ConfigError(
@@ -93,32 +94,29 @@ def launch(call: Call) -> Run:
         )
     try:
         with _outside_event_loop():
-            return _launch(call)
+            yield
     finally:
         _one_run.release()
 
 
-def _launch(call: Call) -> Run:
+def launch(call: Call) -> Run:
+    """Run what a call asks for, inside `only_run`. Raises whatever the command would report."""
     folder = call.folder()
     told = CallbackTracker(as_callbacks(call.callbacks), folder)
     data, rows = _data(call, folder)
-    model = _model(call, folder)
+    values = {**call.values, **_of_run(call), **data, **_model(call, folder)}
     loaded_model = hasattr(call.model, "save_pretrained")
-    prepared = call.prepare(
-        {**call.values, **_of_run(call), **data, **model},
-        needs_files=not rows,
-        needs_model=not loaded_model,
-    )
+    if rows or loaded_model:
+        call.check(call.prepare(values, needs_files=False, needs_model=False).config)
+        with RunFolder(folder).held():
+            for file, content in rows.items():
+                content.write(file)
+            if loaded_model:
+                _save(call.model, call.tokenizer, folder / START_MODEL)
+    prepared = call.prepare(values)
     call.check(prepared.config)
     for note in prepared.notes:
         logger.info("note: %s", note)
-    with RunFolder(folder).held():
-        for file, content in rows.items():
-            content.write(file)
-        if loaded_model:
-            given: list[Any] = [call.model, call.tokenizer]
-            for each in given:
-                each.save_pretrained(folder / START_MODEL)
     with displayed(call.progress) as views:
 
         def prepare(trainer: Any) -> None:
@@ -222,6 +220,11 @@ def _model(call: Call, folder: Path) -> dict[str, Any]:
         if value is not None:
             values[name] = os.fspath(value)
     return values
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Loading of a trained model, with the libraries that it needs."""
+"""Models in and out of folders, with the libraries that this needs."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def load_trained(checkpoint: Path, target: Path) -> tuple[Any, Any]:
             merge(checkpoint, target)
         folder = target
     return load_saved(folder), load_tokenizer(folder)
+
+
+def save_loaded(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a loaded model and its tokenizer into a folder."""
+    from hybridflow.models.progress import without_progress_bars
+
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -100,6 +100,7 @@ class CallbackTracker(Tracker):
         self._callbacks = callbacks
         self._folder = folder
         self.error: HybridFlowError | None = None
+        self._due: Exception | None = None
 
     def start(self, total_steps: int) -> None:
         """Tell that the run begins."""
@@ -119,11 +120,16 @@ class CallbackTracker(Tracker):
                 self._tell("on_checkpoint", step, self._folder / f"global_step_{step}")
             if stops:
                 raise StopTraining
+            if self._due is not None:
+                raise self._due
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Tell the samples of a validation."""
-        with self._in_order():
-            self._tell("on_samples", step, rows)
+        """Tell the samples of a validation; what comes of it waits until the validation is logged."""
+        try:
+            if self._tell("on_samples", step, rows):
+                self._due = StopTraining()
+        except HybridFlowError as error:
+            self._due = error
 
     def end(self) -> None:
         """Tell that the run has ended."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridflow.api.build import save_loaded
 from hybridflow.api.callbacks import BY_CALLBACK, CallbackTracker, as_callbacks
 from hybridflow.api.datasets import Dataset, Rows, files_or_rows
 from hybridflow.api.result import Run
@@ -112,7 +113,7 @@ def launch(call: Call) -> Run:
             for file, content in rows.items():
                 content.write(file)
             if loaded_model:
-                _save(call.model, call.tokenizer, folder / START_MODEL)
+                save_loaded(call.model, call.tokenizer, folder / START_MODEL)
     prepared = call.prepare(values)
     call.check(prepared.config)
     for note in prepared.notes:
@@ -141,6 +142,8 @@ def _run_to_end(config: Any, prepare: Callable[[Any], None], told: CallbackTrack
         if stopped.at_once or not (stopped.number == BY_CALLBACK or interactive):
             raise
         message = stopped.message.replace("the same command", "the same call")
+        if stopped.number == BY_CALLBACK:
+            message = message.replace("interrupted", "ended by a callback", 1)
         logger.warning("%s", message)
         return message
     return ""
@@ -220,11 +223,6 @@ def _model(call: Call, folder: Path) -> dict[str, Any]:
         if value is not None:
             values[name] = os.fspath(value)
     return values
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @contextmanager

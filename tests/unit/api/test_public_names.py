@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[3]
 COMMON = (
     "model: 'Model | None' = None, tokenizer: 'Any' = None, {}dataset: 'Dataset | None' = None, val_dataset: "
     "'Dataset | None' = None, output_dir: 'str | os.PathLike[str] | None' = None, resume: 'bool | str | "
-    "os.PathLike[str] | None' = None, callbacks: 'Sequence[Any]' = (), overrides: 'Overrides' = (), progress: "
-    "'bool' = True) -> 'Run'"
+    "os.PathLike[str] | None' = None, callbacks: 'Sequence[Any]' = (), overrides: 'Overrides' = (), "
+    "progress: 'bool' = True) -> 'Run'"
 )
 REWARDS = (
     "reward: 'Reward | Sequence[Reward | tuple[Reward, float]] | None' = None, environment: 'str | type | "

@@ -1,4 +1,4 @@
-"""`hybridflow.train`: the bits of the command, rewards and data of a program, callbacks, places to call it."""
+"""`hybridflow.train`: the bits of the command, rewards and data of a program, callbacks, where it is called."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hybridflow.cli.main import main
 from hybridflow.config.tree import flatten
 from hybridflow.errors import CheckpointError, ConfigError, DataError, Stopped
 
-FILE = '''
+FILE = """
 def share(data_source, solution_str, ground_truth, extra_info):
     return sum(each.isdigit() for each in solution_str) / max(1, len(solution_str))
-'''
+"""
 
 
 def train(model: Path, folder: Path, **changes: Any) -> Run:
@@ -215,7 +215,7 @@ def test_callbacks_hear_everything_and_end_the_run_in_order(model: Path, tmp_pat
         folder = tmp_path / type(answer).__name__
         run = train(model, folder, callbacks=[events], val_dataset=ROWS[:2], overrides=keys)
         assert events.seen[-3:] == [("step", 1), ("checkpoint", 1), "end"]
-        assert run.message.startswith("interrupted after step 1/2; newest checkpoint global_step_1")
+        assert run.message.startswith("ended by a callback after step 1/2; newest checkpoint global_step_1")
         assert run.checkpoint == folder / "global_step_1"
         again = train(model, folder, val_dataset=ROWS[:2], overrides=keys)
         assert metrics_of(again.folder)[2] == metrics_of(whole.folder)[2], "it went on to the same bits"

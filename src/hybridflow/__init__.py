@@ -6,7 +6,15 @@ Importing the package is fast: each name below is loaded when it is first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see
+    from hybridflow.api import Callback, Run, StopTraining, dpo, reward_model, sft, train
+    from hybridflow.config import PPOConfig, SFTConfig
+    from hybridflow.environments import Environment, Step
+    from hybridflow.errors import HybridFlowError
+    from hybridflow.protocol import DataProto
+    from hybridflow.tools import tool
 
 __version__ = "0.1.0"
 
@@ -27,7 +35,23 @@ _HOMES = {
     "train": "hybridflow.api",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Callback",
+    "DataProto",
+    "Environment",
+    "HybridFlowError",
+    "PPOConfig",
+    "Run",
+    "SFTConfig",
+    "Step",
+    "StopTraining",
+    "__version__",
+    "dpo",
+    "reward_model",
+    "sft",
+    "tool",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

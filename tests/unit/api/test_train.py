@@ -1,4 +1,4 @@
-"""`hybridflow.train`: the bits of the command, rewards and data of a program, callbacks, where it is called."""
+"""`hybridflow.train`: the command's bits, rewards and data of a program, callbacks, where it is called."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tiny_calls import KEYS, ROWS, digits, metrics_of
 
 import hybridflow
 from hybridflow import Callback, Environment, HybridFlowError, Run, Step, StopTraining
+from hybridflow.api.datasets import Rows, files_or_rows
 from hybridflow.cli.main import main
 from hybridflow.config.tree import flatten
 from hybridflow.errors import CheckpointError, ConfigError, DataError, Stopped
@@ -316,3 +317,22 @@ def test_a_loaded_model_is_saved_first(model: Path, tmp_path: Path) -> None:
     assert run.curve("critic/score/mean") == plain.curve("critic/score/mean")
     with pytest.raises(CheckpointError, match=r"set trainer\.save_freq"):
         plain.model()
+
+
+@pytest.mark.parametrize("library", ["datasets", "pandas"])
+def test_rows_of_libraries_are_written_as_they_are(library: str, tmp_path: Path) -> None:
+    module = pytest.importorskip(library)
+    rows: Any = module.Dataset.from_list(ROWS) if library == "datasets" else module.DataFrame(ROWS)
+    found = files_or_rows(rows, "dataset")
+    assert isinstance(found, Rows)
+    found.write(tmp_path / "rows.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == ROWS
+
+
+def test_paths_and_texts_are_told_apart(tmp_path: Path) -> None:
+    assert files_or_rows("a.parquet", "dataset") == ["a.parquet"]
+    assert files_or_rows([Path("a.jsonl"), "b.json"], "dataset") == ["a.jsonl", "b.json"]
+    found = files_or_rows(["One. ", "Two. "], "dataset")
+    assert isinstance(found, Rows)
+    found.write(tmp_path / "rows.jsonl")
+    assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "One. "}\n{"prompt": "Two. "}\n'

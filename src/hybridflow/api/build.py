@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
 
 
-def load_trained(checkpoint: Path, target: Path) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a checkpoint; `target` keeps the folder that they are read from.
+def load_trained(checkpoint: Path) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a checkpoint, which is merged where it holds no whole model.
 
-    Where the checkpoint has no whole model, it is merged into that folder. Raises CheckpointError.
+    Raises CheckpointError for one that is damaged.
     """
     from hybridflow.data.tokenizer import load_tokenizer
     from hybridflow.merger import merge
     from hybridflow.models.build import load_saved
 
     folder = checkpoint / ACTOR / HF_FOLDER
-    if not any(folder.glob("*.safetensors")):
-        if not target.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            merge(checkpoint, target)
-        folder = target
-    return load_saved(folder), load_tokenizer(folder)
+    with TemporaryDirectory(prefix=".merged_", dir=checkpoint.parent) as merged:
+        if not any(folder.glob("*.safetensors")):
+            folder = merge(checkpoint, merged)
+        return load_saved(folder), load_tokenizer(folder)
 
 
 def save_loaded(model: Any, tokenizer: Any, folder: Path) -> None:

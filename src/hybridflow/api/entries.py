@@ -54,6 +54,7 @@ def train(
     environment that no file has (a cell, a closure) is called in this process. Returns the run, also where a
     callback has ended it. Raises a HybridFlowError for what the command would refuse.
     """
+    common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
     with only_run(), named_objects() as objects:
         values, specs = _reward_values(reward, objects)
         talks_to = _environment_values(environment, environment_options, objects)
@@ -63,23 +64,8 @@ def train(
             workers = config.actor_rollout_ref.rollout.agent.num_workers
             require_here([str(config.data.environment)], AGENT_WORKERS, workers)
 
-        return launch(
-            Call(
-                "train",
-                recipe,
-                model,
-                tokenizer,
-                dataset,
-                val_dataset,
-                output_dir,
-                resume,
-                callbacks,
-                overrides,
-                progress,
-                values={**values, **talks_to},
-                check=check,
-            )
-        )
+        call = Call("train", recipe, *common, values={**values, **talks_to}, check=check)
+        return launch(call)
 
 
 def sft(

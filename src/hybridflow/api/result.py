@@ -1,4 +1,4 @@
-"""What became of a run, read from its folder, whether a program or the command has made it."""
+"""A run by its folder: metrics, samples, report and model, whether a program or the command has made it."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Run:
     def model(self) -> tuple[Any, Any]:
         """Load the trained model and its tokenizer from the newest checkpoint, as transformers has them.
 
-        Adapters are folded into their base. The folder that transformers reads is kept as model/global_step_N
-        in the run folder. Raises CheckpointError without a checkpoint.
+        Adapters are folded into their base. `hybridflow merge` writes a folder in place of it. Raises
+        CheckpointError without a checkpoint.
         """
         newest = self.checkpoint
         if newest is None:
@@ -126,12 +126,12 @@ class Run:
                 f"{self.folder} has no checkpoint, so the trained weights were not kept: set "
                 "trainer.save_freq (hybridflow.train saves at the end unless the keys say otherwise)"
             )
-        return load_trained(newest, self.folder / "model" / newest.name)
+        return load_trained(newest)
 
     def __repr__(self) -> str:
-        lines = self.metrics
-        steps = f"{int(lines[-1]['step'])} steps" if lines else "no step yet"
-        return f"Run({str(self.folder)!r}: {steps}{'; ' if self.message else ''}{self.message})"
+        steps = [line["step"] for line in self.metrics]
+        words = [f"{max(steps, default=0)} steps", self.message]
+        return f"Run({str(self.folder)!r}: {'; '.join(filter(None, words))})"
 
     def _repr_html_(self) -> str:
         """Return a short table: the newest metrics and the last validation."""

@@ -71,7 +71,8 @@ class NotebookView(Tracker):
             parts.append(_table(["step", *names], rows))
         if self._validations:
             steps = list(self._validations)
-            first, last = steps[0], steps[-1]
+            first = steps[0]
+            last = steps[-1]
             rows = [
                 [name, f"{self._validations[first].get(name, float('nan')):.4f}", f"{value:.4f}"]
                 for name, value in self._validations[last].items()
@@ -100,8 +101,8 @@ class NotebookView(Tracker):
         cells = [str(step)]
         for field in FIELDS:
             if self._has(field.names):
-                value = next((metrics[name] for name in field.names if name in metrics), None)
-                cells.append("" if value is None else field.form(value))
+                values = [field.form(metrics[name]) for name in field.names if name in metrics]
+                cells.append(next(iter(values), ""))
         return cells
 
 

@@ -29,11 +29,11 @@ class StopTraining(Exception):
 class Callback:
     """Base class of listeners; write the methods that you want.
 
-    `on_step_end` and `on_validation` end the run in order where they return True. What a callback raises ends
-    the run too, after the last whole step is saved, as a ConfigError that names the callback.
+    A method that returns True ends the run in order. What a callback raises ends the run too, after the last
+    whole step is saved, as a ConfigError that names the callback.
     """
 
-    def on_run_start(self, folder: Path, total_steps: int) -> None:
+    def on_run_start(self, folder: Path, total_steps: int) -> bool | None:
         """The model and the data are loaded, and the first step is about to begin."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> bool | None:
@@ -42,10 +42,10 @@ class Callback:
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> bool | None:
         """A validation is done: before the first step with `step` 0, else after a step and its metrics."""
 
-    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> bool | None:
         """Some samples of a validation, as many as trainer.log_val_generations says."""
 
-    def on_checkpoint(self, step: int, folder: Path) -> None:
+    def on_checkpoint(self, step: int, folder: Path) -> bool | None:
         """A checkpoint was written, or with checkpoint.async_save is being written."""
 
     def on_run_end(self, folder: Path) -> None:
@@ -105,7 +105,8 @@ class CallbackTracker(Tracker):
     def start(self, total_steps: int) -> None:
         """Tell that the run begins."""
         with self._in_order():
-            self._tell("on_run_start", self._folder, total_steps)
+            if self._tell("on_run_start", self._folder, total_steps):
+                raise StopTraining
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Tell what the metrics are of: a step, a validation, a checkpoint."""
@@ -117,7 +118,7 @@ class CallbackTracker(Tracker):
             if validation:
                 stops = self._tell("on_validation", step, validation) or stops
             if SAVED in metrics and "training/global_step" not in metrics:
-                self._tell("on_checkpoint", step, self._folder / f"global_step_{step}")
+                stops = self._tell("on_checkpoint", step, self._folder / f"global_step_{step}") or stops
             if stops:
                 raise StopTraining
             if self._due is not None:

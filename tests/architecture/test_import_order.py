@@ -25,6 +25,7 @@ LINES = [
     ["workers"],
     ["trainer", "merger"],
     ["explain", "demo"],
+    ["api"],
     ["cli", "model_merger"],
     ["__main__"],
 ]
@@ -46,6 +47,7 @@ DOORS = {
     "fastapi": ("rollout.server",),
     "uvicorn": ("rollout.server",),
     "mcp": ("tools.mcp_servers",),
+    "IPython": ("observability.notebook",),
     "hydra": ("config.load", "config.overrides"),
 }
 

@@ -53,17 +53,25 @@ class Setting:
     delete: bool = False
 
 
-def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
+def load_config(
+    root: type[C],
+    overrides: Sequence[str] = (),
+    recipe: str | Path | None = None,
+    *,
+    values: Mapping[str, Any] | None = None,
+) -> Loaded[C]:
     """Compose a recipe (a name, or a path to a YAML file) and Hydra overrides into a typed configuration.
 
-    Hydra's --config-path and --config-name among the overrides name a recipe too. Raises ConfigError that
-    lists every unknown, refused and ill-typed key.
+    `values` are keys and values of a program, nested or with dotted names; they come between the two. Hydra's
+    --config-path and --config-name among the overrides name a recipe too. Raises ConfigError that lists every
+    unknown, refused and ill-typed key.
     """
     problems: list[str] = []
     overrides, recipe = read_flags(overrides, recipe)
     settings: list[Setting] = []
     if recipe is not None:
         settings.extend(Setting(path, value) for path, value in flatten(read_recipe(recipe)))
+    settings.extend(Setting(path, value) for path, value in flatten(values or {}))
     for text in overrides:
         settings.extend(_parse(text, problems))
     settings = _interpolate(root, settings)
@@ -84,15 +92,17 @@ def prepare_config(
     overrides: Sequence[str] = (),
     recipe: str | Path | None = None,
     *,
+    values: Mapping[str, Any] | None = None,
     runs: bool = True,
     needs_model: bool = True,
     needs_files: bool = True,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
-    `runs`, `needs_model` and `needs_files` are those of `check`. Raises ConfigError that lists every problem.
+    `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`. Raises
+    ConfigError that lists every problem.
     """
-    loaded: Loaded[C] = load_config(root, overrides, recipe)
+    loaded: Loaded[C] = load_config(root, overrides, recipe, values=values)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
     surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model, needs_files=needs_files)
     return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)

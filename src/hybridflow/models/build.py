@@ -304,6 +304,22 @@ def load_whole(
     return model
 
 
+def load_saved(folder: Path) -> PreTrainedModel:
+    """Load a model that a run has written, as whoever uses it would: a classifier where it is one.
+
+    Raises ModelError where it cannot be loaded.
+    """
+    architecture = "".join(load_config(str(folder)).architectures or ())
+    kinds: dict[str, Kind] = {"SequenceClassification": "score", "TokenClassification": "token_score"}
+    kind: Kind = next((kind for ending, kind in kinds.items() if ending in architecture), "policy")
+    try:
+        with without_progress_bars():
+            model: PreTrainedModel = AUTO_CLASSES[kind].from_pretrained(folder, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(f"cannot load model {str(folder)!r}: {_first_lines(error)}") from error
+    return model
+
+
 def _head_names(kind: Kind, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, str] | None:
     """Return other names that a head may have in files, as expressions, with its own; None without a head."""
     if kind not in ("score", "token_score"):

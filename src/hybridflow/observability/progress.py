@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -69,6 +69,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h {minutes % 60:02d}m"
 
 
+class Display(Protocol):
+    """What shows a Progress, from `start` to `stop`."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Progress:
     """The phases that are open, the step of the run, and their display."""
 
@@ -92,7 +100,7 @@ class Progress:
         """When the run has last said something, by the clock; kept while the display is on."""
         self._phases: list[Phase] = []
         self._lock = threading.RLock()
-        self._display: _StatusLine | _Heartbeat | None = None
+        self._display: Display | None = None
 
     @contextmanager
     def phase(self, words: str, total: int | None = None) -> Iterator[Phase]:
@@ -185,14 +193,19 @@ class Progress:
         self.last_output = self.clock()
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show on the console what is being done inside the context, unless that is shown already."""
+    def shown(self, display: Display | None = None) -> Iterator[None]:
+        """Show what is being done inside the context, unless that is shown already.
+
+        None: on the console, as a line that moves where it is a terminal.
+        """
         if self._display is not None:
             yield
             return
-        kind = _StatusLine if self.console.is_terminal else _Heartbeat
+        if display is None:
+            kind = _StatusLine if self.console.is_terminal else _Heartbeat
+            display = kind(self)
         self.heard()
-        self._display = kind(self)
+        self._display = display
         self._display.start()
         try:
             yield

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ CALLED_WITH_LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_in
 TOKENS = "response_ids"
 MESSAGES = "messages"
 """Arguments that a function gets where it names them: what was sampled, and the whole conversation."""
+ALSO_CALLED = {"response": "solution_str"}
+"""Other names of arguments."""
 
 
 def load_builtin(
@@ -67,7 +70,10 @@ def load_user_function(
         function = getattr(module, name, None) or load_object(f"{path}:{name}", key=key)
     if not callable(function):
         raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
-    _check_signature(function, path, options, key, called_with)
+    names = _names(function, called_with)
+    _check_signature(function, path, options, key, called_with, names)
+    if called_with == CALLED_WITH:
+        function = _by_name(function, names)
     return _bound(function, options)
 
 
@@ -90,24 +96,69 @@ def _bound(function: RewardFunction, options: dict[str, Any]) -> RewardFunction:
     return partial(function, **options)
 
 
+def _names(function: RewardFunction, called_with: Sequence[str]) -> dict[str, str]:
+    """Return what a function is called with: the names of its parameters, and the argument that each gets.
+
+    Of the arguments of one response it gets those that it names, and all of them if it takes any name or
+    names none.
+    """
+    everything = {name: name for name in called_with}
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # written in C: it has no signature
+        return everything
+    optional = {name: name for name in (TOKENS, MESSAGES) if name in parameters}
+    others = {other: name for other, name in ALSO_CALLED.items() if other in parameters}
+    named = {name: name for name in called_with if name in parameters}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        named = {name: name for name in called_with if name not in others.values()}
+    if called_with != CALLED_WITH or not {**named, **others}:
+        named = everything
+    return {**named, **others, **optional}
+
+
+def _by_name(function: RewardFunction, names: Mapping[str, str]) -> RewardFunction:
+    """Return a function that is called with all arguments and passes on those in `names`."""
+    if set(CALLED_WITH) <= set(names) and not set(names) & set(ALSO_CALLED):
+        return function
+
+    @functools.wraps(function)
+    def call(**arguments: Any) -> Any:
+        given = {name: arguments.pop(argument) for name, argument in names.items()}
+        options = {name: value for name, value in arguments.items() if name not in CALLED_WITH}
+        return function(**given, **options)
+
+    @functools.wraps(function)
+    async def call_async(**arguments: Any) -> Any:
+        return await call(**arguments)
+
+    if is_async(function):
+        return call_async
+    return call
+
+
 def _check_signature(
-    function: RewardFunction, path: str, options: dict[str, Any], key: str, called_with: Sequence[str]
+    function: RewardFunction,
+    path: str,
+    options: dict[str, Any],
+    key: str,
+    called_with: Sequence[str],
+    names: Mapping[str, str],
 ) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C: it has none to check
         return
     try:
-        given = {**options, **dict.fromkeys(called_with)}
-        given |= {name: None for name in (TOKENS, MESSAGES) if name in signature.parameters}
-        signature.bind(**given)
+        signature.bind(**{**options, **names})
     except TypeError as error:
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
             f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
-            f"called with {words} ({error}); add the missing parameters or **kwargs"
+            f"called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
+            "parameter without a default"
         ) from error
-    if clash := [name for name in options if name in called_with]:
+    if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:
         raise ConfigError(f"{key}: {', '.join(clash)} comes from the row; remove it from the options")
 
 

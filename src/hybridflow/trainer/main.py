@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", PPOConfig, SFTConfig)
 
 
-def run(config: C) -> dict[str, float]:
+def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics.
 
-    Raises Stopped after SIGINT or SIGTERM, with what is done saved where the configuration asks for
-    checkpoints.
+    `prepare` is called with each trainer that is built, before it trains. Raises Stopped after SIGINT or
+    SIGTERM, with what is done saved where the configuration asks for checkpoints.
     """
     if isinstance(config, PPOConfig):
         check_installed(config.actor_rollout_ref.rollout)
@@ -61,6 +61,8 @@ def run(config: C) -> dict[str, float]:
 
         def attempt(config: C, patience: float) -> dict[str, float]:
             with build(config, patience=patience, signals=signals) as trainer:
+                if prepare is not None:
+                    prepare(trainer)
                 return trainer.fit()
 
         metrics = run_with_restarts(config, attempt)

@@ -173,8 +173,7 @@ class Trainer(Generic[Source, Step]):
         except Stopped as stopped:
             if not stopped.at_once:
                 if self._has_unsaved_steps():
-                    with self.timer("save_checkpoint"):
-                        self.state.save(self.store)
+                    self._save(self.state.step)
                 self.state.saves.commit(self.store)
             raise
 

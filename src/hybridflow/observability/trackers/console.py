@@ -25,7 +25,7 @@ from hybridflow.observability.progress import progress as shared_progress
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
 
 
-class _Field(NamedTuple):
+class Field(NamedTuple):
     label: str
     names: tuple[str, ...]
     """Metrics, of which the first that the step has is shown."""
@@ -41,19 +41,19 @@ def _quantity(value: float) -> str:
     return f"{value:.0f}"
 
 
-_FIELDS = (
-    _Field("loss", ("train/loss",), "{:.4f}".format, 9),
-    _Field("accuracy", ("train/accuracy",), "{:.3f}".format, 8),
-    _Field("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format, 9),
-    _Field("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format, 2),
-    _Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),
-    _Field("entropy", ("actor/entropy",), "{:.3f}".format, 4),
-    _Field("length", ("response_length/mean",), "{:.1f}".format, 5),
-    _Field("tok/s", ("perf/throughput",), _quantity, 3),
-    _Field("time", ("timing_s/step", "perf/time_per_step"), duration, 6),
+FIELDS = (
+    Field("loss", ("train/loss",), "{:.4f}".format, 9),
+    Field("accuracy", ("train/accuracy",), "{:.3f}".format, 8),
+    Field("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format, 9),
+    Field("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format, 2),
+    Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),
+    Field("entropy", ("actor/entropy",), "{:.3f}".format, 4),
+    Field("length", ("response_length/mean",), "{:.1f}".format, 5),
+    Field("tok/s", ("perf/throughput",), _quantity, 3),
+    Field("time", ("timing_s/step", "perf/time_per_step"), duration, 6),
 )
-_LEFT = _Field("left", (), duration, 7)
-_VALIDATION = re.compile(r"^val[^/]*/")
+_LEFT = Field("left", (), duration, 7)
+VALIDATION = re.compile(r"^val[^/]*/")
 _VARIANT = re.compile(r"^(?:(?P<source>.+)/)?(?P<key>[^/]+)/(?P<variant>(?:mean|best|maj|worst|std)@.*)$")
 _QUIET_SECONDS = 2.0  # between two lines where nobody is watching
 _SAMPLE_WIDTH = 300  # characters of a prompt or response in the sample table
@@ -78,8 +78,8 @@ class ConsoleTracker(Tracker):
             self._shown.enter_context(self._progress.shown())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        validation = {name: value for name, value in metrics.items() if _VALIDATION.match(name)}
-        if any(name in metrics for field in _FIELDS for name in field.names):
+        validation = {name: value for name, value in metrics.items() if VALIDATION.match(name)}
+        if any(name in metrics for field in FIELDS for name in field.names):
             left = self._time_left(metrics, step)
             self._progress.seconds_left = left
             if self._console.is_terminal or self._is_due(step, bool(validation)):
@@ -99,8 +99,8 @@ class ConsoleTracker(Tracker):
 
     def _step_line(self, metrics: Mapping[str, float], step: int, left: float | None) -> Text:
         """Return the line of a step, on a terminal without the fields for which it has no room."""
-        fields: list[tuple[_Field, float]] = []
-        for field in _FIELDS:
+        fields: list[tuple[Field, float]] = []
+        for field in FIELDS:
             value = next((metrics[name] for name in field.names if name in metrics), None)
             if value is not None:
                 fields.append((field, value))
@@ -112,7 +112,7 @@ class ConsoleTracker(Tracker):
             line = self._joined(fields, step)
         return line
 
-    def _joined(self, fields: Sequence[tuple[_Field, float]], step: int) -> Text:
+    def _joined(self, fields: Sequence[tuple[Field, float]], step: int) -> Text:
         line = Text()
         total = f"/{self._total}" if self._total else ""
         line.append(f"step {step:>{len(str(self._total or 0))}}{total}", style="bold")
@@ -142,7 +142,7 @@ class ConsoleTracker(Tracker):
         for name in ("value", "change", "in all"):
             table.add_column(name, justify="right")
         for name, value in metrics.items():
-            rest = _VALIDATION.sub("", name)
+            rest = VALIDATION.sub("", name)
             match = _VARIANT.match(rest)
             source, key, variant = (
                 (match["source"] or "", match["key"], match["variant"]) if match else ("", rest, "")

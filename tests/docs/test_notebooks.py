@@ -1,0 +1,48 @@
+"""The notebooks of the examples run from top to bottom, and are kept without outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+CELL_SECONDS = 1800
+"""A limit for a cell that hangs; each takes a minute at most on a quiet machine."""
+
+
+def test_there_are_four() -> None:
+    assert [notebook.stem for notebook in NOTEBOOKS] == [
+        "environment",
+        "grpo_on_a_laptop",
+        "own_reward",
+        "reading_a_run",
+    ]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_it_is_kept_without_outputs(notebook: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    content = nbformat.read(notebook, as_version=4)
+    nbformat.validate(content)
+    for cell in content.cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_it_runs_from_top_to_bottom(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    content = nbformat.read(notebook, as_version=4)
+    client = nbclient.NotebookClient(
+        content, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()  # raises the error of a cell that fails
+    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
+    views = [output for output in outputs if "<progress" in str(output.get("data", {}).get("text/html", ""))]
+    assert views, "a run in a notebook shows a bar and a table"
+    nbformat.write(content, tmp_path / notebook.name)

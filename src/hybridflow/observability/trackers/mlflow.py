@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hybridflow.config.tree import flatten
 from hybridflow.observability.trackers.base import (
@@ -21,6 +22,8 @@ from hybridflow.observability.trackers.base import (
     remembered_id,
 )
 
+STEP_METRIC = "training/global_step"
+"""A metric that every step has."""
 _MAX_PARAMS = 100  # a call
 _MAX_PARAM_LENGTH = 500  # characters; longer ones are cut
 _MAX_METRICS = 1000  # a call
@@ -51,6 +54,10 @@ class MlflowTracker(Tracker):
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = run_id
+        if run.earlier:  # a run that was killed may lack its last steps
+            history = self._client.get_metric_history(run_id, STEP_METRIC)
+            held = {metric.step for metric in history}
+            self.log_earlier(replace(run, earlier={s: m for s, m in run.earlier.items() if s not in held}))
 
     def _experiment_id(self, name: str, artifact_location: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)

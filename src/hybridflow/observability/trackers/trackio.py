@@ -22,7 +22,9 @@ from hybridflow.observability.trackers.base import (
 class TrackioTracker(Tracker):
     """Sends scalars and a table of validation samples; a resumed run goes on under the same name.
 
-    Trackio names runs and resumes by the name, so this one is the experiment's with a few random letters.
+    Trackio names runs and resumes by the name, so this one is the experiment's with a few random letters. It
+    writes twice a second, so a run that was killed may lack its last steps: a resumed one begins with all the
+    earlier ones, which are then there twice.
     Raises ConfigError where trackio is missing.
     """
 
@@ -40,6 +42,7 @@ class TrackioTracker(Tracker):
             embed=False,
         )
         id_file.write_text(name, encoding="utf-8")
+        self.log_earlier(run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)

@@ -3,10 +3,10 @@
     python scripts/example_heads.py           # writes the lines
     python scripts/example_heads.py --check   # says which are out of date
 
-script ──sh, with a `hybridflow` that prints its words──► keys ──explain_run──► the two lines
+script ──sh, with a `hybridflow` that prints its words──► keys ──► two lines
 
-A script is run with MODEL (and TEACHER, REWARD_MODEL) set to folders with only a config.json of examples/shapes,
-so neither a model nor a GPU is needed.
+A script is run with MODEL (and TEACHER, REWARD_MODEL) set to folders that have only a config.json of
+examples/shapes, so neither a model nor a GPU is needed.
 """
 
 from __future__ import annotations

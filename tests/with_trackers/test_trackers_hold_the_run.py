@@ -31,7 +31,7 @@ LIBRARIES = [name for name in TRACKERS if name not in IN_PROCESS]
 STEPS = 6
 SAMPLED = 2
 """Validation samples that are shown every second step."""
-FLOAT32 = {"tensorboard", "swanlab"}
+FLOAT32 = {"tensorboard"}
 """Libraries that keep values in single precision."""
 ENDS = {
     "tensorboard": {"finished": "run finished", "failed": "run failed", "interrupted": "run interrupted"},

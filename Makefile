@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -91,6 +91,12 @@ test-sglang: .venv-sglang/.ready  ## SGLang itself, its kernel package stubbed, 
 .venv-sglang/.ready: scripts/setup_sglang.sh scripts/stub_package.py .venv-vllm/.ready
 	scripts/setup_sglang.sh
 
+test-trackers: .venv-trackers/.ready  ## every tracker's real library, in an environment of its own (2 GB, made once): a run that is killed and goes on, read back
+	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest tests/with_trackers
+
+.venv-trackers/.ready: scripts/setup_trackers.sh pyproject.toml
+	scripts/setup_trackers.sh
+
 conformance: .venv-vllm/.ready  ## the conformance suite for every engine, vllm's among them; writes benchmarks/results/conformance.md
 	.venv-vllm/bin/python benchmarks/vllm_conformance.py
 
@@ -113,4 +119,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trackers build dist .pytest_cache .mypy_cache .ruff_cache .coverage

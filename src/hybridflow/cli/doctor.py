@@ -43,6 +43,9 @@ PARTS = (
     Part("Weights & Biases", "wandb", "wandb", "wandb"),
     Part("MLflow", "mlflow", "mlflow", "mlflow"),
     Part("SwanLab", "swanlab", "swanlab", "swanlab"),
+    Part("Trackio", "trackio", "trackio", "trackio"),
+    Part("ClearML", "clearml", "clearml", "clearml"),
+    Part("Weave", "weave", "weave", "weave"),
     Part("S3 files", "s3fs", "s3fs", "remote"),
     Part("ModelScope", "modelscope", "modelscope", "remote"),
 )

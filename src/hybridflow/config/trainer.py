@@ -7,7 +7,9 @@ from typing import Literal
 
 from hybridflow.config.schema import key
 
-Tracker = Literal["console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab"]
+Tracker = Literal[
+    "console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab", "trackio", "clearml", "weave"
+]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class BaseTrainerConfig:
     logger: str | list[Tracker] = key(
         ["console", "tensorboard"],
         "Trackers that get the metrics. jsonl is always written into the run folder.",
+    )
+    wandb_proxy: str | None = key(
+        None,
+        "Address of the proxy for Weights & Biases alone; null: as the environment says.",
     )
     total_epochs: int = key(
         30,

@@ -67,6 +67,7 @@ class Run:
             to_tree(self.config),
             total_steps=state.total_steps,
             resume_step=state.step or None,
+            wandb_proxy=trainer.wandb_proxy,
         )
         with closing(source), ExitStack() as stack:
             stack.callback(state.saves.abandon, store)

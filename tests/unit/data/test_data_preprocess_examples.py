@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,67 @@ def test_preferences_from_a_local_folder(tmp_path: Path, characters: PreTrainedT
         len(PromptDataset(load_rows(str(tmp_path / "out" / "rl" / "test.parquet")), characters, DataConfig()))
         == 1
     )
+
+
+def test_further_data_sets_from_local_folders(tmp_path: Path, characters: PreTrainedTokenizerFast) -> None:
+    hellaswag = {
+        "activity_label": "Cooking",
+        "ctx_a": "Eggs [title] Heat a pan.",
+        "ctx_b": "then you",
+        "endings": ["sleep.", "fry an egg. [step] Eat.", "fly.", "sing."],
+        "label": "1",
+    }
+    aime = [{"Question": "Find x.", "Answer": "025", "Year": year} for year in (2023, 2024)]
+    raw: dict[str, list[dict[str, Any]]] = {
+        "gsm8k_sft.py": [{"question": "How many?", "answer": "2 + 2\n#### 4"}],
+        "hellaswag.py": [hellaswag],
+        "countdown.py": [{"nums": [44, 19, 35], "target": 98}],
+        "aime.py": aime,
+    }
+    for script, rows in raw.items():
+        folder = tmp_path / script
+        folder.mkdir()
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        done = run(script, "--local_dataset_path", str(folder), "--local_save_dir", str(folder / "out"))
+        assert done.returncode == 0, done.stderr
+
+    def train(script: str) -> Any:
+        return load_rows(str(tmp_path / script / "out" / "train.parquet"))
+
+    question, answer = train("gsm8k_sft.py")[0]["messages"]
+    assert "How many?" in question["content"] and answer["content"] == "2 + 2\n#### 4"
+    for script in ("hellaswag.py", "countdown.py", "aime.py"):
+        assert len(PromptDataset(train(script), characters, DataConfig())) == 1, script
+    choice = train("hellaswag.py")[0]
+    assert choice["reward_model"]["ground_truth"] == "B"
+    assert (
+        "Cooking: Eggs. Heat a pan. Then you\n\nA. sleep.\nB. fry an egg. Eat."
+        in choice["prompt"][0]["content"]
+    )
+    assert train("aime.py")[0]["reward_model"]["ground_truth"] == "25"
+    assert len(load_rows(str(tmp_path / "aime.py" / "out" / "test.parquet"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("so <answer>44 + 19 + 35</answer>", 1.0),
+        ("<answer>1</answer> no: <answer>(44 + 19) + 35</answer>", 1.0),
+        ("<answer>44 + 19</answer>", 0.1),
+        ("<answer>49 * 2</answer>", 0.1),
+        ("<answer>44 / (19 - 19) + 35</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>9 ** 9 ** 9</answer>", 0.0),
+        ("98", 0.0),
+    ],
+)
+def test_reward_of_countdown(text: str, score: float) -> None:
+    reward = runpy.run_path(str(SCRIPTS.parent / "rewards" / "countdown.py"))["compute_score"]
+    assert reward("countdown", text, {"target": 98, "numbers": [44, 19, 35]}) == score
+
+
+def test_reward_of_choices() -> None:
+    reward = runpy.run_path(str(SCRIPTS.parent / "rewards" / "choice.py"))["compute_score"]
+    texts = ["<answer>B</answer>", "<answer>A</answer><answer> B. egg</answer>", "<answer>A</answer>", "B"]
+    assert [reward("Rowan/hellaswag", text, "B") for text in texts] == [1.0, 1.0, 0.0, 0.0]

@@ -288,7 +288,7 @@ def test_mlflow_is_local_by_default_and_resumes_its_run(
     assert (key, value, step) == ("val-core/x/acc/mean_at_4", 0.5, 3)
     assert library.named("log_text")[0][0][2] == "generations/3.json"
     again = run_tracker("mlflow", tmp_path, monkeypatch, resume_step=2)
-    assert not again.named("create_run") and again.named("set_terminated") == [(("r1",), {})]
+    assert not again.named("create_run") and again.named("set_terminated") == [(("r1", "FINISHED"), {})]
 
 
 def test_swanlab_is_offline_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

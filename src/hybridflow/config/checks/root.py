@@ -8,6 +8,8 @@ It looks at the file system (whether files exist, whether the run folder can be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from typing import get_args
+from urllib.parse import urlsplit
 
 from hybridflow.config.checks.agent import agent_problems
 from hybridflow.config.checks.algorithm import PROCESS, algorithm_problems
@@ -30,10 +32,10 @@ from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.preference import learns_from_pairs
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.config.trainer import SFTTrainerConfig, Tracker, TrainerConfig
 from hybridflow.config.tree import get_value
 
-TRACKERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
+TRACKERS = get_args(Tracker)
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
@@ -249,6 +251,11 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     for name in names:
         if name not in TRACKERS:
             yield f"trainer.logger={name}: there is no such tracker; there are {', '.join(TRACKERS)}"
+    if trainer.wandb_proxy is not None and not urlsplit(trainer.wandb_proxy).netloc:
+        yield (
+            f"trainer.wandb_proxy={trainer.wandb_proxy} is no address: wanted one with its scheme, for "
+            "example http://proxy.example:3128"
+        )
     if (
         isinstance(trainer, TrainerConfig)
         and trainer.total_training_steps

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.health import HealthWatch
@@ -18,6 +18,9 @@ from hybridflow.observability.health import HealthWatch
 logger = logging.getLogger(__name__)
 
 SampleRow = Mapping[str, Any]
+
+Outcome = Literal["finished", "failed", "interrupted"]
+"""How a run ended: at its end, by an error, or by a signal."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class RunInfo:
     config: the resolved configuration, nested
     total_steps: the last step, for the time left; None where unknown
     resume_step: the step of the checkpoint this run goes on from; None for a fresh run
+    earlier: metrics of the steps up to that one, by step
+    wandb_proxy: address of the proxy through which wandb alone is reached; None: as its environment says
     """
 
     run_dir: Path
@@ -37,6 +42,8 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
     resume_step: int | None = None
+    earlier: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    wandb_proxy: str | None = None
 
 
 class Tracker(ABC):
@@ -49,8 +56,13 @@ class Tracker(ABC):
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:  # noqa: B027  optional
         """Show validation samples (`prompt`, `response`, `score`, …), where the tracker can."""
 
-    def close(self) -> None:  # noqa: B027  optional
-        """Flush and let go."""
+    def log_earlier(self, run: RunInfo) -> None:
+        """Record the steps before a resume once more, for a library that keeps each start of a run apart."""
+        for step, metrics in sorted(run.earlier.items()):
+            self.log(metrics, step)
+
+    def close(self, outcome: Outcome = "finished") -> None:  # noqa: B027  optional
+        """Flush, record how the run ended, and let go."""
 
 
 class Trackers(Tracker):
@@ -70,16 +82,24 @@ class Trackers(Tracker):
         for tracker in self.trackers:
             tracker.log_samples(rows, step)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         with ExitStack() as stack:  # one that fails to close keeps none of the others open
             for tracker in reversed(self.trackers):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, outcome)
 
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(_outcome(kind))
+
+
+def _outcome(kind: type[BaseException] | None) -> Outcome:
+    if kind is None:
+        return "finished"
+    if issubclass(kind, KeyboardInterrupt):  # a signal that ends a run is one, too
+        return "interrupted"
+    return "failed"
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
@@ -98,3 +118,9 @@ def remembered_id(file: Path, resumed: bool) -> str | None:
     if resumed and file.exists():
         return file.read_text(encoding="utf-8").strip()
     return None
+
+
+def table_of(rows: Sequence[SampleRow]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns of all rows together, and the rows as texts; what a row lacks is empty."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[str(row.get(name, "")) for name in columns] for row in rows]

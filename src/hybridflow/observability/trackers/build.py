@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.trainer import TrainerConfig
-from hybridflow.errors import ConfigError, install_extra
+from hybridflow.errors import ConfigError
+from hybridflow.observability.trackers.background import BackgroundTracker
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
+from hybridflow.observability.trackers.clearml import ClearmlTracker
 from hybridflow.observability.trackers.console import ConsoleTracker
-from hybridflow.observability.trackers.jsonl import JsonlTracker
+from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
+from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
 from hybridflow.observability.trackers.mlflow import MlflowTracker
 from hybridflow.observability.trackers.swanlab import SwanlabTracker
 from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
+from hybridflow.observability.trackers.trackio import TrackioTracker
 from hybridflow.observability.trackers.wandb import WandbTracker
+from hybridflow.observability.trackers.weave import WeaveTracker
 
 logger = logging.getLogger(__name__)
 
@@ -27,34 +32,27 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "swanlab": SwanlabTracker,
+    "trackio": TrackioTracker,
+    "clearml": ClearmlTracker,
+    "weave": WeaveTracker,
 }
 
-
-LIBRARIES = ("tensorboard", "wandb", "mlflow", "swanlab")
-"""Trackers that need a library, which has their name."""
+IN_PROCESS = ("console", "jsonl")
+"""Trackers that the run itself calls; the others have a thread each."""
 
 
 def check_trackers(names: str | Sequence[str]) -> None:
-    """Raise ConfigError for a name in `trainer.logger` that is no tracker or whose library is not installed.
+    """Raise ConfigError for a name in `trainer.logger` that is no tracker, or whose library is not installed,
+    too old, or lacks a key that it needs.
 
     Nothing is imported, so this takes no time. In the default list a missing tensorboard is allowed.
     """
     chosen = _known(names)
     for name in chosen:
-        if name == "tensorboard" and chosen == TrainerConfig().logger:
+        if name == "tensorboard" and chosen == TrainerConfig().logger and not is_installed(name):
             continue
-        if name in LIBRARIES and not _is_installed(name):
-            raise ConfigError(
-                f"trainer.logger lists {name!r}, and {name} is not installed: "
-                f"{install_extra(name)}, or take {name!r} out of trainer.logger"
-            )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # set to None in sys.modules
-        return False
+        if name in MINIMUM:
+            check_library(name)
 
 
 def _known(names: str | Sequence[str]) -> list[str]:
@@ -74,23 +72,40 @@ def build_trackers(
     *,
     total_steps: int | None = None,
     resume_step: int | None = None,
+    wandb_proxy: str | None = None,
 ) -> Trackers:
     """Build the trackers of a run, `jsonl` always among them.
 
-    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). Of the default
-    list a missing tensorboard is skipped. Raises ConfigError for unknown names and missing libraries.
+    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). Libraries work
+    in threads of their own. Of the default list a missing tensorboard is skipped. Raises ConfigError for
+    unknown names and missing libraries.
     """
     chosen = _known(names)
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(folder, project, experiment, config_dict or {}, total_steps, resume_step)
+    earlier = {}
+    if resume_step is not None:
+        found = read_metrics(folder / METRICS_FILE)
+        earlier = {step: line for step, line in found.items() if step <= resume_step}
+    config = _without_proxy(config_dict or {})
+    run = RunInfo(folder, project, experiment, config, total_steps, resume_step, earlier, wandb_proxy)
     built: list[Tracker] = []
     for name in dict.fromkeys(["jsonl", *chosen]):
         try:
-            built.append(TRACKERS[name](run))
+            if name in IN_PROCESS:
+                built.append(TRACKERS[name](run))
+            else:
+                built.append(BackgroundTracker(name, partial(TRACKERS[name], run)))
         except ConfigError as error:
             if name != "tensorboard" or chosen != TrainerConfig().logger:
                 Trackers(built).close()
                 raise
             logger.info("no TensorBoard files: %s", error.__cause__ or error)
     return Trackers(built)
+
+
+def _without_proxy(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out an address that may hold a password, since a tracker's configuration is read by many."""
+    if not config.get("trainer", {}).get("wandb_proxy"):
+        return config
+    return {**config, "trainer": {**config["trainer"], "wandb_proxy": "…"}}

@@ -22,7 +22,7 @@ from rich.text import Text
 from hybridflow.observability.glossary import find
 from hybridflow.observability.progress import Progress, duration
 from hybridflow.observability.progress import progress as shared_progress
-from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
+from hybridflow.observability.trackers.base import Outcome, RunInfo, SampleRow, Tracker
 
 
 class Field(NamedTuple):
@@ -169,7 +169,7 @@ class ConsoleTracker(Tracker):
             table.add_row(*texts, f"{score:.2f}" if isinstance(score, (int, float)) else _cut(score))
         self._print(table)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         self._progress.seconds_left = None
         self._shown.close()
 

@@ -7,7 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridflow.observability.trackers.base import RunInfo, Tracker
+from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker
+
+METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
@@ -18,7 +20,7 @@ class JsonlTracker(Tracker):
     """
 
     def __init__(self, run: RunInfo) -> None:
-        self.path = run.run_dir / "metrics.jsonl"
+        self.path = run.run_dir / METRICS_FILE
         if run.resume_step is None:
             if self.path.exists():
                 os.replace(self.path, self.path.with_name("metrics.previous.jsonl"))
@@ -47,7 +49,7 @@ class JsonlTracker(Tracker):
         self._file.truncate()
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         self._file.close()
 
 

@@ -10,13 +10,24 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hybridflow.config.tree import flatten
-from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, import_extra, remembered_id
+from hybridflow.observability.trackers.base import (
+    Outcome,
+    RunInfo,
+    SampleRow,
+    Tracker,
+    import_extra,
+    remembered_id,
+)
 
+STEP_METRIC = "training/global_step"
+"""A metric that every step has."""
 _MAX_PARAMS = 100  # a call
 _MAX_PARAM_LENGTH = 500  # characters; longer ones are cut
 _MAX_METRICS = 1000  # a call
+_STATUSES: Mapping[Outcome, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 class MlflowTracker(Tracker):
@@ -40,7 +51,13 @@ class MlflowTracker(Tracker):
             run_id = self._client.create_run(experiment_id, run_name=run.experiment).info.run_id
             self._log_params(run_id, flatten(run.config))
             id_file.write_text(run_id, encoding="utf-8")
+        else:
+            self._client.update_run(run_id, status="RUNNING")
         self._run_id = run_id
+        if run.earlier:  # a run that was killed may lack its last steps
+            history = self._client.get_metric_history(run_id, STEP_METRIC)
+            held = {metric.step for metric in history}
+            self.log_earlier(replace(run, earlier={s: m for s, m in run.earlier.items() if s not in held}))
 
     def _experiment_id(self, name: str, artifact_location: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)
@@ -67,8 +84,8 @@ class MlflowTracker(Tracker):
         text = json.dumps([dict(row) for row in rows], indent=1, ensure_ascii=False, default=str)
         self._client.log_text(self._run_id, text, f"generations/{step}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, outcome: Outcome = "finished") -> None:
+        self._client.set_terminated(self._run_id, _STATUSES[outcome])
 
 
 def _name(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, import_extra
+from hybridflow.observability.trackers.base import Outcome, RunInfo, SampleRow, Tracker, import_extra
 
 
 class TensorBoardTracker(Tracker):
@@ -33,7 +33,8 @@ class TensorBoardTracker(Tracker):
             text = "\n\n".join(f"**{name}**\n\n    {_code(value)}" for name, value in row.items())
             self._writer.add_text(f"val/generations/{index}", text, step)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
+        self._writer.add_text("outcome", f"run {outcome}")
         self._writer.close()
 
 

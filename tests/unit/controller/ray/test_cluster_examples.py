@@ -71,7 +71,15 @@ def test_shell_inside_manifests_is_bash() -> None:
         manifest("dstack.dstack.yml"),
         manifest("kuberay_rayjob.yaml"),
     )
-    for text in (sky["setup"], sky["run"], *dstack["commands"], job["spec"]["entrypoint"]):
+    tools = manifest("skypilot_tools.yaml")
+    for text in (
+        sky["setup"],
+        sky["run"],
+        tools["setup"],
+        tools["run"],
+        *dstack["commands"],
+        job["spec"]["entrypoint"],
+    ):
         assert bash_accepts(text) == "", text
 
 

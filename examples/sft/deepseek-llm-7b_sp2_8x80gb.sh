@@ -1,0 +1,16 @@
+#!/bin/sh
+# Supervised fine-tuning of DeepSeek-LLM-7B; two GPUs share the tokens of a row.
+# Data: python examples/data_preprocess/gsm8k_sft.py --local_save_dir ~/data/gsm8k_sft
+# Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 22.5 GiB while updating.
+set -eu
+MODEL=${MODEL:-deepseek-ai/deepseek-llm-7b-chat}
+DATA=${DATA:-$HOME/data/gsm8k_sft}
+hybridflow sft \
+    data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
+    model.path="$MODEL" \
+    data.train_batch_size=256 data.max_length=4096 \
+    engine.ulysses_sequence_parallel_size=2 \
+    data.max_token_len_per_gpu=16384 optim.lr=1e-5 \
+    trainer.experiment_name=deepseek-llm-7b_sft trainer.n_gpus_per_node=8 trainer.total_epochs=3 \
+    "$@"

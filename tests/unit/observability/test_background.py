@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import ConfigError, Stopped
+from hybridflow.observability.trackers import RunInfo, SampleRow, Tracker, Trackers, background
+from hybridflow.observability.trackers.background import BackgroundTracker
+from hybridflow.observability.trackers.base import Outcome
+
+
+class Kept(Tracker):
+    """Keeps what it is told, in which thread; fails in the steps that are to fail."""
+
+    def __init__(self, failing: Sequence[int] = ()) -> None:
+        self.failing = failing
+        self.told: list[object] = []
+        self.threads: set[str] = set()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        if step in self.failing:
+            raise OSError(f"no network in step {step}")
+        self.told.append((step, dict(metrics)))
+
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        self.told.append((step, list(rows)))
+
+    def close(self, outcome: Outcome = "finished") -> None:
+        self.told.append(outcome)
+
+
+def test_calls_come_in_order_in_one_thread_and_as_they_were_then() -> None:
+    kept = Kept()
+    tracker = BackgroundTracker("kept", lambda: kept)
+    metrics = {"a": 1.0}
+    tracker.log(metrics, 1)
+    metrics["a"] = 2.0
+    tracker.log_samples([{"prompt": "x"}], 1)
+    tracker.log(metrics, 2)
+    tracker.close("failed")
+    assert kept.told == [(1, {"a": 1.0}), (1, [{"prompt": "x"}]), (2, {"a": 2.0}), "failed"]
+    assert kept.threads == {"tracker kept"} and tracker.failures == 0
+
+
+def test_failures_are_counted_and_told_once_and_again_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(failing=[2, 3])
+    with caplog.at_level(logging.WARNING):
+        tracker = BackgroundTracker("kept", lambda: kept)
+        for step in (1, 2, 3, 4):
+            tracker.log({"a": 0.0}, step)
+        tracker.close()
+    assert [told[0] for told in kept.told[:-1]] == [1, 4] and tracker.failures == 2
+    first, last = [record.getMessage() for record in caplog.records]
+    assert "no network in step 2. The run goes on" in first and "failed 2 times" in last
+
+
+def test_a_library_that_cannot_start_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> Tracker:
+        raise ConnectionError("no route to host")
+
+    with caplog.at_level(logging.WARNING):
+        tracker = BackgroundTracker("kept", build)
+        tracker.log({"a": 1.0}, 1)
+        tracker.close()
+    assert tracker.failures == 2 and "no route to host" in caplog.text
+
+
+def test_a_mistake_of_the_user_is_raised() -> None:
+    def build() -> Tracker:
+        raise ConfigError("install it")
+
+    with pytest.raises(ConfigError, match="install it"):
+        BackgroundTracker("kept", build)
+
+
+def test_a_library_that_hangs_neither_slows_the_run_nor_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    monkeypatch.setattr(background, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(background, "QUIET_SECONDS", 0.1)
+    goes_on = threading.Event()
+
+    class Hanging(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            goes_on.wait()
+
+    with caplog.at_level(logging.WARNING):
+        tracker = BackgroundTracker("hanging", Hanging)
+        for step in range(10):
+            tracker.log({"a": 0.0}, step)
+        tracker.close()
+    goes_on.set()
+    assert tracker.failures >= 6 and "does not keep up" in caplog.text and "is left behind" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "finished"),
+        (ValueError(), "failed"),
+        (Stopped(15, "here"), "interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_trackers_are_told_how_the_run_ended(error: BaseException | None, outcome: Outcome) -> None:
+    kept = Kept()
+
+    def run() -> None:
+        with Trackers([kept]):
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    assert kept.told == [outcome]
+
+
+def test_earlier_steps_are_told_in_order(tmp_path: Path) -> None:
+    kept = Kept()
+    kept.log_earlier(RunInfo(tmp_path, resume_step=2, earlier={2: {"a": 2.0}, 1: {"a": 1.0}}))
+    assert kept.told == [(1, {"a": 1.0}), (2, {"a": 2.0})]

@@ -155,15 +155,15 @@ def _server(name: str) -> tuple[str, str]:
         return f"in {own.parent.parent}", f"set actor_rollout_ref.rollout.server.python={own}"
     return (
         "no",
-        f"pip install -e '.[{name}]' on CUDA, scripts/setup_{name}.sh on a CPU, or rollout.server.address "
-        "of a server that runs",
+        f"pip install 'hybridflow[{name}]' on CUDA, scripts/setup_{name}.sh on a CPU, or "
+        "rollout.server.address of a server that runs",
     )
 
 
 def _over_http() -> tuple[str, str]:
     if _version("httpx", "httpx"):
         return "yes", "Not to train with"
-    return "no", "pip install -e '.[openai]'; not to train with"
+    return "no", "pip install 'hybridflow[openai]'; not to train with"
 
 
 ENGINE_STATES: Mapping[str, Callable[[], tuple[str, str]]] = {
@@ -194,7 +194,7 @@ def _parts() -> Table:
         if version:
             table.add_row(part.name, version, "")
         else:
-            table.add_row(part.name, "no", Text(f"pip install -e '.[{part.extra}]'"))
+            table.add_row(part.name, "no", Text(f"pip install 'hybridflow[{part.extra}]'"))
     table.add_row("training by Megatron", "no", "not in this version")
     return table
 

@@ -321,7 +321,7 @@ def test_doctor_says_what_is_here_and_what_is_not(
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
-    assert "pip install -e '.[" in shown and "trainer.n_gpus_per_node up to " in shown
+    assert "pip install 'hybridflow[" in shown and "trainer.n_gpus_per_node up to " in shown
 
 
 def test_doctor_names_each_engine_and_the_way_to_it(
@@ -341,9 +341,9 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     assert "yes" in lines["native"] and transformers.__version__ in lines["hf"]
     assert " no " in lines["vllm"] and "scripts/setup_vllm.sh on a CPU" in lines["vllm"]
     assert "set actor_rollout_ref.rollout.server.python=.venv-sglang/bin/python" in lines["sglang"]
-    assert "pip install -e '.[openai]'" in lines["openai"]
+    assert "pip install 'hybridflow[openai]'" in lines["openai"]
     assert (
-        "pip install -e '.[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
+        "pip install 'hybridflow[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
         and "torch has" in lines["attention over rows of any length"]
     )
     monkeypatch.setattr(doctor, "_version", lambda module, distribution: "9.9")

@@ -111,11 +111,10 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this machine has and what a run can ask for here."""
+    """Print what this machine has, what a run can ask for here, and what to mend."""
     from hybridflow.cli.doctor import show_machine
 
-    show_machine()
-    return 0
+    return show_machine(as_json=options.json)
 
 
 def merge(options: argparse.Namespace) -> int:

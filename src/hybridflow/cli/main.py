@@ -70,9 +70,12 @@ def parser() -> argparse.ArgumentParser:
         run.set_defaults(body=commands.train)
 
     _add_looking(words)
-    words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(
-        body=commands.doctor
+    doctor = words.add_parser(
+        "doctor",
+        help="what this machine has and what to mend: versions, devices, ports, memory, optional parts",
     )
+    doctor.add_argument("--json", action="store_true", help="print it as one JSON object")
+    doctor.set_defaults(body=commands.doctor)
 
     _add_merge(words)
     add_serve(words)

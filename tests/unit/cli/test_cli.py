@@ -15,7 +15,7 @@ import yaml
 from hybridflow import __version__
 from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.cli import doctor
+from hybridflow.cli import doctor, doctor_facts
 from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
 from hybridflow.models.tiny import create_tiny_model
@@ -35,6 +35,7 @@ WORDS = (
     "try",
     "view",
 )
+PROBED = doctor_facts.Probe({"torch": "2.13.0", "threads": 1, "vectors": "AVX2", "cards": [], "failed": {}})
 NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32) + 32
 
 
@@ -318,6 +319,7 @@ def test_doctor_says_what_is_here_and_what_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor_facts, "probe", lambda: PROBED)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
@@ -328,6 +330,7 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(doctor_facts, "probe", lambda: PROBED)
     monkeypatch.setattr(doctor, "_version", lambda module, distribution: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".venv-sglang" / "bin").mkdir(parents=True)

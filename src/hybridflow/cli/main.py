@@ -144,6 +144,16 @@ def _add_merge(words: Any) -> None:
     merge.add_argument(
         "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along"
     )
+    merge.add_argument(
+        "--upload", metavar="OWNER/NAME", help="then upload the folder to this repository of the hub"
+    )
+    merge.add_argument("--private", action="store_true", help="with --upload: a new repository is private")
+    merge.add_argument(
+        "--token-env",
+        default="HF_TOKEN",
+        metavar="VARIABLE",
+        help="with --upload: environment variable that holds the hub's token (default: %(default)s)",
+    )
     merge.set_defaults(body=commands.merge)
 
 

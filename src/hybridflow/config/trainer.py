@@ -79,6 +79,12 @@ class BaseTrainerConfig:
     max_ckpt_to_keep: int | None = key(
         None, "Number of checkpoints that are kept; older ones are removed. null: keep all.", minimum=1
     )
+    remote_checkpoint_dir: str | None = key(
+        None,
+        "Address of a folder into which each checkpoint is copied, for example hdfs://… or s3://…; a run "
+        "whose run folder has no checkpoint goes on from the newest one there. max_ckpt_to_keep holds there "
+        "too. null: none.",
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto",
         "auto goes on from the newest whole checkpoint of the run folder, if there is one; disable starts "

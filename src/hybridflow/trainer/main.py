@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridflow.agent.early_checks import check_agents
+from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
@@ -50,6 +51,9 @@ def run(config: C) -> dict[str, float]:
         check_reward(config, splits)
     check_trackers(config.trainer.logger)
     RunFolder(config.trainer.default_local_dir).check_writable()
+    if config.trainer.remote_checkpoint_dir is not None:
+        with progress.phase("looking at the remote checkpoints"):
+            RemoteCheckpoints(config.trainer.remote_checkpoint_dir)
     if config.trainer.controller == "ray":
         from hybridflow.controller.ray.preflight import look_ahead
 

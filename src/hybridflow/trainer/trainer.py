@@ -26,6 +26,9 @@ from hybridflow.trainer.stopping import StopSignals
 AfterStep = Callable[[int, dict[str, float]], bool]
 """Called with the step just done and the metrics logged for it; True ends the run there."""
 
+FAILED_COPIES = "checkpoint/failed_copies"
+"""Metric: copies to trainer.remote_checkpoint_dir that could not be completed, since the run began."""
+
 Validate = Callable[[int], dict[str, float]]
 """Returns the metrics of a validation after so many steps."""
 
@@ -103,6 +106,7 @@ class Trainer(Generic[Source, Step]):
             if self.state.validation_due:  # a signal has left out the validation of the last step
                 self.signals.check()
             self.state.saves.commit(self.store)
+            self._finish_copies()
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
@@ -160,7 +164,16 @@ class Trainer(Generic[Source, Step]):
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
             self.state.save(self.store)
-        self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
+        metrics = {"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}
+        if self.store.remote is not None:
+            metrics[FAILED_COPIES] = self.store.remote.failed
+        self.trackers.log(metrics, step)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copy of the last checkpoint, and log how many copies have failed."""
+        if self.store.remote is not None:
+            self.store.remote.wait()
+            self.trackers.log({FAILED_COPIES: self.store.remote.failed}, self.state.step)
 
     def _has_unsaved_steps(self) -> bool:
         return self.save_freq > 0 and self.state.step > self.state.saved_step

@@ -346,7 +346,6 @@ MUST_BE_REFUSED = [
     "data.datagen.path=x.py",
     "trainer.device=npu",
     "trainer.prometheus.enable=True",
-    "trainer.default_hdfs_dir=hdfs://a/b",
     "global_profiler.tool=nsys",
     "async_training.staleness_threshold=0.5",
     "distillation.enabled=True",

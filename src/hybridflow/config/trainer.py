@@ -76,6 +76,13 @@ class BaseTrainerConfig:
         minimum=-1,
     )
     save_freq: int = key(-1, "Save a checkpoint every so many steps, and at the end; -1: never.", minimum=-1)
+    esi_redundant_time: float = key(
+        0.0,
+        "Seconds by which a checkpoint is saved earlier than needed, where the environment says when the "
+        "machine is taken back (elastic instances). It is saved once the time left is no longer than the "
+        "longest step, the longest save and these, if the run saves at all.",
+        minimum=0,
+    )
     max_ckpt_to_keep: int | None = key(
         None, "Number of checkpoints that are kept; older ones are removed. null: keep all.", minimum=1
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from hybridflow.checkpoint.store import CheckpointStore
@@ -19,6 +19,7 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.expiry import Expiry
 from hybridflow.trainer.source import BatchSource, TrainBatch
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
@@ -74,6 +75,8 @@ class Trainer(Generic[Source, Step]):
     """Save every so many steps, after the last one, and when a signal ends the run; 0 or less: never."""
     signals: StopSignals
     """Asks the loop to end after SIGINT or SIGTERM."""
+    expiry: Expiry = field(default_factory=Expiry)
+    """When the machine is taken back, where somebody has said so: the run saves before it."""
     validates_first: bool = False
     """Validate before the first step."""
     only_validates: bool = False
@@ -145,8 +148,12 @@ class Trainer(Generic[Source, Step]):
         # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
         # then
         logged = self._log(made, batch, metrics, validation, step)
+        self.expiry.step_took(self.timer.seconds("step"))
         if self._due(self.save_freq, step):
             self._save(step)
+        elif self.save_freq > 0 and self.expiry.due():
+            self._save(step)
+            self.state.saves.commit(self.store)  # also one that is written beside the run
         return validation, logged
 
     def _validate_after(self, step: int) -> dict[str, float]:
@@ -164,7 +171,9 @@ class Trainer(Generic[Source, Step]):
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
             self.state.save(self.store)
-        metrics = {"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}
+        seconds = self.timer.seconds("save_checkpoint")
+        self.expiry.save_took(seconds)
+        metrics = {"timing_s/save_checkpoint": seconds}
         if self.store.remote is not None:
             metrics[FAILED_COPIES] = self.store.remote.failed
         self.trackers.log(metrics, step)

@@ -86,7 +86,6 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "geometric": "this is an older name: the option is seq_mean_k1",
     },
     "trainer.device": {
-        "npu": "this version does not run on it: use auto, cuda or cpu",
         "mps": "this version does not run on it: use cpu",
     },
 }

@@ -18,6 +18,7 @@ from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
 from hybridflow.data.early_checks import check_data
+from hybridflow.distributed.accelerators import check_package
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
 from hybridflow.observability.trackers.build import check_trackers
@@ -46,6 +47,7 @@ def run(config: C) -> dict[str, float]:
         # what can be seen now and would stop the run later is said before torch is loaded
         with progress.phase("loading environments, tools and agents"):
             check_agents(config)
+    check_package(config.trainer.device)
     splits = check_data(config)
     if isinstance(config, PPOConfig):
         check_reward(config, splits)

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -105,6 +105,15 @@ demo-vllm: .venv-vllm/.ready  ## the demo with vllm against native, and pushes t
 
 .venv-vllm/.ready: scripts/setup_vllm.sh pyproject.toml
 	scripts/setup_vllm.sh
+
+dist: $(VENV)/.release  ## the wheel and the source distribution, checked, in dist/ (scripts/release.sh for a release)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+$(VENV)/.release: $(READY)
+	$(PIP) --constraint constraints.txt --editable ".[release]"
+	touch $@
 
 coverage: setup  ## every line and branch of the maths is tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/unit/algorithms -n 2 --cov=hybridflow.algorithms --cov-branch --cov-report=term:skip-covered --cov-fail-under=100

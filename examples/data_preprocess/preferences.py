@@ -53,6 +53,9 @@ if __name__ == "__main__":
     given = parser.parse_args()
     name, hub_splits = DATASETS[given.dataset]
     folder = Path(given.local_save_dir)
+    remote = given.hdfs_dir
     for wanted in PARTS:
         given.local_save_dir = str(folder / wanted)
+        if remote:
+            given.hdfs_dir = f"{remote.rstrip('/')}/{wanted}"
         write_splits(partial(convert, part=wanted, source=name), given, name, hub_splits=hub_splits)

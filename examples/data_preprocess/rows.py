@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -38,6 +39,10 @@ def argument_parser(description: str, default_save_dir: str) -> argparse.Argumen
         "--local_save_dir",
         default=default_save_dir,
         help=f"folder for the two parquet files (default {default_save_dir})",
+    )
+    parser.add_argument(
+        "--hdfs_dir",
+        help="address of a folder that gets a copy of both files: hdfs://…, s3://…; none without",
     )
     parser.add_argument(
         "--max_samples", type=int, default=-1, help="at most this many rows of each split; -1: all"
@@ -78,6 +83,19 @@ def split_files(folder: Path, split: str) -> list[Path]:
     return found
 
 
+def copy_to(address: str, file: Path) -> str:
+    """Copy a file into the folder at an address that fsspec opens; returns the address of the copy."""
+    try:
+        filesystem, folder = fsspec.core.url_to_fs(address)
+        filesystem.makedirs(folder, exist_ok=True)
+        filesystem.put_file(str(file), f"{folder}/{file.name}")
+    except Exception as error:  # each file system raises its own kinds
+        sys.exit(
+            f"{file} is written, but not copied to --hdfs_dir {address}: {type(error).__name__}: {error}"
+        )
+    return f"{address.rstrip('/')}/{file.name}"
+
+
 def write_splits(
     convert: Callable[[dict[str, Any], str, int], dict[str, Any] | None],
     options: argparse.Namespace,
@@ -109,4 +127,6 @@ def write_splits(
         target = folder / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), target)
         print(f"{len(rows):>7} rows  {target}")
+        if options.hdfs_dir:
+            print(f"{'copied to':>12}  {copy_to(options.hdfs_dir, target)}")
     print("first row:", json.dumps(rows[0], indent=2, ensure_ascii=False))

@@ -95,4 +95,4 @@ class WorkerTraceback(Exception):
 
 def install_extra(extra: str) -> str:
     """Return the words with which a message about a missing optional package says how to install it."""
-    return f"install the extra {extra!r} (pip install -e '.[{extra}]' in the clone)"
+    return f"install the extra {extra!r} (pip install 'hybridflow[{extra}]')"

@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from hybridflow.data.hub_upload import HubUpload
 from hybridflow.errors import ConfigError
 from hybridflow.merger import compare, merge
 from hybridflow.observability.logging_setup import setup_logging
@@ -30,7 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check(options)
     where = {"base_model": options.base_model, "trust_remote_code": options.trust_remote_code}
     if options.operation == "merge":
-        merge(options.local_dir, options.target_dir, lora=options.lora, dtype=options.dtype, **where)
+        upload = None
+        if options.hf_upload_path:
+            upload = HubUpload(options.hf_upload_path, options.private)
+            upload.check()
+        target = merge(options.local_dir, options.target_dir, lora=options.lora, dtype=options.dtype, **where)
+        if upload is not None:
+            upload.send(target)
     else:
         sys.stdout.write(compare(options.local_dir, options.test_hf_dir, **where) + "\n")
     return 0
@@ -43,11 +50,12 @@ def _check(options: argparse.Namespace) -> None:
             "--backend megatron is not supported: checkpoints of this version are written by the fsdp "
             "engine only, use --backend fsdp"
         )
-    if options.hf_upload_path or options.private:
+    if options.private and not options.hf_upload_path:
         raise ConfigError(
-            "--hf_upload_path and --private: nothing is uploaded from here. Merge, then `hf upload NAME "
-            "FOLDER [--private]`"
+            "--private says how to upload: give --hf_upload_path OWNER/NAME too, or leave it out"
         )
+    if options.hf_upload_path and options.operation == "test":
+        raise ConfigError("--hf_upload_path: `test` compares only; give it to `merge`")
     if options.is_value_model:
         raise ConfigError(
             "--is-value-model: value models are not merged, since their head is no language model's. A "
@@ -111,8 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument(
             "--is-value-model", action="store_true", help="refused: value models are not merged"
         )
-        each.add_argument("--hf_upload_path", help="refused: upload the folder yourself")
-        each.add_argument("--private", action="store_true", help="refused, with --hf_upload_path")
+        each.add_argument(
+            "--hf_upload_path", help="merge: then upload the folder to this repository of the hub (HF_TOKEN)"
+        )
+        each.add_argument(
+            "--private", action="store_true", help="with --hf_upload_path: a new repository is private"
+        )
     return parser
 
 

@@ -127,17 +127,26 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes().decode("utf-8")
-        content = json.loads(text)
-        unchanged = _check_digest(path, text, content)
+        content = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return parse_manifest(path, content)
+
+
+def parse_manifest(path: Path | str, data: bytes) -> Manifest:
+    """Return the manifest in these bytes, as `read_manifest` does; `path` is named where they are wrong."""
+    try:
+        text = data.decode("utf-8")
+        content = json.loads(text)
+        unchanged = _check_digest(path, text, content)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return _parse(path, unchanged)
 
 
-def _check_digest(path: Path, text: str, content: Any) -> dict[str, Any]:
+def _check_digest(path: Path | str, text: str, content: Any) -> dict[str, Any]:
     """Return the manifest's fields without its own digest; raise CheckpointError where the digest differs."""
     fields: dict[str, Any] = {}
     if isinstance(content, dict):
@@ -151,7 +160,7 @@ def _check_digest(path: Path, text: str, content: Any) -> dict[str, Any]:
     return fields
 
 
-def _parse(path: Path, fields: Mapping[str, Any]) -> Manifest:
+def _parse(path: Path | str, fields: Mapping[str, Any]) -> Manifest:
     if fields.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {fields.get('format')!r:.80}, and this version reads format {FORMAT}: use "

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
 from hybridflow.checkpoint.layout import LOCK, MANIFEST, STEP_PREFIX, TRACKER, step_folders, step_of
 from hybridflow.checkpoint.manifest import FileDigest, read_manifest, write_manifest
+from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.checkpoint.shard_index import check_shards, read_index
 from hybridflow.checkpoint.state import State, load_tree, save_tree
 from hybridflow.config.checks.paths import why_unwritable
@@ -75,13 +76,17 @@ class PendingSave:
 class CheckpointStore:
     """The checkpoints in `run_dir`. The newest `keep` of them stay; with None all stay.
 
-    What a killed save left in the folder is removed when the store is created.
+    With `remote`, each is copied there too. What a killed save left in the folder is removed when the store
+    is created.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int | None = None) -> None:
+    def __init__(
+        self, run_dir: str | Path, keep: int | None = None, remote: RemoteCheckpoints | None = None
+    ) -> None:
         assert keep is None or keep >= 1, f"keep must be at least 1 or None, got {keep}"
         self.run_dir = Path(run_dir).expanduser()
         self.keep = keep
+        self.remote = remote
         self._damaged: set[Path] = set()  # folders that `latest` has found damaged
         if self.run_dir.is_dir() and any(_LEFTOVER.fullmatch(path.name) for path in self.run_dir.iterdir()):
             try:
@@ -135,11 +140,15 @@ class CheckpointStore:
 
     def commit(self, pending: PendingSave) -> Path:
         """Complete a save whose files are all written; raise CheckpointError as `save` does."""
+        if self.remote is not None:
+            self.remote.wait()  # it reads a checkpoint that is about to be the oldest
         with self._explained(pending.step), pending.held:
             final = self._publish(pending)
             self._damaged.discard(final)
             replace_file(self.run_dir / TRACKER, str(pending.step))
             self._rotate()
+        if self.remote is not None:
+            self.remote.start(final)
         return final
 
     def abandon(self, pending: PendingSave) -> None:
@@ -225,7 +234,10 @@ class CheckpointStore:
         final = self.run_dir / f"{STEP_PREFIX}{pending.step}"
         old: Path | None = None
         try:
-            sequence = 1 + self.newest_sequence()
+            newest = self.newest_sequence()
+            if self.remote is not None:
+                newest = max(newest, self.remote.sequence_before)
+            sequence = 1 + newest
             write_manifest(
                 pending.folder, step=pending.step, sequence=sequence, roles=pending.roles, known=pending.known
             )

@@ -111,25 +111,33 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this machine has and what a run can ask for here."""
+    """Print what this machine has, what a run can ask for here, and what to mend."""
     from hybridflow.cli.doctor import show_machine
 
-    show_machine()
-    return 0
+    return show_machine(as_json=options.json)
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Write a checkpoint's actor as a Hugging Face folder."""
+    """Write a checkpoint's actor as a Hugging Face folder, and upload it where that was asked for."""
+    from hybridflow.data.hub_upload import HubUpload
+    from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
 
     setup_logging()
+    if options.private and options.upload is None:
+        raise ConfigError("--private says how to upload: give --upload OWNER/NAME too, or leave it out")
+    upload = None
     with progress.shown():
+        if options.upload is not None:
+            with progress.phase("asking the hub"):
+                upload = HubUpload(options.upload, options.private, options.token_env)
+                upload.check()
         with progress.phase("importing torch and transformers"):
             from hybridflow.merger import merge as merge_checkpoint
 
         with progress.phase("merging the checkpoint"):
-            merge_checkpoint(
+            target = merge_checkpoint(
                 Path(options.checkpoint),
                 Path(options.target),
                 lora=options.lora,
@@ -137,6 +145,9 @@ def merge(options: argparse.Namespace) -> int:
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
             )
+        if upload is not None:
+            with progress.phase("uploading"):
+                upload.send(target)
     return 0
 
 

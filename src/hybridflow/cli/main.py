@@ -70,9 +70,12 @@ def parser() -> argparse.ArgumentParser:
         run.set_defaults(body=commands.train)
 
     _add_looking(words)
-    words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(
-        body=commands.doctor
+    doctor = words.add_parser(
+        "doctor",
+        help="what this machine has and what to mend: versions, devices, ports, memory, optional parts",
     )
+    doctor.add_argument("--json", action="store_true", help="print it as one JSON object")
+    doctor.set_defaults(body=commands.doctor)
 
     _add_merge(words)
     _add_import_gguf(words)
@@ -141,6 +144,16 @@ def _add_merge(words: Any) -> None:
     merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
     merge.add_argument(
         "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along"
+    )
+    merge.add_argument(
+        "--upload", metavar="OWNER/NAME", help="then upload the folder to this repository of the hub"
+    )
+    merge.add_argument("--private", action="store_true", help="with --upload: a new repository is private")
+    merge.add_argument(
+        "--token-env",
+        default="HF_TOKEN",
+        metavar="VARIABLE",
+        help="with --upload: environment variable that holds the hub's token (default: %(default)s)",
     )
     merge.set_defaults(body=commands.merge)
 

@@ -152,14 +152,13 @@ def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: b
 
 
 def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
-    import torch
-
+    from hybridflow.distributed.device import resolve_device
     from hybridflow.rollout.server.build import ServeSettings
     from hybridflow.rollout.server.service import Limits
 
     device = options.device
     if not device:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = resolve_device("auto").type
     memory_share = 0.25 if device.startswith("cpu") else 0.8
     return ServeSettings(
         model=_model_folder(options, stack),

@@ -83,6 +83,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     # checkpoints
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
+    (r"trainer\.default_hdfs_dir", r"trainer.remote_checkpoint_dir"),
     (r"actor_rollout_ref\.model\.external_libs", r"actor_rollout_ref.model.external_lib"),
 )
 
@@ -106,6 +107,7 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
 SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"ulysses_sequence_parallel_size", r"engine.ulysses_sequence_parallel_size"),
     (r"model\.fsdp_config\.(.+)", r"engine.\1"),
+    (r"trainer\.default_hdfs_dir", r"trainer.remote_checkpoint_dir"),
     (r"engine\.cpu_offload", r"engine.offload_policy"),
     (r"engine\.offload_params", r"engine.param_offload"),
     (r"engine\.dtype", r"engine.mixed_precision.param_dtype"),

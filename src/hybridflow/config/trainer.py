@@ -41,8 +41,10 @@ class BaseTrainerConfig:
     )
     nnodes: int = key(1, "Number of machines.", minimum=1)
     n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Device that computes; auto: cuda where there is one, else cpu."
+    device: Literal["auto", "cpu", "cuda", "npu"] = key(
+        "auto",
+        "Device that computes; auto: an accelerator where there is one, else cpu. cuda means AMD's GPUs too, "
+        "with a ROCm build of torch; npu wants torch_npu.",
     )
     num_threads: int | None = key(
         None,
@@ -82,8 +84,21 @@ class BaseTrainerConfig:
         minimum=-1,
     )
     save_freq: int = key(-1, "Save a checkpoint every so many steps, and at the end; -1: never.", minimum=-1)
+    esi_redundant_time: float = key(
+        0.0,
+        "Seconds by which a checkpoint is saved earlier than needed, where the environment says when the "
+        "machine is taken back (elastic instances). It is saved once the time left is no longer than the "
+        "longest step, the longest save and these, if the run saves at all.",
+        minimum=0,
+    )
     max_ckpt_to_keep: int | None = key(
         None, "Number of checkpoints that are kept; older ones are removed. null: keep all.", minimum=1
+    )
+    remote_checkpoint_dir: str | None = key(
+        None,
+        "Address of a folder into which each checkpoint is copied, for example hdfs://… or s3://…; a run "
+        "whose run folder has no checkpoint goes on from the newest one there. max_ckpt_to_keep holds there "
+        "too. null: none.",
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto",

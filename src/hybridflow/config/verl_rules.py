@@ -86,7 +86,6 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "geometric": "this is an older name: the option is seq_mean_k1",
     },
     "trainer.device": {
-        "npu": "this version does not run on it: use auto, cuda or cpu",
         "mps": "this version does not run on it: use cpu",
     },
 }
@@ -344,9 +343,7 @@ TRAINER: tuple[Rule, ...] = (
     ignored(r"trainer\.use_v1", "there is one trainer, which is synchronous"),
     Rule(r"trainer\.v1\.trainer_mode", (None, "sync"), "the trainer is synchronous", SYNCHRONOUS),
     ignored(r"trainer\.v1\..+", "it is read only by asynchronous trainers, and this trainer is synchronous"),
-    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
     off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
-    off(r"trainer\.esi_redundant_time", "it comes in a later version: use trainer.save_freq"),
     off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version: leave it out"),
     off(r"global_profiler\.(tool|steps)", "profilers come in a later version: leave it out"),
     ignored(r"global_profiler\..+", "it is read only with global_profiler.tool, which is off"),

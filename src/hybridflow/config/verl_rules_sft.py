@@ -48,6 +48,5 @@ SFT_RULES: tuple[Rule, ...] = (
     Rule(r"model\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
     *OPTIMIZER,
     ignored(r"checkpoint\.mbridge_config\..+", "it is read only with Megatron, and the engine is FSDP2"),
-    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
     *PROFILERS,
 )

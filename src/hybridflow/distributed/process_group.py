@@ -1,7 +1,7 @@
 """The torch.distributed world of a resource pool's processes, and small collectives over it.
 
-CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags)
-are CPU tensors on purpose: they never make a GPU wait.
+CPU tensors travel by gloo, those of an accelerator by its own backend (NCCL on CUDA). Small numbers that all
+ranks must agree on (counts, flags) are CPU tensors on purpose: they never make a GPU wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from hybridflow.distributed.accelerators import features, is_accelerator
+from hybridflow.distributed.device import set_current
 from hybridflow.errors import WorkerError
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,9 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
     assert not dist.is_initialized(), "this process is in a group already"
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
+    if is_accelerator(device.type):
+        set_current(device)
+        backend = f"cpu:gloo,{device.type}:{features(device.type).backend}"
     host = address
     if ":" in address:  # IPv6
         host = f"[{address}]"

@@ -26,6 +26,7 @@ from transformers import (
 from hybridflow.config.model import ModelConfig
 from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder
+from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ModelError
 from hybridflow.models.liger import patch_liger, use_liger_kernels
 from hybridflow.models.override import apply_override, effective_override
@@ -198,14 +199,12 @@ def count_parameters(config: PretrainedConfig, *, trust_remote_code: bool = Fals
 
 
 def resolve_dtype(dtype: str, device: torch.device | str) -> torch.dtype:
-    """Return the torch dtype of a name; `auto` is float32 on CPU and bfloat16 on CUDA.
+    """Return the torch dtype of a name; `auto` is float32 on CPU and bfloat16 elsewhere.
 
     Half precision is 60 times slower on a CPU.
     """
-    if dtype == "auto" and torch.device(device).type == "cuda":
-        return torch.bfloat16
     if dtype == "auto":
-        return torch.float32
+        dtype = features(torch.device(device).type).dtype
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]

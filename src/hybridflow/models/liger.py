@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ConfigError, ModelError, install_extra
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import difference, probe_log_probs, probe_tolerance
@@ -27,7 +28,7 @@ PACKAGE = "liger_kernel"
 
 def check_liger(device: torch.device) -> None:
     """Raise ConfigError if Liger's kernels cannot run on `device`, or are not installed."""
-    if device.type != "cuda":
+    if not features(device.type).triton:
         raise ConfigError(
             f"use_liger=true of a model on {device.type}: Liger's kernels are Triton programs, which run on "
             "CUDA only: leave use_liger out"

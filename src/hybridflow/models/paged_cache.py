@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.accelerators import features
 from hybridflow.models.kv_cache import KVCache, LayerShape, Places, RowCopy
 
 PagedKernel = Callable[..., Any]
@@ -255,7 +256,7 @@ class PagedCache(KVCache):
             [[slot, *self.blocks[slot], *[0] * (width - len(self.blocks[slot]))] for slot in slots],
             dtype=torch.int32,
         )
-        if self.device.type == "cuda":
+        if features(self.device.type).pins_memory:
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         self.table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
         self._stale.clear()

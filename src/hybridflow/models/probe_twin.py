@@ -13,6 +13,7 @@ import logging
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridflow.distributed.accelerators import is_accelerator
 from hybridflow.models.build import count_parameters
 from hybridflow.models.liger import use_liger_kernels
 from hybridflow.models.policy import PolicyModel
@@ -44,8 +45,9 @@ def probe_twin(
             size / 1e9,
         )
         return None
-    devices = [each for each in (device,) if each.type == "cuda"]
-    with torch.random.fork_rng(devices=devices):
+    devices = [each for each in (device,) if is_accelerator(each.type)]
+    kind = next((each.type for each in devices), "cuda")
+    with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.manual_seed(0)
         hf = AutoModelForCausalLM.from_config(
             twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code

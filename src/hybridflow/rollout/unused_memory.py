@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from hybridflow.distributed.accelerators import is_accelerator
+
 
 def give_back(device: torch.device) -> None:
     """Return unused memory to the device, or to the system; takes a few milliseconds.
@@ -14,8 +16,8 @@ def give_back(device: torch.device) -> None:
     On Linux glibc keeps freed tensors of some megabytes: without this a process has the KV cache and the
     activations of training at once.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_accelerator(device.type):
+        torch.get_device_module(device).empty_cache()
     elif (trim := _trim()) is not None:
         trim(0)
 

@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridflow.agent.early_checks import check_agents
+from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
 from hybridflow.data.early_checks import check_data
+from hybridflow.distributed.accelerators import check_package
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
 from hybridflow.observability.trackers.build import check_trackers
@@ -45,11 +47,15 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
         # what can be seen now and would stop the run later is said before torch is loaded
         with progress.phase("loading environments, tools and agents"):
             check_agents(config)
+    check_package(config.trainer.device)
     splits = check_data(config)
     if isinstance(config, PPOConfig):
         check_reward(config, splits)
     check_trackers(config.trainer.logger)
     RunFolder(config.trainer.default_local_dir).check_writable()
+    if config.trainer.remote_checkpoint_dir is not None:
+        with progress.phase("looking at the remote checkpoints"):
+            RemoteCheckpoints(config.trainer.remote_checkpoint_dir)
     if config.trainer.controller == "ray":
         from hybridflow.controller.ray.preflight import look_ahead
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.layout import step_folders
+from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.show import to_yaml
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.config.tree import to_tree
 from hybridflow.controller.build import Start, hosting
 from hybridflow.data.loader import StatefulLoader
@@ -47,7 +50,7 @@ class Run:
         """Go on from the checkpoint that `trainer.resume_mode` asks for; return the run's checkpoints."""
         trainer = self.config.trainer
         with progress.phase("looking for a checkpoint"):
-            store = CheckpointStore(self.folder.path, keep=trainer.max_ckpt_to_keep)
+            store = open_store(trainer)
             state.resume(store, trainer.resume_mode, trainer.resume_from_path)
         return store
 
@@ -70,8 +73,24 @@ class Run:
             wandb_proxy=trainer.wandb_proxy,
         )
         with closing(source), ExitStack() as stack:
+            if store.remote is not None:
+                stack.callback(store.remote.wait)
             stack.callback(state.saves.abandon, store)
             yield stack.enter_context(trackers)
+
+
+def open_store(trainer: TrainerConfig | SFTTrainerConfig) -> CheckpointStore:
+    """Return the checkpoints of a run; where it has none, and may go on, the newest remote one is fetched.
+
+    Raises ConfigError where the remote place cannot be reached, CheckpointError where no copy can be had.
+    """
+    folder = Path(trainer.default_local_dir).expanduser()
+    if trainer.remote_checkpoint_dir is None:
+        return CheckpointStore(folder, keep=trainer.max_ckpt_to_keep)
+    remote = RemoteCheckpoints(trainer.remote_checkpoint_dir, keep=trainer.max_ckpt_to_keep)
+    if trainer.resume_mode == "auto" and not step_folders(folder):
+        remote.fetch_newest(folder)
+    return CheckpointStore(folder, keep=trainer.max_ckpt_to_keep, remote=remote)
 
 
 @contextmanager

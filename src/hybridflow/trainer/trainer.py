@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from hybridflow.checkpoint.store import CheckpointStore
@@ -19,12 +19,16 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.expiry import Expiry
 from hybridflow.trainer.source import BatchSource, TrainBatch
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 
 AfterStep = Callable[[int, dict[str, float]], bool]
 """Called with the step just done and the metrics logged for it; True ends the run there."""
+
+FAILED_COPIES = "checkpoint/failed_copies"
+"""Metric: copies to trainer.remote_checkpoint_dir that could not be completed, since the run began."""
 
 Validate = Callable[[int], dict[str, float]]
 """Returns the metrics of a validation after so many steps."""
@@ -71,6 +75,8 @@ class Trainer(Generic[Source, Step]):
     """Save every so many steps, after the last one, and when a signal ends the run; 0 or less: never."""
     signals: StopSignals
     """Asks the loop to end after SIGINT or SIGTERM."""
+    expiry: Expiry = field(default_factory=Expiry)
+    """When the machine is taken back, where somebody has said so: the run saves before it."""
     validates_first: bool = False
     """Validate before the first step."""
     only_validates: bool = False
@@ -103,6 +109,7 @@ class Trainer(Generic[Source, Step]):
             if self.state.validation_due:  # a signal has left out the validation of the last step
                 self.signals.check()
             self.state.saves.commit(self.store)
+            self._finish_copies()
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
@@ -141,8 +148,12 @@ class Trainer(Generic[Source, Step]):
         # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
         # then
         logged = self._log(made, batch, metrics, validation, step)
+        self.expiry.step_took(self.timer.seconds("step"))
         if self._due(self.save_freq, step):
             self._save(step)
+        elif self.save_freq > 0 and self.expiry.due():
+            self._save(step)
+            self.state.saves.commit(self.store)  # also one that is written beside the run
         return validation, logged
 
     def _validate_after(self, step: int) -> dict[str, float]:
@@ -160,7 +171,18 @@ class Trainer(Generic[Source, Step]):
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
             self.state.save(self.store)
-        self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
+        seconds = self.timer.seconds("save_checkpoint")
+        self.expiry.save_took(seconds)
+        metrics = {"timing_s/save_checkpoint": seconds}
+        if self.store.remote is not None:
+            metrics[FAILED_COPIES] = self.store.remote.failed
+        self.trackers.log(metrics, step)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copy of the last checkpoint, and log how many copies have failed."""
+        if self.store.remote is not None:
+            self.store.remote.wait()
+            self.trackers.log({FAILED_COPIES: self.store.remote.failed}, self.state.step)
 
     def _has_unsaved_steps(self) -> bool:
         return self.save_freq > 0 and self.state.step > self.state.saved_step

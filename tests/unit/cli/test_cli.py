@@ -15,7 +15,7 @@ import yaml
 from hybridflow import __version__
 from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.cli import doctor
+from hybridflow.cli import doctor, doctor_facts
 from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
 from hybridflow.models.tiny import create_tiny_model
@@ -35,6 +35,7 @@ WORDS = (
     "try",
     "view",
 )
+PROBED = doctor_facts.Probe({"torch": "2.13.0", "threads": 1, "vectors": "AVX2", "cards": [], "failed": {}})
 NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32) + 32
 
 
@@ -318,16 +319,18 @@ def test_doctor_says_what_is_here_and_what_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor_facts, "probe", lambda: PROBED)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
-    assert "pip install -e '.[" in shown and "trainer.n_gpus_per_node up to " in shown
+    assert "pip install 'hybridflow[" in shown and "trainer.n_gpus_per_node up to " in shown
 
 
 def test_doctor_names_each_engine_and_the_way_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(doctor_facts, "probe", lambda: PROBED)
     monkeypatch.setattr(doctor, "_version", lambda module, distribution: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".venv-sglang" / "bin").mkdir(parents=True)
@@ -341,9 +344,9 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     assert "yes" in lines["native"] and transformers.__version__ in lines["hf"]
     assert " no " in lines["vllm"] and "scripts/setup_vllm.sh on a CPU" in lines["vllm"]
     assert "set actor_rollout_ref.rollout.server.python=.venv-sglang/bin/python" in lines["sglang"]
-    assert "pip install -e '.[openai]'" in lines["openai"]
+    assert "pip install 'hybridflow[openai]'" in lines["openai"]
     assert (
-        "pip install -e '.[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
+        "pip install 'hybridflow[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
         and "torch has" in lines["attention over rows of any length"]
     )
     monkeypatch.setattr(doctor, "_version", lambda module, distribution: "9.9")

@@ -46,10 +46,15 @@ def test_gsm8k_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokeniz
         pq.write_table(
             pa.Table.from_pylist(raw), tmp_path / "raw" / "main" / f"{split}-00000-of-00001.parquet"
         )
-    done = run(
-        "gsm8k.py", "--local_dataset_path", str(tmp_path / "raw"), "--local_save_dir", str(tmp_path / "out")
-    )
+    words = ("--local_dataset_path", str(tmp_path / "raw"), "--local_save_dir", str(tmp_path / "out"))
+    done = run("gsm8k.py", *words, "--hdfs_dir", f"file://{tmp_path}/there/gsm8k")
     assert done.returncode == 0, done.stderr
+    for name in ("train.parquet", "test.parquet"):
+        assert (tmp_path / "there/gsm8k" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    refused = run("gsm8k.py", *words, "--hdfs_dir", "nowhere://a")
+    assert (
+        refused.returncode == 1 and "is written, but not copied to --hdfs_dir nowhere://a" in refused.stderr
+    )
     dataset = PromptDataset(load_rows(str(tmp_path / "out" / "train.parquet")), characters, DataConfig())
     assert [item.row["reward_model"]["ground_truth"] for item in dataset] == ["1234", "-7"]
     assert [item.index for item in dataset] == [0, 1] and dataset[0].row["extra_info"]["split"] == "train"

@@ -336,7 +336,7 @@ def test_weights_are_staged_in_pieces(
     ("flags", "status", "text"),
     [
         (["--tie-word-embedding", "--use_cpu_initialization"], 0, ""),
-        (["--hf_upload_path", "me/model", "--private"], 1, "nothing is uploaded from here"),
+        (["--private"], 1, "give --hf_upload_path OWNER/NAME too"),
         (["--is-value-model"], 1, "value models are not merged"),
         (["--lora", "fold"], 1, "holds no adapters"),
     ],

@@ -122,6 +122,12 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             _look_at(local(folder))
         except OSError as error:
             yield unwritable(key, folder, error)
+    remote = trainer.remote_checkpoint_dir
+    if remote is not None and "://" not in remote:
+        yield (
+            f"trainer.remote_checkpoint_dir={remote}: wanted an address such as hdfs://host/folder, "
+            "s3://bucket/folder or file:///folder; null: no copies"
+        )
 
 
 def unwritable(key: str, folder: str | Path, error: Exception) -> str:

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.distributed.accelerators import ACCELERATORS
 
 MAX_TRIES = 10_000  # ways to put pools on nodes that are tried; a cluster with room needs far fewer
-UNIT = {"cpu": "CPU", "cuda": "GPU"}
+UNIT = {kind: row.resource for kind, row in ACCELERATORS.items()}
+"""Ray's resource of each kind of device."""
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,23 @@ class PlacedPool:
                 remove_placement_group(group)
 
 
+def _takes(device: str) -> dict[str, Any]:
+    """Return what a process takes of Ray: a CPU, or an accelerator and no CPU."""
+    own = {"cpu": "num_cpus", "cuda": "num_gpus"}
+    takes: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+    if device in own:
+        takes[own[device]] = 1
+    else:
+        takes["resources"] = {UNIT[device]: 1}
+    return takes
+
+
 @dataclass(eq=False)
 class Cluster:
     """A Ray cluster that this run has started or joined."""
 
     device: str
-    """`cpu` or `cuda`: the kind of device that each rank computes on."""
+    """`cpu`, `cuda` or `npu`: the kind of device that each rank computes on."""
     address: str
     """host:port of the cluster's control service."""
     timeline: str | None
@@ -104,10 +115,10 @@ class Cluster:
     def connect(cls, config: RayConfig, *, device: str, wanted: int, num_nodes: int = 1) -> Cluster:
         """Join the cluster whose address is set, or start one for `wanted` processes.
 
-        `device` is auto, cpu or cuda; auto asks the cluster. A process that is connected to Ray already stays
-        connected to it. Raises ConfigError, within seconds, where there is no such cluster, where it refuses
-        this process or has another version, where a port is in use, or where a Ray on this machine would be
-        too small.
+        `device` is auto, cpu, cuda or npu; auto asks the cluster. A process that is connected to Ray already
+        stays connected to it. Raises ConfigError, within seconds, where there is no such cluster, where it
+        refuses this process or has another version, where a port is in use, or where a Ray on this machine
+        would be too small.
         """
         if ray.is_initialized():
             return cls._joined(config, device, leaves=False)
@@ -151,7 +162,10 @@ class Cluster:
         num_gpus = given.num_gpus
         if num_gpus is None:
             num_gpus = torch.cuda.device_count()
-        check_own(wanted, num_nodes, {"cuda": num_gpus, "cpu": cpus}[device], device)
+        offered = {"cpu": cpus, "cuda": num_gpus}
+        if device not in offered:  # Ray counts those of another kind itself
+            offered[device] = torch.get_device_module(device).device_count()
+        check_own(wanted, num_nodes, offered[device], device)
         if given.include_dashboard and given.dashboard_port is not None:
             check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
         temp_dir, dashboard = session.start(
@@ -209,7 +223,7 @@ class Cluster:
         """Reserve a device for each rank of `pool`, on as many different nodes as the pool has.
 
         Waits at most `deadline` seconds, then raises WorkerError, which says what is missing. Each process
-        takes one CPU, or on cuda one GPU and no CPU.
+        takes one CPU, or one accelerator and no CPU.
         """
         assert device == self.device, f"this run computes on {self.device}, not {device}"
         alive = {node.id: node for node in self.nodes()}
@@ -277,10 +291,7 @@ class Cluster:
                 strategy = PlacementGroupSchedulingStrategy(
                     group, local_rank, placement_group_capture_child_tasks=False
                 )
-                on_gpu = self.device == "cuda"
-                placed.bundles.append(
-                    {"num_cpus": int(not on_gpu), "num_gpus": int(on_gpu), "scheduling_strategy": strategy}
-                )
+                placed.bundles.append({**_takes(self.device), "scheduling_strategy": strategy})
                 placed.nodes.append(names.get(node_id, node_id[:6]))
                 placed.node_ids.append(node_id)
                 placed.local_ranks.append(local_rank)

@@ -253,7 +253,7 @@ def check_own(wanted: int, num_nodes: int, offered: int, device: str) -> None:
 def living(
     table: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]], device: str
 ) -> list[NodeInfo]:
-    """Return the nodes of Ray's table that answer, with their devices: GPUs for cuda, CPUs for cpu."""
+    """Return the nodes of Ray's table that answer, with their devices of this kind."""
     # Ray takes a node that was just lost for alive for some seconds, and a restarted run must not go there
     alive = [
         node
@@ -275,9 +275,10 @@ def living(
 
 
 def device_of(table: Sequence[Mapping[str, Any]]) -> str:
-    """Return cuda where a living node of the cluster has a GPU, and cpu otherwise."""
-    if any(node["Resources"].get("GPU", 0) for node in table if node["Alive"]):
-        return "cuda"
+    """Return the first kind of accelerator that a living node of the cluster has, and cpu without any."""
+    for kind, unit in UNIT.items():
+        if kind != "cpu" and any(node["Resources"].get(unit, 0) for node in table if node["Alive"]):
+            return kind
     return "cpu"
 
 

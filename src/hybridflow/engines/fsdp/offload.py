@@ -120,7 +120,7 @@ class ActivationOffload:
 
     def _unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
         device, tensor = packed
-        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
+        return tensor.to(device, non_blocking=device.type != "cpu" and tensor.is_pinned())
 
 
 def _outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Parameter]:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.shards import local, own_box
 from hybridflow.engines.base import Held
@@ -40,7 +41,7 @@ def shard(
         reduce = REDUCE_DTYPES[config.mixed_precision.reduce_dtype]
     offload = OffloadPolicy()
     if config.offload_policy:
-        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        offload = CPUOffloadPolicy(pin_memory=features(mesh.fsdp.device_type).pins_memory)
 
     def group(part: nn.Module, reshard: bool, dtype: torch.dtype) -> None:
         # inputs and buffers keep their dtypes: positions, rotary frequencies and the value head's input are

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.models.attention import PackedLayout, Scores
@@ -193,7 +194,7 @@ class NativeEngine(SessionEngine):
         if not self._paged:
             return SlotMemory(shapes, budget, device)
         kernel = None
-        if device.type == "cuda":
+        if features(device.type).varlen_attention:
             kernel = varlen_kernel()
         return PagedMemory(
             shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel
@@ -204,10 +205,11 @@ class NativeEngine(SessionEngine):
         the device has no kernel that reads blocks.
         """
         device = self.policy.device
-        slots = device.type != "cuda" or self.policy.exact is not None
+        may_read_blocks = features(device.type).varlen_attention
+        slots = not may_read_blocks or self.policy.exact is not None
         if self.kv_cache == "slots" or (self.kv_cache == "auto" and slots):
             return False
-        if device.type != "cuda":  # no kernel: rows are gathered, which is right and slow
+        if not may_read_blocks:  # no kernel: rows are gathered, which is right and slow
             return True
         problem = kernel_problem(shapes, scores, device, self.block_size)
         if self.replica.smallest(int(problem is None)) == 1:

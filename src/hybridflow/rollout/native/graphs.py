@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.accelerators import features
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_layout import PagedLayout
@@ -257,7 +258,7 @@ def graph_decoder(
     That is on other devices than CUDA, where `enforce_eager` says so, and where `ranks` generate together:
     what one of them fails to record, the others would wait for.
     """
-    if policy.device.type != "cuda" or enforce_eager:
+    if not features(policy.device.type).records_steps or enforce_eager:
         return None
     if ranks > 1:
         logger.info("generation by %d ranks together does without CUDA graphs", ranks)

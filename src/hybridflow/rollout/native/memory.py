@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hybridflow.distributed.accelerators import is_accelerator
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on `device` now; on CPU within the limit of the container."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if is_accelerator(device.type):
+        module = torch.get_device_module(device)
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0] + unused)
     free = _available(Path("/proc/meminfo"))
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
+from hybridflow.distributed.device import set_current
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens
 from hybridflow.rollout.base import EngineSession
@@ -109,8 +108,7 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
 
 def _opener(engine: NativeEngine) -> Callable[[], EngineSession]:
     def opened() -> EngineSession:
-        if engine.policy.device.type == "cuda":  # the current device is a thread's own
-            torch.cuda.set_device(engine.policy.device)
+        set_current(engine.policy.device)  # the current device is a thread's own
         return engine.open()
 
     return opened

@@ -25,6 +25,7 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
+from hybridflow.trainer.expiry import expiry_of
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.failures import Failures
@@ -136,6 +137,7 @@ def _trainer(
             test_freq=_test_freq(config, total_steps),
             save_freq=config.trainer.save_freq,
             signals=run.signals,
+            expiry=expiry_of(config.trainer.esi_redundant_time),
             validates_first=config.trainer.val_before_train,
             only_validates=config.trainer.val_only,
             after_update=data.finish_batch,

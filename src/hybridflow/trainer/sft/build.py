@@ -24,6 +24,7 @@ from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.expiry import expiry_of
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
@@ -99,6 +100,7 @@ def build(
                 test_freq=test_freq,
                 save_freq=save_freq,
                 signals=run.signals,
+                expiry=expiry_of(trainer.esi_redundant_time),
             )
 
 

@@ -1,0 +1,93 @@
+"""The table of accelerators, and the devices that `trainer.device` means on machines that are not here."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from hybridflow.config.trainer import BaseTrainerConfig
+from hybridflow.controller.ray.assignment import UNIT
+from hybridflow.controller.ray.preflight import device_of
+from hybridflow.distributed import accelerators
+from hybridflow.distributed.accelerators import ACCELERATORS, check_package, features, is_accelerator
+from hybridflow.distributed.device import resolve_device, set_current
+from hybridflow.errors import ConfigError
+from hybridflow.models.build import resolve_dtype
+
+
+def test_the_key_takes_every_device_of_the_table() -> None:
+    assert set(get_args(get_type_hints(BaseTrainerConfig)["device"])) == {"auto", *ACCELERATORS}
+
+
+def test_what_differs() -> None:
+    assert UNIT == {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+    assert [features(kind).backend for kind in ("cpu", "cuda", "npu")] == ["gloo", "nccl", "hccl"]
+    assert [is_accelerator(kind) for kind in ("cpu", "cuda", "npu", "meta")] == [False, True, True, False]
+    assert resolve_dtype("auto", "cpu") == torch.float32 == resolve_dtype("auto", "meta")
+    assert resolve_dtype("auto", "cuda") == torch.bfloat16
+    assert features("cuda").visible[0] == "CUDA_VISIBLE_DEVICES"
+    assert not features("npu").triton and not features("npu").records_steps
+
+
+def test_a_cluster_shows_its_kind_by_its_resources() -> None:
+    def node(alive: bool = True, **resources: float) -> dict[str, object]:
+        return {"Alive": alive, "Resources": {"CPU": 8.0, **resources}}
+
+    assert device_of([node()]) == "cpu"
+    assert device_of([node(), node(GPU=8.0)]) == "cuda"
+    assert device_of([node(), node(NPU=8.0)]) == "npu"
+    assert device_of([node(alive=False, NPU=8.0), node()]) == "cpu"
+
+
+def test_an_npu_without_its_package_is_refused() -> None:
+    with pytest.raises(ConfigError, match="torch_npu is not installed"):
+        check_package("npu")
+    with pytest.raises(ConfigError, match="torch_npu is not installed"):
+        resolve_device("npu")
+    for name in ("auto", "cpu", "cuda"):
+        check_package(name)
+
+
+def fake_npus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """As with torch_npu and `count` devices; torch itself still cannot make such a device."""
+    current: list[torch.device] = []
+    module = SimpleNamespace(
+        is_available=lambda: count > 0, device_count=lambda: count, set_device=current.append
+    )
+    monkeypatch.setattr(torch, "npu", module, raising=False)
+    monkeypatch.setattr(accelerators, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    return current
+
+
+def test_an_npu_with_its_package_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_npus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="no such device is usable here"):
+        resolve_device("npu")
+    fake_npus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match="local rank 2 has no NPU: this machine shows 2"):
+        resolve_device("npu", local_rank=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch, "device", lambda kind, index=0: made.append((kind, index)))
+    resolve_device("auto", local_rank=1)
+    assert made == [("npu", 1)], "auto finds it"
+
+
+def test_the_current_device_is_set_on_accelerators_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = fake_npus(monkeypatch, 1)
+    set_current(torch.device("cpu"))
+    assert current == []
+
+
+def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="use one of auto, cpu, cuda, npu"):
+        resolve_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu") == resolve_device("cpu")
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda, but no such device is usable here"):
+        resolve_device("cuda")

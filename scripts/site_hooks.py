@@ -4,8 +4,8 @@
     mkdocs.yml ──on_config──► nav: folders written out, pages that are not there yet left out
     a page     ──on_page_markdown──► links as the repository has them ─► links of the site
 
-A page links to any file of the repository by a relative path. On the site, what lies in docs/ is at the top, and
-everything else keeps its path. A file that is no page is copied, so that the site needs no network.
+A page links to any file of the repository by a relative path. On the site, what lies in docs/ is at the
+top, and everything else keeps its path. A file that is no page is copied, so that the site needs no network.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+OVERVIEW = "overview.md"
+"""Place on the site of the README of the repository, because that of docs/ is the site's first page."""
 OUTSIDE = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/**/*.md", "benchmarks/**/*.svg")
 """What the site has besides docs/."""
 TO_COME = {"api.md", "docker.md", "metrics.md", "programming_guide.md", "real_model.md"}
@@ -48,9 +50,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             found = (page.parent / target).resolve()
             if found.is_file() and not found.is_relative_to(ROOT / "docs"):
                 wanted.add(found)
-    wanted.discard(ROOT / "README.md")  # its place on the site is that of docs/README.md
+    wanted.add(ROOT / "README.md")
     for path in sorted(wanted):
-        uri = path.relative_to(ROOT).as_posix()
+        uri = _site_path(path.relative_to(ROOT))
         if files.get_file_from_path(uri) is None:
             files.append(File.generated(config, uri, abs_src_path=str(path)))
     files.append(File.generated(config, "ten_keys.md", content=_ten_keys()))
@@ -95,6 +97,8 @@ def _ten_keys() -> str:
 
 def _source_of(uri: str) -> Path:
     """Return the path in the repository of a page of the site."""
+    if uri == OVERVIEW:
+        return Path("README.md")
     if (ROOT / "docs" / uri).is_file():
         return Path("docs") / uri
     return Path(uri)
@@ -103,7 +107,7 @@ def _source_of(uri: str) -> Path:
 def _site_path(path: Path) -> str:
     """Return the path on the site of a file of the repository."""
     if path == Path("README.md"):
-        return "README.md"
+        return OVERVIEW
     if path.parts[0] == "docs":
         return Path(*path.parts[1:]).as_posix()
     return path.as_posix()

@@ -1,4 +1,4 @@
-"""The stock of the working folders, made once for all processes of a session; the count of blocks at its end."""
+"""The stock of the working folders, made once for all processes of a session; the count of blocks."""
 
 from __future__ import annotations
 

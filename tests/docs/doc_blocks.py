@@ -8,8 +8,8 @@ A mark is an HTML comment, which the reader does not see, on lines of its own ab
     <!-- docs-test: file: my_reward.py -->          the block is written to this file before later blocks run
     <!-- docs-test: before: rm -rf my-model -->     bash that runs first, beside a mark of the others or alone
 
-Without a mark a bash block is run, and a python block is compiled. A block that begins with a comment of a file
-name (`# guess.py`) is that file.
+Without a mark a bash block is run, and a python block is compiled. A block that begins with a comment of
+a file name (`# guess.py`) is that file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sources import ROOT
-
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE
+)
 MARK = re.compile(r"^ *<!-- docs-test: (?P<mode>[a-z-]+)(?:: (?P<rest>.*?))? -->$")
 FILE = re.compile(r"^# (?P<name>[\w/.-]+\.(?:py|yaml|json|sh))\n")
 WORDS = "train|sft|dpo|reward-model|config|explain|doctor|demo|merge|serve|eval|generate|try|reward-test|view"
 COMMAND = re.compile(
-    rf"^ *(?:[A-Z_]+=\S+ +)*(?:\S*/)?(?:hybridflow (?:{WORDS})(?= )|python -m hybridflow\.\S+).*", re.MULTILINE
+    rf"^ *(?:[A-Z_]+=\S+ +)*(?:\S*/)?(?:hybridflow (?:{WORDS})(?= )|python -m hybridflow\.\S+).*",
+    re.MULTILINE,
 )
 """A line that is a command of ours."""
 INLINE = re.compile(r"(?<!`)`(hybridflow [a-z][^`\n]*)`(?!`)")
@@ -115,7 +117,7 @@ def inline_commands(page: Path) -> list[str]:
 
 
 def summary(blocks: Iterable[Block]) -> Sequence[str]:
-    """Return lines that count the blocks by what is done with them, and by the reasons why not more is done."""
+    """Return lines that count the blocks by what is done with them, and by the reasons for not running."""
     done = Counter((block.language or "no language", block.mode) for block in blocks)
     reasons = Counter((block.mode, block.reason) for block in blocks if block.mode in NEEDS_REASON)
     lines = [f"{number:4} {language} blocks: {mode}" for (language, mode), number in sorted(done.items())]

@@ -27,7 +27,7 @@ TWO_ROWS = "trainer.val_before_train=false"
 def short_words(root: type[Any], config: Any) -> list[str]:
     """Return the overrides that make a run of `config` take seconds."""
     words = [*BOTH]
-    if 0 < config.trainer.save_freq:
+    if config.trainer.save_freq > 0:
         words.append(f"trainer.save_freq={STEPS}")
     if root is not PPOConfig:
         return words
@@ -90,7 +90,7 @@ def _python(words: list[str]) -> int:
     module = words[1] if words[:1] == ["-m"] else ""
     arguments = words[2:]
     if module in MODULES:
-        arguments, config = shortened(MODULES[module], arguments, None)
+        arguments, _ = shortened(MODULES[module], arguments, None)
     if module == "hybridflow.trainer.main_generation":
         arguments = [*arguments, f"rollout.response_length={TOKENS}"]
     if module:

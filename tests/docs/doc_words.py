@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from doc_blocks import ROOT
+
 from hybridflow.cli.main import parser
 from hybridflow.config import RUNS, DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.load import expand_sweeps, prepare_config
@@ -94,7 +96,9 @@ def check_module(module: str, words: Sequence[str]) -> None:
 def check_keys(root: type[Any], overrides: Sequence[str], recipe: str | Path | None) -> Any:
     """Return the configuration; WrongWords with every problem, of which a missing model or file is none."""
     try:
-        return prepare_config(root, overrides, recipe, runs=False, needs_model=False, needs_files=False).config
+        return prepare_config(
+            root, overrides, recipe, runs=False, needs_model=False, needs_files=False
+        ).config
     except ConfigError as error:
         raise WrongWords(f"{' '.join(overrides)}: {error}") from None
 
@@ -105,3 +109,5 @@ def check_command(words: Sequence[str]) -> None:
         check_hybridflow(words[1:])
     elif words[1:2] == ["-m"]:
         check_module(words[2], words[3:])
+    elif words[1:2] and words[1].startswith(("examples/", "scripts/")) and not (ROOT / words[1]).is_file():
+        raise WrongWords(f"{' '.join(words)}: there is no file {words[1]}")

@@ -1,4 +1,4 @@
-"""A folder in which the commands of the documents find what they name: a model, data, a reward, a finished run.
+"""A folder in which the commands of the documents find what they name: a model, data, a finished run.
 
     stock (made once) ──copy──► the working folder of a page: MODEL, train.jsonl, my-model, RUN, …
 
@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from sources import ROOT
+from doc_blocks import ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridflow.cli.main import main as hybridflow
@@ -106,9 +106,17 @@ def write_stock(folder: Path) -> None:
     for name in ("my_reward.py", "my_rewards.py", "reward.py"):
         (folder / name).write_text(REWARD)
     run = folder / "checkpoints/hybridflow/first"
-    words = ["data.train_batch_size=4", "data.max_response_length=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    words = [
+        "data.train_batch_size=4",
+        "data.max_response_length=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
     words += [f"data.train_files={folder / 'train.jsonl'}", f"data.val_files={folder / 'test.parquet'}"]
-    words += [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.n=2", "reward.num_workers=0"]
+    words += [
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.n=2",
+        "reward.num_workers=0",
+    ]
     words += [f"trainer.default_local_dir={run}", "trainer.save_freq=10", "trainer.val_before_train=false"]
     words += ["trainer.total_epochs=10", f"trainer.total_training_steps={FINISHED}", "trainer.num_threads=1"]
     words.append("trainer.logger=[]")
@@ -136,9 +144,13 @@ def write_workplace(stock: Path, folder: Path) -> Path:
     programs = folder / ".programs"
     programs.mkdir()
     shim = Path(__file__).with_name("doc_shim.py")
-    for name in ("hybridflow", "python"):
+    for name, what in {
+        "hybridflow": f"{shim} hybridflow",
+        "python": f"{shim} python",
+        "own-python": "",
+    }.items():
         program = programs / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} {shim} {name} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {what} "$@"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return folder
 
@@ -168,6 +180,8 @@ RECORD = """
 record() { printf '%s\\0' "$@" >> "$CALLS"; printf '\\n\\0' >> "$CALLS"; }
 hybridflow() { record hybridflow "$@"; }
 python() { record python "$@"; }
+ray() { while [ $# -gt 0 ] && [ "$1" != -- ]; do shift; done; if [ $# -gt 0 ]; then shift; "$@"; fi; }
+sbatch() { record hybridflow train "${@:2}"; }
 cd() { :; }; kill() { :; }; wait() { :; }; exec() { :; }; source() { :; }
 function . { :; }
 command_not_found_handle() { case "$1" in */hybridflow|*/python) record "${1##*/}" "${@:2}";; esac; }

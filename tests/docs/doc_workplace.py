@@ -132,8 +132,19 @@ def _write_reward_model(model: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
-def write_workplace(stock: Path, folder: Path) -> Path:
-    """Make the working folder of a page, and give it back."""
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of commands whose home is `folder`."""
+    return os.environ | {
+        "PATH": f"{folder / '.programs'}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def write_workplace(stock: Path, folder: Path, address: str) -> Path:
+    """Make the working folder of a page, whose commands are run by the zygote at `address`."""
     shutil.copytree(stock, folder)
     for name in SHARED:
         (folder / name).symlink_to(ROOT / name)
@@ -143,12 +154,11 @@ def write_workplace(stock: Path, folder: Path) -> Path:
     (folder / "RUN").symlink_to(folder / "checkpoints/hybridflow/first")
     programs = folder / ".programs"
     programs.mkdir()
-    shim = Path(__file__).with_name("doc_shim.py")
-    for name, what in {
-        "hybridflow": f"{shim} hybridflow",
-        "python": f"{shim} python",
-        "own-python": "",
-    }.items():
+    zygote = Path(__file__).with_name("doc_zygote.py")
+    starts = {name: f"-SE {zygote} {address} {name}" for name in ("hybridflow", "python")} | {
+        "own-python": ""
+    }
+    for name, what in starts.items():
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {what} "$@"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -160,14 +170,7 @@ def run_bash(text: str, folder: Path, *, timeout: float = 1000) -> subprocess.Co
     return subprocess.run(
         [BASH, "-c", f"set -eu -o pipefail\n{text}"],
         cwd=folder,
-        env=os.environ
-        | {
-            "PATH": f"{folder / '.programs'}:{os.environ['PATH']}",
-            "HOME": str(folder),
-            "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
+        env=environment(folder),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -30,8 +30,8 @@ def _name(page: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=_name)
-def test_blocks_of_a_page_run_in_their_order(page: Path, stock: Path, tmp_path: Path) -> None:
-    folder = write_workplace(stock, tmp_path / "work")
+def test_blocks_of_a_page_run_in_their_order(page: Path, stock: Path, zygote: str, tmp_path: Path) -> None:
+    folder = write_workplace(stock, tmp_path / "work", zygote)
     problems = []
     for block in read_blocks(page):
         if block.file:

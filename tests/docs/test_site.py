@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT
 
-LOADED = re.compile(r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=[\"']?https?:|<link\b[^>]*\bhref=[\"']?https?:")
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=[\"']?https?:|<link\b[^>]*\bhref=[\"']?https?:"
+)
 """What a browser fetches by itself; the target of a link is fetched when the reader follows it."""
 
 

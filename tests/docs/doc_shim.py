@@ -18,10 +18,9 @@ from doc_words import MODULES, check_keys, filled, parsed, root_of
 from hybridflow.config import RUNS, PPOConfig
 
 STEPS = 2
-BOTH = [f"trainer.total_training_steps={STEPS}", "trainer.num_threads=1", "data.train_batch_size=4"]
 TOKENS = 12
 ROWS = 4
-TWO_ROWS = "trainer.val_before_train=false"
+BOTH = [f"trainer.total_training_steps={STEPS}", "trainer.num_threads=1", "data.train_batch_size=4"]
 
 
 def short_words(root: type[Any], config: Any) -> list[str]:
@@ -29,17 +28,20 @@ def short_words(root: type[Any], config: Any) -> list[str]:
     words = [*BOTH]
     if config.trainer.save_freq > 0:
         words.append(f"trainer.save_freq={STEPS}")
+    if config.data.task.name:
+        words += ["data.task.size=16", "data.task.val_size=4"]
     if root is not PPOConfig:
         return words
     roles = "actor_rollout_ref"
-    words += [f"data.max_response_length={min(TOKENS, config.data.max_response_length)}", TWO_ROWS]
+    words += [
+        f"data.max_response_length={min(TOKENS, config.data.max_response_length)}",
+        "trainer.val_before_train=false",
+    ]
     words += [f"{roles}.actor.ppo_mini_batch_size=2", "trainer.n_gpus_per_node=1", "trainer.nnodes=1"]
     words.append(f"{roles}.rollout.n={min(2, config.actor_rollout_ref.rollout.n)}")
     if config.critic.enable and config.critic.ppo_mini_batch_size is not None:
         words.append("critic.ppo_mini_batch_size=2")
-    if config.data.task.name:
-        words += ["data.task.size=16", "data.task.val_size=4"]
-    if config.data.gen_batch_size:
+    if config.algorithm.filter_groups.enable:
         words.append("data.gen_batch_size=4")
     return words
 

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from doc_blocks import ROOT
+from doc_blocks import ROOT, Block, pages, read_blocks
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridflow.cli.main import main as hybridflow
@@ -151,6 +151,9 @@ def write_workplace(stock: Path, folder: Path, address: str) -> Path:
     for name in (HUB_NAME, "demo/sft/model", "DEMO/sft/model"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(folder / "MODEL")
+    for block in (block for page in pages() for block in read_blocks(page)):
+        if block.file and block.language == "python":  # a page may use a file that another one shows
+            write_file(block, folder)
     (folder / "RUN").symlink_to(folder / "checkpoints/hybridflow/first")
     programs = folder / ".programs"
     programs.mkdir()
@@ -163,6 +166,12 @@ def write_workplace(stock: Path, folder: Path, address: str) -> Path:
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {what} "$@"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return folder
+
+
+def write_file(block: Block, folder: Path) -> None:
+    """Write a block into the file that it is."""
+    (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / block.file).write_text(block.text)
 
 
 def run_bash(text: str, folder: Path, *, timeout: float = 1000) -> subprocess.CompletedProcess[str]:

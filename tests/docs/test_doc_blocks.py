@@ -12,7 +12,7 @@ import pytest
 import yaml
 from doc_blocks import ROOT, Block, commands_outside, inline_commands, pages, read_blocks
 from doc_words import DOTS, check_command
-from doc_workplace import recorded, run_bash, write_workplace
+from doc_workplace import recorded, run_bash, write_file, write_workplace
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import load_config
@@ -45,12 +45,6 @@ def test_blocks_of_a_page_run_in_their_order(page: Path, stock: Path, zygote: st
                 problems.append(f"{block.place} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     if problems:
         pytest.fail("\n\n".join(problems), pytrace=False)
-
-
-def write_file(block: Block, folder: Path) -> None:
-    """Write a block into the file that it is."""
-    (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
-    (folder / block.file).write_text(block.text)
 
 
 def _run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,15 @@ OVERVIEW = "overview.md"
 """Place on the site of the README of the repository, because that of docs/ is the site's first page."""
 OUTSIDE = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/**/*.md", "benchmarks/**/*.svg")
 """What the site has besides docs/."""
-TO_COME = {"api.md", "docker.md", "metrics.md", "programming_guide.md", "real_model.md"}
+TO_COME = {
+    "accelerators.md",
+    "api.md",
+    "docker.md",
+    "metrics.md",
+    "programming_guide.md",
+    "real_model.md",
+    "trackers.md",
+}
 """Pages with a place in the nav that may not be written yet."""
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)#:\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"(^ *```.*?^ *```|^    .*?$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)

@@ -41,6 +41,8 @@ def short_words(root: type[Any], config: Any) -> list[str]:
     words.append(f"{roles}.rollout.n={min(2, config.actor_rollout_ref.rollout.n)}")
     if config.critic.enable and config.critic.ppo_mini_batch_size is not None:
         words.append("critic.ppo_mini_batch_size=2")
+    if config.trainer.critic_warmup:
+        words.append("trainer.critic_warmup=1")
     if config.algorithm.filter_groups.enable:
         words.append("data.gen_batch_size=4")
     return words

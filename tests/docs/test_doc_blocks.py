@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 from doc_blocks import ROOT, Block, commands_outside, inline_commands, pages, read_blocks
-from doc_words import DOTS, check_command
+from doc_words import DOTS, WITH_KEYS, check_command
 from doc_workplace import recorded, run_bash, write_file, write_workplace
 
 from hybridflow.config import PPOConfig
@@ -77,7 +79,8 @@ def test_commands_are_spelled_as_the_command_wants_them(
 def test_quoted_commands_are_spelled_as_the_command_wants_them(page: Path) -> None:
     for text in inline_commands(page):
         words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)]
-        if len(words) > 2 and words[-1] not in DOTS:  # with two words it is the name of a command
+        whole = words[1] in WITH_KEYS or not {*DOTS} & {*words}
+        if len(words) > 2 and whole:  # with two words it is the name of a command
             check_command(words)
 
 
@@ -92,13 +95,23 @@ def test_python_compiles_and_data_parse(page: Path, tmp_path: Path) -> None:
         if block.mode == "skip":
             continue
         if block.language == "python":
-            flags = {"dont_inherit": True, "flags": 0x2000}  # await outside of a function, as in a notebook
-            compile(block.text, block.place, "exec", **flags)
+            _compile(block)
         elif block.language == "json":
             for line in block.text.strip().split("\n") if block.text.count("\n{") else [block.text]:
                 json.loads(line)
         elif block.language == "yaml":
             _check_yaml(block, tmp_path)
+
+
+def _compile(block: Block) -> None:
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        compile(block.text, block.place, "exec", flags=flags, dont_inherit=True)
+    except SyntaxError as error:
+        if "outside function" not in str(error):
+            raise
+        body = textwrap.indent(block.text, "    ")  # a part of a function, with its yield or return
+        compile(f"async def part():\n{body}", block.place, "exec", dont_inherit=True)
 
 
 def _check_yaml(block: Block, folder: Path) -> None:

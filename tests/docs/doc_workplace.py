@@ -174,10 +174,14 @@ def write_file(block: Block, folder: Path) -> None:
     (folder / block.file).write_text(block.text)
 
 
+END_JOBS = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"
+"""Bash that ends what a block has left in the background, which would keep its output open."""
+
+
 def run_bash(text: str, folder: Path, *, timeout: float = 1000) -> subprocess.CompletedProcess[str]:
     """Run a block as a shell would; a time limit ends one that hangs."""
     return subprocess.run(
-        [BASH, "-c", f"set -eu -o pipefail\n{text}"],
+        [BASH, "-c", f"set -eu -o pipefail\n{END_JOBS}\n{text}"],
         cwd=folder,
         env=environment(folder),
         stdin=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ says.
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,27 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
     readme = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
     words = [word for word in readme.split() if re.search(r"\w", word)]  # no bars of tables, no rules
     assert len(words) <= MAX_README_WORDS, f"the README has {len(words)} words: move details into docs/"
+
+
+def unindented(text: str) -> list[str]:
+    """Return the lines of a text without the indentation that all of them share."""
+    return textwrap.dedent(text).strip("\n").splitlines()
+
+
+def test_the_programming_guide_shows_code_of_the_examples() -> None:
+    guide = (ROOT / "docs" / "programming_guide.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) > 10
+    folders = ("own_loop", "worker_groups")
+    files = [file for folder in folders for file in (ROOT / "examples" / folder).glob("*.py")]
+    sources = [file.read_text(encoding="utf-8").splitlines() for file in files]
+    for block in blocks:
+        wanted = unindented(block)
+        assert any(
+            unindented("\n".join(source[start : start + len(wanted)])) == wanted
+            for source in sources
+            for start in range(len(source))
+        ), block
 
 
 @pytest.mark.parametrize(

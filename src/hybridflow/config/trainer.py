@@ -108,6 +108,11 @@ class TrainerConfig(BaseTrainerConfig):
     )
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate once, and end the run.")
+    step_class: str | None = key(
+        None,
+        "Training step of your own: a subclass of PPOStep, as path/to/file.py:Name or package.module:Name. "
+        "null: PPOStep.",
+    )
     critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
     rollout_data_dir: str | None = key(
         None, "Folder into which the samples of each step are written as JSON lines; null: none."

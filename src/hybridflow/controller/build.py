@@ -79,6 +79,11 @@ def hosting(
         cluster.shutdown()
 
 
+def data_parallel(placement: Placement) -> dict[str, MeshInfo]:
+    """Return the simplest mesh for each role: all its ranks are data-parallel, and get equally many rows."""
+    return {role: MeshInfo(len(placement.ranks(role))) for role in placement.pools_of_role}
+
+
 def _local(make: Make, roles: Sequence[str]) -> LocalBackend:
     backend = LocalBackend(make)
     for role in roles:  # build them now and not in the first step

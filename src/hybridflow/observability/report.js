@@ -2,26 +2,22 @@
 "use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const UNITS = [
-  [/^timing_s\//, "s"], [/throughput|tokens_per_second/, "tokens/s"], [/time_per_step/, "s"], [/(response|prompt)_length\/(mean|max|min)$/, "tokens"],
-  [/entropy$/, "nats/token"], [/log_probs_diff|kl_loss|ppo_kl|kl_penalty$/, "nats"], [/num_tokens/, "tokens"], [/clip_?ratio|clipfrac|acc\//, "fraction"],
-];
 const CARDS = [
   { title: "Reward, mean", match: /^critic\/(rewards|score)\/mean$/ },
   { title: "Validation", match: /^val-core\//, sort: (name) => (/\/acc\//.test(name) ? 0 : 4) + (/\/mean@/.test(name) ? 0 : /\/best@/.test(name) ? 1 : 2) },
   { title: "Loss", match: /^(train|val)\/loss$/ },
-  { title: "Response length", match: /^response_length\/(mean|max|min)$/, unit: "tokens", sort: (name) => (/mean$/.test(name) ? 0 : 1) },
+  { title: "Response length", match: /^response_length\/(mean|max|min)$/, sort: (name) => (/mean$/.test(name) ? 0 : 1) },
   { title: "Entropy", match: /^actor\/entropy$/ },
   { title: "KL", match: /^actor\/(kl_loss|ppo_kl|reward_kl_penalty)$/ },
   { title: "Gradient norm", match: /^(actor|critic|train)\/grad_norm$/ },
   { title: "Rollout − training log-prob, max", match: /^training\/rollout_log_probs_diff_max$/, log: true },
-  { title: "Throughput", match: /^(perf\/throughput|train\/tokens_per_second)$/ },
+  { title: "Throughput", match: /^perf\/throughput$/ },
   { title: "Time of a step, by part", match: /^timing_s\/(?!testing|save_checkpoint)/, label: (name) => name.slice(9), sort: (name) => -(last(name) || 0) },
   { title: "Policy loss", match: /^actor\/pg_loss$/ },
   { title: "Value loss", match: /^critic\/vf_loss$/ },
   { title: "Clipped tokens", match: /^actor\/pg_clipfrac/ },
   { title: "Truncated responses", match: /^response_length\/clip_ratio$/ },
-  { title: "Turns of a trajectory", match: /^agent\/num_turns\/(mean|max)$/, unit: "calls to the model" },
+  { title: "Turns of a trajectory", match: /^agent\/num_turns\/(mean|max)$/ },
   { title: "Tool calls of a trajectory, by what came of them", match: /^agent\/tools\//, label: (name) => name.slice(12) },
   { title: "Failed trajectories, by cause", match: /^training\/num_failed\//, label: (name) => name.slice(20) },
   { title: "Trajectories tried again, by cause", match: /^agent\/num_retried\//, label: (name) => name.slice(18) },
@@ -34,13 +30,14 @@ const LABELS = {
 const MACHINE = new Set(["cpu", "threads", "vectors", "torch", "python"]); // in the subtitle
 const MAX_SERIES = 8; // a card; `sort` puts first what matters most (accuracy before reward, means before best and majority)
 const names = Object.keys(DATA.metrics);
-const unitOf = (name) => UNITS.find(([pattern]) => pattern.test(name))?.[1] ?? "";
+const about = (name) => DATA.about[name] ?? { meaning: "", unit: "", better: "" }; // of the glossary; a metric of the user's own is not there
 const last = (name) => [...(DATA.metrics[name] ?? [])].reverse().find((value) => value != null);
 
 // ---------------------------------------------------------------- header
 
-function tile(label, value, change, small) {
-  const sign = change == null ? null : el("div", { class: `change ${change >= 0 ? "up" : "down"}` }, `${change >= 0 ? "+" : "−"}${format(Math.abs(change))}`);
+function tile(label, value, change, small, better = "higher") {
+  const tone = !better || !change ? "" : (change > 0) === (better === "higher") ? " good" : " bad";
+  const sign = change == null ? null : el("div", { class: `change${tone}` }, `${change >= 0 ? "+" : "−"}${format(Math.abs(change))}`);
   return el("div", { class: "card tile" }, el("div", { class: "label" }, label), el("div", { class: small ? "value small" : "value" }, value), sign);
 }
 
@@ -65,9 +62,9 @@ function metricTiles() {
   const reward = names.find((name) => name === "critic/rewards/mean") ?? names.find((name) => name === "critic/score/mean");
   // no change is shown where there is one point only
   const change = (name) => { const points = DATA.metrics[name].filter(isNumber); return points.length > 1 ? points[points.length - 1] - points[0] : null; };
-  if (reward && isNumber(last(reward))) tiles.push(tile("reward mean, last step", format(last(reward)), change(reward)));
+  if (reward && isNumber(last(reward))) tiles.push(tile("reward mean, last step", format(last(reward)), change(reward), false, about(reward).better));
   const validation = names.find((name) => /^val-core\/.*(acc|reward|score)\/mean@/.test(name));
-  if (validation && isNumber(last(validation))) tiles.push(tile(validation.replace(/^val-core\//, ""), format(last(validation)), change(validation)));
+  if (validation && isNumber(last(validation))) tiles.push(tile(validation.replace(/^val-core\//, ""), format(last(validation)), change(validation), false, about(validation).better));
   const loss = names.find((name) => name === "train/loss");
   if (loss && isNumber(last(loss))) tiles.push(tile("training loss, last step", format(last(loss))));
   for (const [title, counts] of Object.entries(DATA.counts)) {
@@ -117,15 +114,15 @@ function shortLabels(group, label) {
   return parts.map((one) => one.filter((_, index) => differ[index] !== false).join("/"));
 }
 
-function addCard(title, group, { unit, log, label, picked } = {}) {
+function addCard(title, group, { log, label, picked } = {}) {
   const shown = group.slice(0, MAX_SERIES), labels = shortLabels(shown, label);
   const series = shown.map((name, index) => ({ name, label: labels[index] || name, values: DATA.metrics[name], color: `var(--s${index})` }));
-  const legend = el("div", { class: "legend" }, series.map((one, index) => el("span", { title: one.name }, group.length > 1 ? el("span", { class: "swatch", style: `background:${one.color}` }) : null,
+  const legend = el("div", { class: "legend" }, series.map((one, index) => el("span", { title: `${one.name}: ${about(one.name).meaning}` }, group.length > 1 ? el("span", { class: "swatch", style: `background:${one.color}` }) : null,
     labels[index] ? el("span", { class: "key" }, `${labels[index]} `) : el("span", { class: "key" }, `${one.name} `), el("b", {}, format(last(one.name))))),
     group.length > shown.length ? el("span", {}, `and ${group.length - shown.length} more: choose metrics`) : null);
   const plot = el("div", { class: "plot" });
   const close = picked ? el("button", { type: "button", class: "chart-close", title: "remove", onclick: () => togglePicked(group[0], false) }, "×") : null;
-  const node = el("div", { class: "card chart" }, el("div", { class: "chart-head" }, el("span", { class: "chart-title" }, title, el("span", { class: "chart-unit" }, unit ?? unitOf(group[0]))), close), legend, plot);
+  const node = el("div", { class: "card chart" }, el("div", { class: "chart-head" }, el("span", { class: "chart-title" }, title, el("span", { class: "chart-unit" }, about(group[0]).unit)), close), legend, plot);
   document.getElementById("curves")[picked ? "prepend" : "append"](node);
   const card = { node, name: picked ? group[0] : null, draw: () => drawChart(plot, DATA.steps, series, { log, smoothing }) };
   cards.push(card);

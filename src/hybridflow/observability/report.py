@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.observability.glossary import MetricEntry, find
 from hybridflow.observability.trackers.jsonl import read_metrics
 
 MAX_SAMPLE_STEPS = 20
@@ -79,11 +80,18 @@ def collect(run: Path) -> dict[str, Any]:
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
         "steps": steps,
         "metrics": {name: [_number(metrics[step].get(name)) for step in steps] for name in names},
+        "about": {name: _about(entry) for name in names if (entry := find(name))},
         "counts": {title: _sums(metrics, prefix) for title, prefix in COUNTED.items()},
         "failures": _json(run / "failures.json", notes) or {},
         "samples": samples,
         "notes": notes,
     }
+
+
+def _about(entry: MetricEntry) -> dict[str, str]:
+    """Return the glossary's facts of a metric; a number without a unit has the unit ""."""
+    unit = "" if entry.unit == "1" else entry.unit
+    return {"meaning": entry.meaning, "unit": unit, "better": entry.better}
 
 
 def _sums(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> dict[str, float]:

@@ -217,6 +217,7 @@ def _data_plugins(config: PPOConfig) -> Iterator[str]:
             "trainer.val_only=true without validation data: set data.val_files, or data.task.val_size with "
             "data.task.name"
         )
+    yield from plugin_problem("trainer.step_class", config.trainer.step_class)
     yield from plugin_problem("reward.custom_reward_function.path", reward.path, reward.name)
     yield from plugin_problem(
         "data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, needs_name="data.custom_cls.name"

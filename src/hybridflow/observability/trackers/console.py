@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridflow.observability.glossary import find
 from hybridflow.observability.progress import Progress, duration
 from hybridflow.observability.progress import progress as shared_progress
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
@@ -48,7 +49,7 @@ _FIELDS = (
     _Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),
     _Field("entropy", ("actor/entropy",), "{:.3f}".format, 4),
     _Field("length", ("response_length/mean",), "{:.1f}".format, 5),
-    _Field("tok/s", ("perf/throughput", "train/tokens_per_second"), _quantity, 3),
+    _Field("tok/s", ("perf/throughput",), _quantity, 3),
     _Field("time", ("timing_s/step", "perf/time_per_step"), duration, 6),
 )
 _LEFT = _Field("left", (), duration, 7)
@@ -147,7 +148,10 @@ class ConsoleTracker(Tracker):
                 (match["source"] or "", match["key"], match["variant"]) if match else ("", rest, "")
             )
             seen = self._validations.setdefault(name, [])
-            changes = [f"{value - seen[-1]:+.4f}", f"{value - seen[0]:+.4f}"] if seen else ["", ""]
+            changes = [_change(name, value - before) for before in (*seen[-1:], *seen[:1])] or [
+                Text(),
+                Text(),
+            ]
             table.add_row(Text(source), Text(key), Text(variant), f"{value:.4f}", *changes)
             seen.append(value)
         self._print(table)
@@ -173,6 +177,15 @@ class ConsoleTracker(Tracker):
 def _table(title: str, **options: bool) -> Table:
     head = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
     return Table(title=title, **head, **options)  # type: ignore[arg-type]  # its options have many types
+
+
+def _change(name: str, difference: float) -> Text:
+    """Return how far a metric has moved, green where that is better and red where it is worse."""
+    entry = find(name)
+    style = ""
+    if entry is not None and entry.better and difference:
+        style = "green" if (difference > 0) == (entry.better == "higher") else "red"
+    return Text(f"{difference:+.4f}", style=style)
 
 
 def _cut(value: object) -> Text:

@@ -1,7 +1,6 @@
 """The one place that wires a PPO run: a prepared configuration in, a trainer ready to `fit` out.
 
-config ─► devices ─► tokenizer, data ─► a backend, whose processes build engines and workers (host.py) ─►
-Roles
+config ─► devices ─► tokenizer, data ─► worker processes (worker_groups.py) ─► Roles
        ─► SyncSource, PPOStep, Validator ─► Trainer
 """
 
@@ -19,6 +18,7 @@ from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.tree import get_value
 from hybridflow.data.build import PromptData, build_prompt_data
+from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
@@ -29,14 +29,13 @@ from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_cont
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
-from hybridflow.trainer.ppo.parallel_layout import meshes
-from hybridflow.trainer.ppo.role_builders import facts_of
-from hybridflow.trainer.ppo.roles import Roles, factories, groups, needed_roles
+from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
+from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.state import RunState
@@ -60,6 +59,7 @@ def build(
 
     `patience` and `signals` are those of `run.started`.
     """
+    step_class = _step_class(config)
     with started(config, needed_roles(config), patience=patience, signals=signals) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
@@ -74,7 +74,7 @@ def build(
             closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
             closing(Agents(config, tokenizer, data.agent_names)) as agents,
         ):
-            yield from _trainer(config, run, tokenizer, data, rewards, agents)
+            yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
 
 
 def _trainer(
@@ -84,6 +84,7 @@ def _trainer(
     data: PromptData,
     rewards: RewardManager,
     agents: Agents,
+    step_class: type[PPOStep],
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
@@ -93,10 +94,7 @@ def _trainer(
             f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
             "steps for the actor: set it lower, or raise trainer.total_epochs"
         )
-    names = needed_roles(config)
-    with progress.phase("starting the workers"):
-        facts = facts_of(config, tokenizer, total_steps, run.folder.nonfinite)
-        roles = groups(run.start(partial(factories, facts), partial(meshes, config, names)), names, config)
+    roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, {})
     if roles.reward_model is not None:
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
@@ -117,7 +115,7 @@ def _trainer(
         validator = None
         if data.val_dataset:
             validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
-        step = PPOStep(
+        step = step_class(
             roles,
             config,
             controller,
@@ -145,6 +143,20 @@ def _trainer(
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _step_class(config: PPOConfig) -> type[PPOStep]:
+    """Return the subclass of PPOStep that `trainer.step_class` names, or PPOStep; ConfigError for others."""
+    name = config.trainer.step_class
+    if name is None:
+        return PPOStep
+    found = load_object(name, key="trainer.step_class")
+    if not (isinstance(found, type) and issubclass(found, PPOStep)):
+        raise ConfigError(
+            f"trainer.step_class: {name} is a {type(found).__name__}, wanted a subclass of "
+            "hybridflow.trainer.ppo.step.PPOStep"
+        )
+    return found
 
 
 def _test_freq(config: PPOConfig, total_steps: int) -> int:

@@ -21,7 +21,7 @@ from hybridflow.config.load import load_config
 from hybridflow.config.tree import to_tree
 
 PAGES = pages()
-PLACEHOLDERS = {"NAME": "grpo", "key=1,2": "trainer.seed=1,2"}
+PLACEHOLDERS = {"NAME": "grpo", "tiny/NAME": "tiny/grpo", "key=1,2": "trainer.seed=1,2"}
 """What sentences write for a value of the reader's choice, and one such value."""
 RUN = [page for page in PAGES if any(block.mode == "run" for block in read_blocks(page))]
 

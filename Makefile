@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check format clean
+.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -122,6 +122,12 @@ check: setup  ## style, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup  ## the documentation site, in site/; internal links and anchors are checked (SERVE=1: at http://127.0.0.1:8000, with its search)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build) --strict
+
+docs-test: setup  ## every block of the documents is run or checked, the site is built, the tables are fresh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs -n 2
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -185,7 +185,7 @@ def _value(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return str(value).replace("\n", "\\n")  # a line break would end the row of the table
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

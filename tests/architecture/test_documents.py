@@ -15,12 +15,19 @@ from sources import ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 """The target of a Markdown link within the project; an address on the web has a colon."""
+MAX_README_WORDS = 900
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    readme = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    words = [word for word in readme.split() if re.search(r"\w", word)]  # no bars of tables, no rules
+    assert len(words) <= MAX_README_WORDS, f"the README has {len(words)} words: move details into docs/"
 
 
 def unindented(text: str) -> list[str]:

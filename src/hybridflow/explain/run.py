@@ -207,7 +207,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
     if missing:
         yield Line("memory", "not estimated", f"{missing[0]} is no folder on this machine")
         return
-    found = {role: _size(plan, role, engine) for role, engine in plan.engines.items()}
+    found = {role: size_of_role(plan, role, engine) for role, engine in plan.engines.items()}
     for role, size in found.items():
         engine = plan.engines[role]
         if engine.trained and size.whole.trained < size.whole.all:
@@ -219,14 +219,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
             )
     totals = []
     for pool in plan.placement.pools:
-        needs = {
-            engine.role: engine_needs(engine, found[role], on_cpu=plan.device.type == "cpu")
-            for role, engine in plan.engines.items()
-            if role in plan.placement.roles(pool.name)
-        }
-        if isinstance(plan.config, PPOConfig) and "rollout" in plan.placement.roles(pool.name):
-            needs["generation"] = _generation(plan, pool, found)
-        lines, peak = _pool_lines(plan, pool, needs)
+        lines, peak = _pool_lines(plan, pool, _pool_needs(plan, pool, found))
         totals.append(peak * pool.world_size)
         yield from lines
     if plan.device.type == "cpu" and plan.num_processes > 1:
@@ -237,7 +230,25 @@ def _memory(plan: Plan) -> Iterator[Line]:
         )
 
 
-def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
+def peak_bytes(plan: Plan, found: Mapping[str, ModelSize]) -> int:
+    """Return the bytes of the heaviest phase of a process, of all pools; `found` has each role's size."""
+    return max(_pool_lines(plan, pool, _pool_needs(plan, pool, found))[1] for pool in plan.placement.pools)
+
+
+def _pool_needs(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) -> dict[str, Needs]:
+    """Estimate what each role of a pool needs in one of its processes."""
+    needs = {
+        engine.role: engine_needs(engine, found[role], on_cpu=plan.device.type == "cpu")
+        for role, engine in plan.engines.items()
+        if role in plan.placement.roles(pool.name)
+    }
+    if isinstance(plan.config, PPOConfig) and "rollout" in plan.placement.roles(pool.name):
+        needs["generation"] = _generation(plan, pool, found)
+    return needs
+
+
+def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
+    """Count the model of a role as its engine will build it; no weights are read."""
     lora = None
     if engine.trained:
         lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed)

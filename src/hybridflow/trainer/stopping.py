@@ -43,6 +43,7 @@ class StopSignals:
         self._came = 0.0  # when the first signal did, by the monotonic clock
         self._unsaved: Callable[[], bool] = _nothing_unsaved
         self._may_leave = True
+        self._leaving = False  # a Stopped was raised: what ends the run now must come to its own end
         self._before: dict[int, Any] = {}
         self._hook = progress.between_items
 
@@ -67,6 +68,7 @@ class StopSignals:
     def check(self) -> None:
         """Raise Stopped if a signal has come; called where all that was done can be saved."""
         if self._number is not None:
+            self._leaving = True
             raise Stopped(self._number, progress.place())
 
     @contextmanager
@@ -94,7 +96,7 @@ class StopSignals:
             self._may_leave = False
 
     def _leave_between_items(self) -> None:
-        if self._may_leave and threading.current_thread() is threading.main_thread():
+        if self._may_leave and not self._leaving and threading.current_thread() is threading.main_thread():
             self.check()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -107,6 +109,7 @@ class StopSignals:
         self._number = number
         self._came = time.monotonic()
         if self._may_leave and (progress.can_break_off or not self._unsaved()):
+            self._leaving = True
             raise Stopped(number, progress.place())
         name = signal.Signals(number).name
         doing = progress.describe() or "the run"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import fsspec
 import pytest
 from tiny_trainer import sft_config, tiny_model
 
+from hybridflow.checkpoint.remote import RemoteCheckpoints
+from hybridflow.errors import Stopped
 from hybridflow.trainer.sft.build import build
+from hybridflow.trainer.stopping import StopSignals
 
 ADDRESS = "memory://resume/run"
 
@@ -40,3 +46,31 @@ def test_a_run_on_another_machine_goes_on_from_the_copies(tmp_path: Path) -> Non
     assert [path.rpartition("/")[2] for path in files.ls(root, detail=False)] == ["global_step_3"]
     logged = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["checkpoint/failed_copies"] == 0
+
+
+def test_a_run_that_a_signal_ends_waits_for_the_copy_of_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = "memory://signal/run"
+    copy = RemoteCheckpoints._copy
+
+    def slow_copy(*args: Any) -> None:
+        time.sleep(0.5)
+        copy(*args)
+
+    monkeypatch.setattr(RemoteCheckpoints, "_copy", slow_copy)
+    keys = ("trainer.save_freq=100", f"trainer.remote_checkpoint_dir='{address}'")
+    config = sft_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)
+
+    def interrupt(step: int, _: object) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    with (
+        pytest.raises(Stopped, match="step 1/3"),
+        StopSignals() as signals,
+        build(config, patience=0.0, signals=signals) as trainer,
+    ):
+        trainer.fit(interrupt)
+    files, root = fsspec.core.url_to_fs(address)
+    assert files.exists(f"{root}/global_step_1/manifest.json")

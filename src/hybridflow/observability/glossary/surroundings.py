@@ -206,6 +206,14 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
         ),
         MetricEntry("reward_watch/length", "Mean length of the responses.", "tokens", "", ("reward watch",)),
     ),
+    "Checkpoints": (
+        MetricEntry(
+            "checkpoint/failed_copies",
+            "Copies to trainer.remote_checkpoint_dir that could not be completed, since the run began.",
+            "copies",
+            "lower",
+        ),
+    ),
     "Speed and generation": (
         MetricEntry("perf/total_num_tokens", "Tokens of prompts and responses in the batch.", "tokens"),
         MetricEntry(

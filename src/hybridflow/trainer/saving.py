@@ -41,6 +41,9 @@ class SavedEngine:
 class RunSaves:
     """The saves of a run, of which one at a time is under way."""
 
+    longest: float = 0.0
+    """Seconds that the longest save has taken until it was whole."""
+    _begun: float = 0.0
     _pending: PendingSave | None = None
     _writing: dict[str, StatefulGroup[Any]] = field(default_factory=dict)
     """The groups whose ranks are writing in a thread, by role."""
@@ -55,6 +58,7 @@ class RunSaves:
     ) -> Path:
         """Save a step after the save under way; gives where its checkpoint is, or will be once whole."""
         self.commit(store)
+        self._begun = time.monotonic()
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
         self._pending = store.begin(
             step, state, {name: self._or_drain(fill) for name, fill in {**fills, **folders}.items()}
@@ -88,6 +92,7 @@ class RunSaves:
             store.abandon(pending)
             raise
         path = store.commit(pending)
+        self.longest = max(self.longest, time.monotonic() - self._begun)
         if beside:
             logger.info("the checkpoint of step %d is whole: %s", pending.step, path)
         return path

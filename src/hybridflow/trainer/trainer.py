@@ -149,10 +149,11 @@ class Trainer(Generic[Source, Step]):
         # then
         logged = self._log(made, batch, metrics, validation, step)
         self.expiry.step_took(self.timer.seconds("step"))
-        if self._due(self.save_freq, step):
+        self.expiry.save_took(self.state.saves.longest)
+        ends_soon = self.save_freq > 0 and self.expiry.due()
+        if ends_soon or self._due(self.save_freq, step):
             self._save(step)
-        elif self.save_freq > 0 and self.expiry.due():
-            self._save(step)
+        if ends_soon:
             self.state.saves.commit(self.store)  # also one that is written beside the run
         return validation, logged
 
@@ -171,9 +172,7 @@ class Trainer(Generic[Source, Step]):
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
             self.state.save(self.store)
-        seconds = self.timer.seconds("save_checkpoint")
-        self.expiry.save_took(seconds)
-        metrics = {"timing_s/save_checkpoint": seconds}
+        metrics = {"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}
         if self.store.remote is not None:
             metrics[FAILED_COPIES] = self.store.remote.failed
         self.trackers.log(metrics, step)
@@ -194,9 +193,11 @@ class Trainer(Generic[Source, Step]):
             yield
         except Stopped as stopped:
             if not stopped.at_once:
-                if self._has_unsaved_steps():
-                    self._save(self.state.step)
-                self.state.saves.commit(self.store)
+                try:
+                    if self._has_unsaved_steps():
+                        self._save(self.state.step)
+                finally:  # a tracker that is told of the save may end the run once more
+                    self.state.saves.commit(self.store)
             raise
 
     def _log(

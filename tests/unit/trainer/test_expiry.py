@@ -10,6 +10,7 @@ import pytest
 from tiny_trainer import sft_config, tiny_model
 
 from hybridflow.checkpoint.layout import step_folders
+from hybridflow.checkpoint.store import PendingSave
 from hybridflow.trainer.expiry import VARIABLES, Expiry, expiry_of
 from hybridflow.trainer.sft.build import build
 
@@ -68,3 +69,29 @@ def test_a_run_saves_each_step_once_the_end_is_near(tmp_path: Path) -> None:
 
         trainer.fit(after)
     assert [folder.name for folder in step_folders(tmp_path / "run")] == ["global_step_2", "global_step_3"]
+
+
+@pytest.mark.slow
+def test_a_save_beside_the_run_is_whole_before_the_end_and_counts_with_its_writing(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    keys = ("trainer.save_freq=1", "checkpoint.async_save=true")
+    clock = [0.0]
+    with build(sft_config(model, tmp_path / "run", *keys), patience=0.0, signals=None) as trainer:
+        trainer.expiry = Expiry(at=10_000.0, redundant=5_000.0, clock=lambda: clock[0])
+        commit = trainer.store.commit
+
+        def slow_commit(pending: PendingSave) -> Path:
+            time.sleep(0.5)
+            return commit(pending)
+
+        trainer.store.commit = slow_commit  # type: ignore[method-assign]
+        whole = []
+
+        def after(step: int, _: object) -> bool:
+            clock[0] = 6_000.0
+            whole.append([folder.name for folder in step_folders(tmp_path / "run")])
+            return step == 3
+
+        trainer.fit(after)
+    assert "global_step_2" in whole[1], "not only begun: the machine may be gone before the next step ends"
+    assert trainer.expiry.longest_save >= 0.5

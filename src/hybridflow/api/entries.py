@@ -11,6 +11,7 @@ from hybridflow.api.launch import Call, Model, Overrides, launch, only_run
 from hybridflow.api.objects import Objects, in_memory, named_objects, require_here
 from hybridflow.api.result import Run
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.compose import options_of
 from hybridflow.rewards.load import DEFAULT_NAMES, load_user_function
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
@@ -138,6 +139,8 @@ def _reward_values(reward: Any, objects: Objects) -> tuple[dict[str, Any], list[
     """Return the keys that choose the reward, and the functions among it by their names."""
     if reward is None:
         return {}, []
+    if isinstance(reward, Mapping):
+        reward = [reward]
     if isinstance(reward, list | tuple):
         if not reward:
             raise ConfigError("reward is an empty list: give functions or names, or leave reward out")
@@ -155,7 +158,7 @@ def _reward_values(reward: Any, objects: Objects) -> tuple[dict[str, Any], list[
 def _term(given: Any, objects: Objects) -> dict[str, Any]:
     """Return an entry of `reward.terms`: of a reward, of a pair with its weight, or of an entry."""
     if isinstance(given, Mapping):
-        return {**given, "name": _reward_spec(given.get("name"), objects)}
+        return {**given, "name": _reward_spec(given.get("name"), objects, options_of(given))}
     if isinstance(given, tuple):
         if len(given) != 2 or isinstance(given[1], bool) or not isinstance(given[1], int | float):
             raise ConfigError(f"reward: got {given!r}, wanted a pair of a reward and its weight")
@@ -163,8 +166,11 @@ def _term(given: Any, objects: Objects) -> dict[str, Any]:
     return {"name": _reward_spec(given, objects)}
 
 
-def _reward_spec(reward: Any, objects: Objects) -> str:
-    """Return the name of a reward. Raises ConfigError for what cannot be called as a reward function is."""
+def _reward_spec(reward: Any, objects: Objects, options: Mapping[str, Any] | None = None) -> str:
+    """Return the name of a reward.
+
+    Raises ConfigError for what cannot be called as a reward function is, with its `options`.
+    """
     if isinstance(reward, str):
         return reward
     if callable(getattr(reward, "reset", None)) and callable(getattr(reward, "step", None)):
@@ -175,7 +181,7 @@ def _reward_spec(reward: Any, objects: Objects) -> str:
             "'path/to/file.py:name'"
         )
     spec = objects.spec(reward)
-    load_user_function(spec, DEFAULT_NAMES[0], {}, key="reward")
+    load_user_function(spec, DEFAULT_NAMES[0], dict(options or {}), key="reward")
     return spec
 
 

@@ -76,7 +76,7 @@ def model_term(terms: Sequence[dict[str, Any]]) -> Term:
     """Return the term of the reward model, which the checks of the keys have found."""
     position, term = next((n, term) for n, term in enumerate(terms) if term["name"] == MODEL_TERM)
     key = f"reward.terms[{position}]"
-    if options := _options(term):
+    if options := options_of(term):
         raise ConfigError(f"{key}: {MODEL_TERM} has no option {', '.join(options)}: set reward.reward_model")
     return _term(term, key, "reward_model_score", None)
 
@@ -94,10 +94,10 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> li
         if name == MODEL_TERM:
             loaded.append(model_term([term]))
         elif is_path(name):
-            function = load_user_function(name, DEFAULT_NAMES[0], _options(term), key=key)
+            function = load_user_function(name, DEFAULT_NAMES[0], options_of(term), key=key)
             loaded.append(_term(term, key, _function_name(name), function))
         else:
-            loaded.append(_term(term, key, name, load_builtin(name, _options(term), seed, runner, key=key)))
+            loaded.append(_term(term, key, name, load_builtin(name, options_of(term), seed, runner, key=key)))
     columns = [term.column for term in loaded]
     conditional = {term.column for term in loaded if term.condition is not None or term.function is None}
     for made in loaded:
@@ -113,7 +113,7 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> li
     return loaded
 
 
-def _options(term: dict[str, Any]) -> dict[str, Any]:
+def options_of(term: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a term that are options of its function."""
     return {str(name): value for name, value in term.items() if name not in ("name", "weight", "key", "when")}
 

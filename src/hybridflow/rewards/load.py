@@ -111,7 +111,7 @@ def _names(function: RewardFunction, called_with: Sequence[str]) -> dict[str, st
     others = {other: name for other, name in ALSO_CALLED.items() if other in parameters}
     named = {name: name for name in called_with if name in parameters}
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        named = {name: name for name in called_with if name not in others.values()}
+        named |= {name: name for name in called_with if name not in others.values()}
     if called_with != CALLED_WITH or not {**named, **others}:
         named = everything
     return {**named, **others, **optional}
@@ -124,8 +124,9 @@ def _by_name(function: RewardFunction, names: Mapping[str, str]) -> RewardFuncti
 
     @functools.wraps(function)
     def call(**arguments: Any) -> Any:
-        given = {name: arguments.pop(argument) for name, argument in names.items()}
-        options = {name: value for name, value in arguments.items() if name not in CALLED_WITH}
+        given = {name: arguments[argument] for name, argument in names.items()}
+        taken = (*CALLED_WITH, *names.values())
+        options = {name: value for name, value in arguments.items() if name not in taken}
         return function(**given, **options)
 
     @functools.wraps(function)

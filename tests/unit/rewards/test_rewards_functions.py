@@ -28,6 +28,7 @@ from hybridflow.rewards.functions import (
     search_r1,
 )
 from hybridflow.rewards.functions import math as math_reward
+from hybridflow.rewards.load import load_user_function
 from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
 
@@ -412,3 +413,12 @@ def test_importing_the_room_loads_nothing_heavy() -> None:
         ).stdout.strip()
         == "set()"
     )
+
+
+@pytest.mark.parametrize("more", ["", ", **others"])
+def test_a_function_may_name_the_response_twice(more: str, tmp_path: Path) -> None:
+    file = tmp_path / "both.py"
+    head = f"def compute_score(solution_str, response=None{more}):"
+    file.write_text(f"{head}\n    return solution_str + response\n")
+    function = load_user_function(str(file), "compute_score", {}, key="reward")
+    assert function(data_source="", solution_str="a", ground_truth="", extra_info={}) == "aa"

@@ -34,7 +34,10 @@ class Callback:
     """
 
     def on_run_start(self, folder: Path, total_steps: int) -> bool | None:
-        """The model and the data are loaded, and the first step is about to begin."""
+        """The model and the data are loaded, and the first step is about to begin.
+
+        It is called again by each restart of trainer.max_restarts.
+        """
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> bool | None:
         """A training step is done; `metrics` has all that is logged for it, a validation's among them."""
@@ -67,6 +70,8 @@ def as_callbacks(callbacks: Sequence[Any]) -> list[Any]:
 
     Raises ConfigError for what is neither, and for a method that cannot be called as it will be.
     """
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, wanted a list of callbacks")
     found = []
     for given in callbacks:
         listener = given
@@ -122,7 +127,9 @@ class CallbackTracker(Tracker):
             if stops:
                 raise StopTraining
             if self._due is not None:
-                raise self._due
+                due = self._due
+                self._due = None  # saving the last step is logged, too
+                raise due
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Tell the samples of a validation; what comes of it waits until the validation is logged."""
@@ -160,7 +167,7 @@ class CallbackTracker(Tracker):
         except StopTraining:
             raise Stopped(BY_CALLBACK, progress.place()) from None
         except HybridFlowError as error:
-            self.error = error
+            self.error = self.error or error
             raise Stopped(BY_CALLBACK, progress.place()) from error
 
 

@@ -205,6 +205,10 @@ class Progress:
             kind = _StatusLine if self.console.is_terminal else _Heartbeat
             display = kind(self)
         self.heard()
+        self.total_steps = None  # of an earlier run of this process
+        self.finished_step = None
+        self.has_trained = False
+        self.seconds_left = None
         self._display = display
         self._display.start()
         try:

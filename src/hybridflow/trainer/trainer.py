@@ -196,8 +196,10 @@ class Trainer(Generic[Source, Step]):
                 try:
                     if self._has_unsaved_steps():
                         self._save(self.state.step)
-                finally:  # a tracker that is told of the save may end the run once more
-                    self.state.saves.commit(self.store)
+                except Stopped as again:  # by a tracker that was told of the save
+                    if again.at_once:
+                        raise
+                self.state.saves.commit(self.store)
             raise
 
     def _log(

@@ -99,12 +99,15 @@ def test_the_bits_are_those_of_the_command(
         ({"dataset": {"prompt": ["a"]}}, DataError, "dataset: got dict, wanted a list of dicts"),
         ({"dataset": [{"prompt": "a"}, 7]}, DataError, "dataset, row 1: got int"),
         ({"dataset": [{"prompt": "a", "answer": object()}]}, DataError, "row 0: a object is no JSON"),
+        ({"dataset": [{"prompt": "\ud800"}]}, DataError, "dataset, row 0: .*surrogates not allowed"),
         ({"dataset": "missing.parquet"}, ConfigError, "there is no file missing.parquet"),
         ({"overrides": {"trainer": {"total_step": 2}}}, ConfigError, "unknown key trainer.total_step"),
         ({"overrides": "a=1"}, ConfigError, "overrides: got 'a=1', wanted a dict"),
+        ({"overrides": None}, ConfigError, "overrides: got None, wanted a dict"),
         ({"overrides": ["trainer.seed=x"]}, ConfigError, "trainer.seed: got 'x'"),
         ({"callbacks": [Callback]}, ConfigError, r"wanted an object: Callback\(\)"),
         ({"callbacks": [3]}, ConfigError, "callbacks: got int"),
+        ({"callbacks": Callback()}, ConfigError, "got Callback, wanted a list of callbacks"),
         ({"callbacks": [lambda step: None]}, ConfigError, r"wanted on_step_end\(step, metrics\)"),
         ({"resume": "nowhere"}, ConfigError, "there is no folder nowhere"),
         ({"model": 5}, ConfigError, "got int, wanted a folder or a hub name"),
@@ -156,6 +159,15 @@ def test_rewards_of_all_kinds_are_summed_with_their_weights(model: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_an_entry_of_the_terms_gives_its_function_options(model: Path, tmp_path: Path) -> None:
+    def scaled(response: str, scale: float) -> float:
+        return scale * digits(response)
+
+    run = train(model, tmp_path / "run", reward={"name": scaled, "scale": 3.0, "key": "mine"})
+    assert all(row["mine"] == pytest.approx(3 * digits(row["response"])) for row in run.samples)
+
+
+@pytest.mark.slow
 def test_a_function_of_a_module_is_called_by_worker_processes(model: Path, tmp_path: Path) -> None:
     run = train(model, tmp_path / "run", reward=digits, overrides={**KEYS, "reward": {"num_workers": 1}})
     assert run.config["reward"]["function"] == "tiny_calls:digits"
@@ -175,24 +187,29 @@ class Events(Callback):
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> bool | None:
         assert metrics["training/global_step"] == step
         self.seen.append(("step", step))
-        answer = self.answers.get("step")
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self._answer("step")
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> bool | None:
         self.seen.append(("validation", step))
         return None
 
-    def on_samples(self, step: int, rows: Any) -> None:
+    def on_samples(self, step: int, rows: Any) -> bool | None:
         self.seen.append(("samples", step, len(rows)))
+        return self._answer("samples")
 
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        assert folder.is_dir()
+    def on_checkpoint(self, step: int, folder: Path) -> bool | None:
+        assert folder.is_dir() or self.answers.get("beside")
         self.seen.append(("checkpoint", step))
+        return self._answer("checkpoint")
 
     def on_run_end(self, folder: Path) -> None:
         self.seen.append("end")
+
+    def _answer(self, method: str) -> bool | None:
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.mark.slow
@@ -227,6 +244,47 @@ def test_an_error_of_a_callback_is_named_and_the_step_is_saved(model: Path, tmp_
     with pytest.raises(ConfigError, match=r"Events\.on_step_end raised[\s\S]*out of luck"):
         train(model, tmp_path / "run", callbacks=[Events(step=ValueError("out of luck"))])
     assert Run.open(tmp_path / "run").checkpoint == tmp_path / "run" / "global_step_1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"samples": True},
+        {"samples": ValueError("out of luck"), "checkpoint": ValueError("and again")},
+        {"step": True, "checkpoint": True},
+    ],
+)
+def test_a_save_beside_the_run_becomes_whole_when_callbacks_end_it(
+    answers: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    keys = {
+        **KEYS,
+        "actor_rollout_ref.actor.checkpoint.async_save": True,
+        "trainer": {**KEYS["trainer"], "log_val_generations": 1, "val_before_train": False, "test_freq": 1},
+    }
+    arguments: dict[str, Any] = {
+        "callbacks": [Events(beside=True, **answers)],
+        "val_dataset": ROWS[:2],
+        "overrides": keys,
+    }
+    if "step" in answers or answers["samples"] is True:
+        run = train(model, tmp_path / "run", **arguments)
+        assert run.message.startswith("ended by a callback after step 1/2; newest checkpoint global_step_1")
+    else:
+        with pytest.raises(ConfigError, match="out of luck"):
+            train(model, tmp_path / "run", **arguments)
+    assert Run.open(tmp_path / "run").checkpoint == tmp_path / "run" / "global_step_1"
+
+
+def test_a_second_run_of_a_process_says_where_it_was_ended(model: Path, tmp_path: Path) -> None:
+    class AtOnce(Callback):
+        def on_run_start(self, folder: Path, total_steps: int) -> bool:
+            return True
+
+    train(model, tmp_path / "first", val_dataset=None)
+    run = train(model, tmp_path / "second", callbacks=[AtOnce()])
+    assert run.message.startswith("ended by a callback before the first step; there is no checkpoint yet")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ class Rows:
         if not isinstance(row, Mapping):
             raise DataError(f"{self.argument}, row {number}: got {type(row).__name__}, {WANTED}")
         try:
-            return json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n"
+            line = json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n"
+            line.encode("utf-8")  # half of a surrogate pair has no bytes
+            return line
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"{self.argument}, row {number}: {error}; wanted texts, numbers, lists and dicts"
@@ -57,9 +59,9 @@ def files_or_rows(dataset: Dataset, argument: str) -> list[str] | Rows:
     """Return the paths, or the rows that are to be written. Raises DataError for what is neither."""
     if isinstance(dataset, str | os.PathLike):
         return [os.fspath(dataset)]
-    to_dict: Callable[[str], Any] | None = getattr(dataset, "to_dict", None)
-    if to_dict is not None and not hasattr(dataset, "column_names"):  # a DataFrame iterates over its columns
-        dataset = to_dict("records")
+    frame: Any = dataset
+    if hasattr(frame, "iloc"):  # a pandas DataFrame, which iterates over its columns and has NaN for no value
+        dataset = frame.astype(object).where(frame.notna(), None).to_dict("records")
     if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__") or not isinstance(dataset, Iterable):
         raise DataError(f"{argument}: got {type(dataset).__name__}, {WANTED}")
     if not len(dataset):

@@ -153,7 +153,8 @@ def _split(overrides: Overrides) -> tuple[list[str], dict[str, Any]]:
     """Return overrides as words or as keys and values."""
     if isinstance(overrides, Mapping):
         return [], _plain(overrides)
-    if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
+    words = isinstance(overrides, list | tuple) and all(isinstance(word, str) for word in overrides)
+    if not words:
         raise ConfigError(
             f"overrides: got {overrides!r}, wanted a dict such as {{'trainer.total_training_steps': 20}}, or "
             "a list of words such as ['trainer.total_training_steps=20']"

@@ -60,6 +60,9 @@ def _is_importable(found: Any, module: str, name: str) -> bool:
     """Whether a fresh process that imports the module finds this object under its name."""
     if module == "__main__" or not getattr(sys.modules.get(module), "__file__", None):
         return False
+    package = module.partition(".")[0]
+    if not any(finder.find_spec(package, None) for finder in sys.meta_path):
+        return False  # a file that the program has loaded by its path
     try:
         return attrgetter(name)(sys.modules[module]) is found
     except AttributeError:  # a lambda, or a function inside a function

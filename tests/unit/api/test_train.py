@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from tiny_calls import KEYS, ROWS, digits, metrics_of
 import hybridflow
 from hybridflow import Callback, Environment, HybridFlowError, Run, Step, StopTraining
 from hybridflow.api.datasets import Rows, files_or_rows
+from hybridflow.api.objects import named_objects
 from hybridflow.cli.main import main
 from hybridflow.config.tree import flatten
 from hybridflow.errors import CheckpointError, ConfigError, DataError, Stopped
@@ -126,6 +128,22 @@ def test_processes_cannot_call_what_they_cannot_import(model: Path, tmp_path: Pa
     keys = {**KEYS, "reward": {"num_workers": 2}}
     with pytest.raises(ConfigError, match="inner is defined in a notebook"):
         train(model, tmp_path / "run", reward=lambda_of(3), overrides=keys)
+
+
+def test_a_module_that_only_this_process_has_is_called_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "by_hand.py"
+    file.write_text("def score(response):\n    return 1.0\n")
+    found = importlib.util.spec_from_file_location("by_hand", file)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "by_hand", module)
+    found.loader.exec_module(module)
+    with named_objects() as objects:
+        assert objects.spec(module.score) == "hybridflow_objects:score"
+        monkeypatch.syspath_prepend(str(tmp_path))
+        assert objects.spec(module.score) == "by_hand:score"
 
 
 def lambda_of(number: int) -> Any:

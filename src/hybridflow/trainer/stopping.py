@@ -105,6 +105,7 @@ class StopSignals:
                 return
             for each, handler in self._before.items():
                 signal.signal(each, handler)
+            self._leaving = True
             raise Stopped(number, progress.place(), at_once=True)
         self._number = number
         self._came = time.monotonic()

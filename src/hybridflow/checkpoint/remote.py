@@ -23,6 +23,7 @@ from fsspec.callbacks import Callback
 from hybridflow.checkpoint.durable import replace_file, sync_tree
 from hybridflow.checkpoint.layout import MANIFEST, STEP_PREFIX, TRACKER, step_of
 from hybridflow.checkpoint.manifest import Manifest, parse_manifest, read_manifest
+from hybridflow.config.checks.paths import without_password
 from hybridflow.errors import CheckpointError, ConfigError, install_extra
 from hybridflow.observability.progress import progress
 
@@ -42,7 +43,8 @@ class RemoteCheckpoints:
 
         Raises ConfigError where the file system needs a package, or the place cannot be reached.
         """
-        self.address = address.rstrip("/")
+        self.address = without_password(address.rstrip("/"))
+        """For messages."""
         self.keep = keep
         self.failed = 0
         """Copies of this run that could not be completed."""
@@ -53,18 +55,18 @@ class RemoteCheckpoints:
         self._moved = 0.0  # when the copy last got on, by the monotonic clock
         self._given_up = threading.Event()
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.address)
+            self._files, self._root = fsspec.core.url_to_fs(address.rstrip("/"))
             self._files.makedirs(self._root, exist_ok=True)
             self.sequence_before = self._newest_sequence()
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{KEY}={address} cannot be opened: {error}; {install_extra('remote')} or the package named "
-                "here"
+                f"{KEY}={self.address} cannot be opened: {error}; {install_extra('remote')} or the "
+                "package named here"
             ) from error
         except Exception as error:  # each file system raises its own kinds: credentials, network, permissions
             raise ConfigError(
-                f"{KEY}={address} cannot be reached: {type(error).__name__}: {error}. Mend that, or leave "
-                "the key out"
+                f"{KEY}={self.address} cannot be reached: {type(error).__name__}: {error}. Mend that, or "
+                "leave the key out"
             ) from error
 
     def start(self, folder: Path) -> None:

@@ -252,6 +252,8 @@ def test_a_second_signal_does_not_wait_for_the_copy(at_once: bool) -> None:
 def test_places_that_cannot_be_opened() -> None:
     with pytest.raises(ConfigError, match="remote_checkpoint_dir=nowhere://a cannot be opened"):
         RemoteCheckpoints("nowhere://a")
+    with pytest.raises(ConfigError, match="=nowhere://…@host/a cannot be opened"):
+        RemoteCheckpoints("nowhere://me:secret@host/a")
     with pytest.raises(ConfigError, match=r"cannot be reached: (PermissionError|NotADirectoryError)"):
         RemoteCheckpoints("file:///dev/null/folder")
 

@@ -14,7 +14,7 @@ from hybridflow.observability.glossary import GLOSSARY, PLACEHOLDERS, MetricEntr
 from hybridflow.observability.glossary.entry import Better, Feed
 from hybridflow.observability.health import health_warnings
 from hybridflow.observability.timing import WORDS
-from hybridflow.observability.trackers.console import _FIELDS
+from hybridflow.observability.trackers.console import FIELDS
 
 ENTRIES = [entry for entries in GLOSSARY.values() for entry in entries]
 EXAMPLES = {
@@ -76,12 +76,12 @@ def readers_differ(feed: Feed, reads: Callable[[str], bool]) -> list[str]:
 
 
 def test_the_line_of_a_step_shows_what_the_table_says() -> None:
-    shown = {name for field in _FIELDS for name in field.names}
+    shown = {name for field in FIELDS for name in field.names}
     assert not readers_differ("line", shown.__contains__)
 
 
 def test_the_line_shows_known_metrics_only() -> None:
-    assert all(find(name) for field in _FIELDS for name in field.names)
+    assert all(find(name) for field in FIELDS for name in field.names)
 
 
 def test_the_report_shows_what_the_table_says() -> None:

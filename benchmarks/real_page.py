@@ -39,7 +39,7 @@ folder in float32, so that training begins with exactly what the file says.
 
 
 def write_page(results: Path) -> str:
-    """Write the page and the curve from the parts that are there, and return the page's text."""
+    """Write the page, its figures and the curve from the parts that are there; return the page's text."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     runs = {name: part for name, part in found.items() if name.startswith("run_")}
     lines = [OPENING]
@@ -51,6 +51,7 @@ def write_page(results: Path) -> str:
     lines += groups(found) + resume(found) + others(found)
     text = "\n".join(lines).rstrip() + "\n"
     PAGE.write_text(text)
+    PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     return text
 
 

@@ -1,7 +1,7 @@
 """Hooks of mkdocs, which keep one source for the repository's view and the site.
 
     repository ──on_files──► pages and figures outside docs/, under their own paths
-    mkdocs.yml ──on_config──► nav: folders written out, pages that are not there yet left out
+    mkdocs.yml ──on_config──► nav: folders written out
     a page     ──on_page_markdown──► links as the repository has them ─► links of the site
 
 A page links to any file of the repository by a relative path. On the site, what lies in docs/ is at the
@@ -24,24 +24,14 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "overview.md"
 """Place on the site of the README of the repository, because that of docs/ is the site's first page."""
-OUTSIDE = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/**/*.md", "benchmarks/**/*.svg")
+OUTSIDE = ("*.md", "benchmarks/**/*.md", "benchmarks/**/*.svg", "examples/**/*.md")
 """What the site has besides docs/."""
-TO_COME = {
-    "accelerators.md",
-    "api.md",
-    "docker.md",
-    "metrics.md",
-    "programming_guide.md",
-    "real_model.md",
-    "trackers.md",
-}
-"""Pages with a place in the nav that may not be written yet."""
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)#:\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"(^ *```.*?^ *```|^    .*?$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Write the folders of the nav out, and leave out pages that are still to come."""
+    """Write the folders of the nav out."""
     if config.nav is not None:
         named: set[str] = set()
         _collect(config.nav, named)
@@ -58,7 +48,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             found = (page.parent / target).resolve()
             if found.is_file() and not found.is_relative_to(ROOT / "docs"):
                 wanted.add(found)
-    wanted.add(ROOT / "README.md")
     for path in sorted(wanted):
         uri = _site_path(path.relative_to(ROOT))
         if files.get_file_from_path(uri) is None:
@@ -139,7 +128,7 @@ def _written_out(entries: list[Any], named: set[str]) -> list[Any]:
             folder = ROOT / _source_of_folder(entry[:-2])
             pages = sorted(path.relative_to(ROOT).as_posix() for path in folder.rglob("*.md"))
             result += [uri for uri in map(_site_path, map(Path, pages)) if uri not in named]
-        elif entry not in TO_COME or _page_exists(entry):
+        else:
             result.append(entry)
     return result
 
@@ -148,7 +137,3 @@ def _source_of_folder(name: str) -> str:
     if (ROOT / "docs" / name).is_dir():
         return f"docs/{name}"
     return name
-
-
-def _page_exists(uri: str) -> bool:
-    return (ROOT / _source_of(uri)).is_file()

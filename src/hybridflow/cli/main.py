@@ -38,25 +38,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"hybridflow {__version__}")
     words = root.add_subparsers(dest="command", metavar="command", required=True)
 
-    demo = words.add_parser(
-        "demo", help="watch a tiny language model learn arithmetic, in minutes, on this machine"
-    )
-    demo.add_argument(
-        "--algo", choices=_demo_names(), metavar="NAME", default="grpo", help="a tiny recipe: %(choices)s"
-    )
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
-    demo.add_argument(
-        "--reward",
-        choices=["arithmetic_chain", "random"],
-        default="arithmetic_chain",
-        help="random: the control that must not learn",
-    )
-    demo.add_argument(
-        "overrides", nargs="*", help=f"overrides of the reinforcement-learning run: {OVERRIDES}"
-    )
-    demo.set_defaults(body=commands.demo)
-
+    _add_demo(words)
     for word, text in TRAINING.items():
         run = words.add_parser(word, help=text)
         run.add_argument("--recipe", help=RECIPE)
@@ -99,6 +81,27 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
     view.set_defaults(body=commands.view)
     return root
+
+
+def _add_demo(words: Any) -> None:
+    demo = words.add_parser(
+        "demo", help="watch a tiny language model learn arithmetic, in minutes, on this machine"
+    )
+    demo.add_argument(
+        "--algo", choices=_demo_names(), metavar="NAME", default="grpo", help="a tiny recipe: %(choices)s"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
+    demo.add_argument(
+        "--reward",
+        choices=["arithmetic_chain", "random"],
+        default="arithmetic_chain",
+        help="random: the control that must not learn",
+    )
+    demo.add_argument(
+        "overrides", nargs="*", help=f"overrides of the reinforcement-learning run: {OVERRIDES}"
+    )
+    demo.set_defaults(body=commands.demo)
 
 
 def _add_looking(words: Any) -> None:

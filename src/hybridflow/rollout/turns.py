@@ -42,9 +42,15 @@ class Inbox:
         self._news = News()
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Have requests join before the next step, those of one call before the same one."""
+        """Have requests join before the next step, those of one call before the same one.
+
+        An abort that came before them meant an earlier request of the same number, which has ended.
+        """
+        joining = tuple(requests)
+        numbers = {request.request_id for request in joining}
         with self._changed:
-            self._news = replace(self._news, joined=(*self._news.joined, *requests))
+            aborted = tuple(number for number in self._news.aborted if number not in numbers)
+            self._news = replace(self._news, joined=(*self._news.joined, *joining), aborted=aborted)
             self._changed.notify_all()
 
     def abort(self, request_ids: Iterable[int]) -> None:

@@ -53,6 +53,16 @@ def test_an_inbox_keeps_what_came_until_it_is_taken() -> None:
     assert inbox.take(LONG).parks == 1, "it wakes up as soon as something comes"
 
 
+def test_an_abort_means_only_requests_that_came_before_it() -> None:
+    turns = OnEngine(ScriptedEngine(), ReplicaRanks())
+    turns.inbox.abort([1, 2])  # late: these have been answered, and their numbers come again
+    turns.inbox.submit([request(1), request(2)])
+    turns.inbox.abort([2])
+    outputs = taken(turns)
+    assert len(outputs[1].token_ids) == 5 and outputs[1].finish_reason != "abort"
+    assert outputs[2].finish_reason == "abort"
+
+
 def test_only_the_session_that_is_meant_is_parked() -> None:
     turns = OnEngine(ScriptedEngine(), ReplicaRanks())
     turns.inbox.submit([request(1)])

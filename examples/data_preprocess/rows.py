@@ -124,6 +124,8 @@ def write_splits(
             sys.exit(f"row {len(rows)} of {split} has no column {error}; its columns: {', '.join(raw)}")
         except (HybridFlowError, ValueError) as error:
             sys.exit(f"row {len(rows)} of {split}: {error}" if isinstance(error, ValueError) else str(error))
+        if not rows:
+            sys.exit(f"{split}: no row is left to write (--max_samples {options.max_samples})")
         target = folder / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), target)
         print(f"{len(rows):>7} rows  {target}")

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.callbacks import Callback
 
-from hybridflow.checkpoint.durable import replace_file
+from hybridflow.checkpoint.durable import replace_file, sync_tree
 from hybridflow.checkpoint.layout import MANIFEST, STEP_PREFIX, TRACKER, step_of
 from hybridflow.checkpoint.manifest import Manifest, parse_manifest, read_manifest
+from hybridflow.config.checks.paths import without_password
 from hybridflow.errors import CheckpointError, ConfigError, install_extra
 from hybridflow.observability.progress import progress
 
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "trainer.remote_checkpoint_dir"
 IDLE_SECONDS = 1800.0
-"""Seconds without a finished file after which a copy is given up."""
+"""Seconds in which nothing has arrived, after which a copy is given up."""
 LOOK_SECONDS = 0.2
 
 
@@ -41,7 +43,8 @@ class RemoteCheckpoints:
 
         Raises ConfigError where the file system needs a package, or the place cannot be reached.
         """
-        self.address = address.rstrip("/")
+        self.address = without_password(address.rstrip("/"))
+        """For messages."""
         self.keep = keep
         self.failed = 0
         """Copies of this run that could not be completed."""
@@ -52,18 +55,18 @@ class RemoteCheckpoints:
         self._moved = 0.0  # when the copy last got on, by the monotonic clock
         self._given_up = threading.Event()
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.address)
+            self._files, self._root = fsspec.core.url_to_fs(address.rstrip("/"))
             self._files.makedirs(self._root, exist_ok=True)
             self.sequence_before = self._newest_sequence()
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{KEY}={address} cannot be opened: {error}; {install_extra('remote')} or the package named "
-                "here"
+                f"{KEY}={self.address} cannot be opened: {error}; {install_extra('remote')} or the "
+                "package named here"
             ) from error
         except Exception as error:  # each file system raises its own kinds: credentials, network, permissions
             raise ConfigError(
-                f"{KEY}={address} cannot be reached: {type(error).__name__}: {error}. Mend that, or leave "
-                "the key out"
+                f"{KEY}={self.address} cannot be reached: {type(error).__name__}: {error}. Mend that, or "
+                "leave the key out"
             ) from error
 
     def start(self, folder: Path) -> None:
@@ -87,27 +90,29 @@ class RemoteCheckpoints:
                 idle = time.monotonic() - self._moved
                 if thread.is_alive() and idle > IDLE_SECONDS:
                     self._given_up.set()
-                    self._tell_failure(f"no file has arrived for {idle:.0f} s")
+                    self._tell_failure(f"nothing has arrived for {idle:.0f} s")
                     break
         self._thread = None
 
     def _newest_sequence(self) -> int:
         """The highest number in the order of saving among the copies, or 0 without any."""
-        return max((manifest.sequence for manifest in self._manifests().values()), default=0)
+        whole, _ = self._manifests()
+        return max((manifest.sequence for manifest in whole.values()), default=0)
 
     def fetch_newest(self, run_dir: Path) -> Path | None:
         """Copy the newest whole checkpoint into the run folder and return its place; None without any.
 
         Raises CheckpointError where there are copies and none of them can be had.
         """
-        found = sorted(self._manifests().items(), key=lambda item: item[1].sequence)
-        for name, manifest in reversed(found):
+        whole, unreadable = self._manifests()
+        by_age = sorted(whole.items(), key=lambda item: item[1].sequence)
+        for name, manifest in reversed(by_age):
             try:
                 return self._fetch(name, manifest, run_dir)
             except Exception as error:  # as above; the copy before may be whole
                 logger.error("%s/%s cannot be had and is passed over: %s", self.address, name, error)
-        if found:
-            names = ", ".join(name for name, _ in found)
+        if by_age or unreadable:
+            names = ", ".join([*whole, *unreadable])
             raise CheckpointError(
                 f"none of the checkpoints in {self.address} can be had ({names}; the log says why): mend "
                 "that, or start anew with trainer.resume_mode=disable"
@@ -127,6 +132,7 @@ class RemoteCheckpoints:
             damage = read_manifest(temporary).damage(temporary)
             if damage is not None:
                 raise CheckpointError(damage)
+            sync_tree(temporary)
             os.replace(temporary, run_dir / name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -136,6 +142,11 @@ class RemoteCheckpoints:
     def _copy(self, folder: Path, given_up: threading.Event) -> None:
         """Copy one checkpoint, its manifest last, and remove copies that are too old."""
         target = f"{self._root}/{folder.name}"
+
+        def moved(*_: object) -> None:
+            if not given_up.is_set():
+                self._moved = time.monotonic()
+
         try:
             self._remove(target)
             for name in [*read_manifest(folder).files, MANIFEST]:
@@ -143,8 +154,10 @@ class RemoteCheckpoints:
                     return
                 place = f"{target}/{name}"
                 self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
-                self._files.put_file(str(folder / name), place)
-                self._moved = time.monotonic()
+                self._files.put_file(str(folder / name), place, callback=Callback(hooks={"moved": moved}))
+                moved()
+            if given_up.is_set():  # it has been told as failed, and the next copy may have begun
+                return
             logger.info("copied %s to %s", folder.name, self.address)
         except Exception as error:  # as above
             if not given_up.is_set():
@@ -166,12 +179,12 @@ class RemoteCheckpoints:
 
     def _rotate(self) -> None:
         """Remove copies that were saved before the `keep` newest, and those that were never completed."""
-        whole = self._manifests()
+        whole, unreadable = self._manifests()
         by_age = sorted(whole, key=lambda name: whole[name].sequence)
         old = []
         if self.keep is not None:
             old = by_age[: -self.keep]
-        for name in [*old, *(set(self._folders()) - set(whole))]:
+        for name in [*old, *(set(self._folders()) - set(whole) - set(unreadable))]:
             self._remove(f"{self._root}/{name}")
 
     def _remove(self, folder: str) -> None:
@@ -183,16 +196,22 @@ class RemoteCheckpoints:
 
     def _folders(self) -> list[str]:
         self._files.invalidate_cache()
-        names = (
-            str(path).rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)
-        )
+        try:
+            paths = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:  # S3 has no empty folders
+            return []
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in paths)
         return sorted(
             name for name in names if name.startswith(STEP_PREFIX) and step_of(Path(name)) is not None
         )
 
-    def _manifests(self) -> dict[str, Manifest]:
-        """Return the manifest of each copy that has a valid one, by the folder's name."""
+    def _manifests(self) -> tuple[dict[str, Manifest], list[str]]:
+        """Return the manifest of each copy by the folder's name, and the folders whose manifest is not valid.
+
+        Those may be of a newer version, so they are left alone.
+        """
         found: dict[str, Manifest] = {}
+        unreadable: list[str] = []
         for name in self._folders():
             place = f"{self._root}/{name}/{MANIFEST}"
             try:
@@ -202,4 +221,5 @@ class RemoteCheckpoints:
                 continue
             except CheckpointError as error:
                 logger.warning("%s", error)
-        return found
+                unreadable.append(name)
+        return found, unreadable

@@ -140,12 +140,15 @@ class CheckpointStore:
 
     def commit(self, pending: PendingSave) -> Path:
         """Complete a save whose files are all written; raise CheckpointError as `save` does."""
-        if self.remote is not None:
-            self.remote.wait()  # it reads a checkpoint that is about to be the oldest
+        final = self.run_dir / f"{STEP_PREFIX}{pending.step}"
         with self._explained(pending.step), pending.held:
-            final = self._publish(pending)
+            if self.remote is not None and final.exists():
+                self.remote.wait()  # it may be reading the checkpoint that is replaced
+            self._publish(pending, final)
             self._damaged.discard(final)
             replace_file(self.run_dir / TRACKER, str(pending.step))
+            if self.remote is not None:
+                self.remote.wait()  # it may be reading what is now the oldest checkpoint
             self._rotate()
         if self.remote is not None:
             self.remote.start(final)
@@ -230,8 +233,7 @@ class CheckpointStore:
         except CheckpointError as error:
             raise CheckpointError(f"{folder} is no whole checkpoint: {error}. {there}") from error
 
-    def _publish(self, pending: PendingSave) -> Path:
-        final = self.run_dir / f"{STEP_PREFIX}{pending.step}"
+    def _publish(self, pending: PendingSave, final: Path) -> None:
         old: Path | None = None
         try:
             newest = self.newest_sequence()
@@ -251,7 +253,6 @@ class CheckpointStore:
                 os.replace(old, final)
         if old is not None:
             shutil.rmtree(old)
-        return final
 
     def _set_aside(self, folder: Path, why: str) -> Path:
         aside = self.run_dir / f".{why}_{folder.name}_{os.getpid()}"

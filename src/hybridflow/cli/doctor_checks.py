@@ -225,9 +225,9 @@ def check_ports(listening: Mapping[int, str], ephemeral: tuple[int, int]) -> Ite
 
 
 def check_memory(memory: Memory) -> Iterator[Finding]:
-    """Main memory, a container's limit, and swap."""
+    """Main memory, the limit of a container or a job, and swap."""
     if memory.limit is not None:
-        here = f"a container's limit of {_gib(memory.limit)} of {_gib(memory.total)} holds"
+        here = f"a limit of {_gib(memory.limit)} of {_gib(memory.total)} holds (container, job)"
         todo = (
             "beyond it the kernel kills processes without a message: `hybridflow config --explain` estimates "
             "a run"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 SHARED_MEMORY = Path("/dev/shm")
+CGROUPS = Path("/sys/fs/cgroup")
 PROBE_SECONDS = 180.0
 """Seconds in which the process that imports torch and transformers must have ended."""
 COMMAND_SECONDS = 20.0
@@ -104,7 +105,7 @@ class Memory:
     available: int
     swap_used: int
     limit: int | None
-    """What the container may use, where it has a limit below the total."""
+    """What the control group (of a container, of a job) may use, where it has a limit below the total."""
 
 
 def probe(seconds: float = PROBE_SECONDS) -> Probe:
@@ -226,21 +227,38 @@ def ephemeral_ports() -> tuple[int, int]:
 
 
 def memory() -> Memory:
-    """Return main memory as the kernel counts it, and a container's limit."""
+    """Return main memory as the kernel counts it, and the limit of a container or a job."""
     values = {}
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, rest = line.partition(":")
         values[name] = int(rest.split()[0]) * 1024
-    limit = None
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < values["MemTotal"]:
-            limit = int(text)
+    limits = [limit for limit in _memory_limits() if limit < values["MemTotal"]]
+    limit = min(limits, default=None)
     swap_used = values.get("SwapTotal", 0) - values.get("SwapFree", 0)
     return Memory(values["MemTotal"], values["MemAvailable"], swap_used, limit)
+
+
+def _memory_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[int]:
+    """Give the limits in bytes of this process's control group and of those above: a container's, Slurm's."""
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            mount, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for group in (Path(path), *Path(path).parents):
+            try:
+                text = (mount / group.relative_to("/") / name).read_text(encoding="ascii").strip()
+            except OSError:
+                continue  # the group of another mount, or a root without limits
+            if text.isdigit():
+                yield int(text)
 
 
 def free_disk() -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ class HubUpload:
     """Name of the environment variable with the token; a login of `hf auth login` counts for HF_TOKEN."""
 
     def check(self) -> None:
-        """Raise ConfigError if there is no token, the hub does not know it, or a public repository exists.
+        """Raise ConfigError if there is no token, it may only read, or a public repository exists.
 
-        The last is refused with `private` only. Nothing is written.
+        The last is refused with `private` only. A token that the hub does not know is refused too. Nothing is
+        written.
         """
         from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -42,12 +44,18 @@ class HubUpload:
             raise ConfigError(f"{self.repo!r} names no repository: wanted OWNER/NAME")
         api = self._api()
         try:
-            user = api.whoami()["name"]
+            account = api.whoami()
         except Exception as error:  # the client raises many kinds: no way to the hub, no such user
             raise ConfigError(
                 f"the hub at {api.endpoint} does not take the token of {self.token_env}: {_short(error)}. "
                 "Set one that may write"
             ) from error
+        user = account["name"]
+        if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise ConfigError(
+                f"the token of {self.token_env} may only read what {user} has at {api.endpoint}: set one "
+                "that may write"
+            )
         try:
             there = api.repo_info(self.repo)
         except RepositoryNotFoundError:
@@ -74,7 +82,7 @@ class HubUpload:
                 repo_id=self.repo, folder_path=folder, commit_message=f"Upload {folder.name}"
             )
         except Exception as error:  # as above
-            again = f"hf upload {self.repo} {folder}"
+            again = f"hf upload {self.repo} {shlex.quote(str(folder))}"
             if self.private:
                 again += " --private"
             raise ConfigError(
@@ -94,7 +102,7 @@ class HubUpload:
         if not token:
             raise ConfigError(
                 f"an upload to {self.repo} needs a token: set {self.token_env}, or name another environment "
-                "variable with --token-env, or log in with `hf auth login`"
+                "variable with --token-env (of `hybridflow merge`), or log in with `hf auth login`"
             )
         return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
 

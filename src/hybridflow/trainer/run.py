@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hybridflow.controller.build import Start, hosting
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import set_threads
+from hybridflow.errors import Stopped
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers, build_trackers
@@ -74,9 +76,15 @@ class Run:
         )
         with closing(source), ExitStack() as stack:
             if store.remote is not None:
-                stack.callback(store.remote.wait)
+                stack.push(partial(_finish_copies, store.remote))
             stack.callback(state.saves.abandon, store)
             yield stack.enter_context(trackers)
+
+
+def _finish_copies(remote: RemoteCheckpoints, _: object, error: BaseException | None, *__: object) -> None:
+    """Wait for the copy that is under way, unless a second signal has ended the run at once."""
+    if not (isinstance(error, Stopped) and error.at_once):
+        remote.wait()
 
 
 def open_store(trainer: TrainerConfig | SFTTrainerConfig) -> CheckpointStore:

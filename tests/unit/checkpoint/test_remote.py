@@ -6,6 +6,8 @@ import logging
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import SFTConfig
 from hybridflow.config.load import load_config
-from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.trainer.run import open_store
+from hybridflow.errors import CheckpointError, ConfigError, Stopped
+from hybridflow.trainer.run import _finish_copies, open_store
 
 ADDRESS = "memory://place/run"
 
@@ -43,9 +45,25 @@ class Unreliable(MemoryFileSystem):
         super().put_file(lpath, rpath, **more)
 
 
+class Flat(Unreliable):
+    """A file system that knows files only, as S3 does: a folder is there once a file is in it."""
+
+    protocol = "flat"
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def ls(self, path: str, detail: bool = True, **more: Any) -> Any:
+        found = super().ls(path, detail=detail, **more)
+        if not found:
+            raise FileNotFoundError(path)
+        return found
+
+
 @pytest.fixture(autouse=True)
 def _empty_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("unreliable", Unreliable, clobber=True)
+    fsspec.register_implementation("flat", Flat, clobber=True)
     monkeypatch.setattr(Unreliable, "refused", "")
     monkeypatch.setattr(Unreliable, "held", None)
     for each in (MemoryFileSystem, Unreliable):
@@ -135,7 +153,7 @@ def test_a_copy_that_does_not_get_on_is_given_up(
     assert thread is not None
     with caplog.at_level(logging.WARNING):
         place.wait()
-    assert place.failed == 1 and "no file has arrived" in caplog.text
+    assert place.failed == 1 and "nothing has arrived" in caplog.text
     opened.set()
     thread.join(600)
     assert place.failed == 1 and RemoteCheckpoints("unreliable://run").sequence_before == 0
@@ -155,12 +173,87 @@ def test_damaged_copies_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptur
         RemoteCheckpoints(ADDRESS).fetch_newest(tmp_path / "other")
     files.pipe_file(f"{root}/global_step_2/{MANIFEST}", b"not json")
     files.pipe_file(f"{root}/global_step_1/{MANIFEST}", b"")
-    assert RemoteCheckpoints(ADDRESS).fetch_newest(tmp_path / "other") is None
+    with pytest.raises(CheckpointError, match="global_step_1, global_step_2"):
+        RemoteCheckpoints(ADDRESS).fetch_newest(tmp_path / "other")
+
+
+def test_copies_whose_manifest_cannot_be_read_are_not_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run", keep=1, remote=RemoteCheckpoints(ADDRESS, keep=1))
+    saved(store, 1)
+    files, root = fsspec.core.url_to_fs(ADDRESS)
+    files.pipe_file(f"{root}/global_step_1/{MANIFEST}", b"of a newer version")
+    saved(store, 2)
+    assert copies(ADDRESS) == ["global_step_1", "global_step_2"]
+
+
+def test_a_place_without_folders_is_empty_before_the_first_copy(tmp_path: Path) -> None:
+    place = RemoteCheckpoints("flat://bucket/new/run", keep=1)
+    assert place.sequence_before == 0 and place.fetch_newest(tmp_path / "other") is None
+    saved(CheckpointStore(tmp_path / "run", keep=1, remote=place), 1, 2)
+    assert place.failed == 0 and copies("flat://bucket/new/run") == ["global_step_2"]
+
+
+def test_a_checkpoint_counts_while_the_copy_of_the_one_before_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    monkeypatch.setattr(Unreliable, "held", opened)
+    store = CheckpointStore(tmp_path / "run", keep=1, remote=RemoteCheckpoints("unreliable://run", keep=1))
+    store.save(1, {"trainer": {"step": 1}})
+    saving = threading.Thread(target=saved, args=(store, 2))
+    saving.start()
+    second = tmp_path / "run" / "global_step_2" / MANIFEST
+    for _ in range(6000):
+        if second.exists():
+            break
+        saving.join(0.1)
+    there = [second.exists(), (tmp_path / "run" / "global_step_1").exists(), saving.is_alive()]
+    opened.set()
+    saving.join(600)
+    assert there == [True, True, True], "the first is read until its copy is done"
+    assert copies("unreliable://run") == ["global_step_2"]
+
+
+def test_a_copy_that_was_given_up_removes_nothing_when_it_ends_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = RemoteCheckpoints("unreliable://run")
+    folder = CheckpointStore(tmp_path / "run").save(1, {"trainer": {"step": 1}})
+    given_up = threading.Event()
+
+    def put_last(self: Unreliable, lpath: str, rpath: str, **more: Any) -> None:
+        MemoryFileSystem.put_file(self, lpath, rpath, **more)
+        if rpath.endswith(MANIFEST):
+            given_up.set()
+
+    monkeypatch.setattr(Unreliable, "put_file", put_last)
+    files, root = fsspec.core.url_to_fs("unreliable://run")
+    files.pipe_file(f"{root}/global_step_2/begun", b"by the next copy")
+    with caplog.at_level(logging.INFO):
+        place._copy(folder, given_up)
+    assert copies("unreliable://run") == ["global_step_1", "global_step_2"] and "copied" not in caplog.text
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_second_signal_does_not_wait_for_the_copy(at_once: bool) -> None:
+    class Copies(RemoteCheckpoints):
+        waited = False
+
+        def wait(self) -> None:
+            self.waited = True
+
+    place = Copies(ADDRESS)
+    with pytest.raises(Stopped), ExitStack() as stack:
+        stack.push(partial(_finish_copies, place))
+        raise Stopped(15, "here", at_once=at_once)
+    assert place.waited is not at_once
 
 
 def test_places_that_cannot_be_opened() -> None:
     with pytest.raises(ConfigError, match="remote_checkpoint_dir=nowhere://a cannot be opened"):
         RemoteCheckpoints("nowhere://a")
+    with pytest.raises(ConfigError, match="=nowhere://…@host/a cannot be opened"):
+        RemoteCheckpoints("nowhere://me:secret@host/a")
     with pytest.raises(ConfigError, match=r"cannot be reached: (PermissionError|NotADirectoryError)"):
         RemoteCheckpoints("file:///dev/null/folder")
 

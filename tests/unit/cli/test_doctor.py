@@ -121,6 +121,20 @@ def test_ports() -> None:
     assert many.level == "warn" and "2000 of the ports" in many.here and "from 1024 on" in wide.here
 
 
+def test_limits_of_memory_are_those_of_the_group_and_of_all_above(tmp_path: Path) -> None:
+    job = tmp_path / "sys" / "slurm" / "job_7"
+    (job / "step_0").mkdir(parents=True)
+    (job / "memory.max").write_text("8000\n")
+    (job / "step_0" / "memory.max").write_text("max\n")
+    old = tmp_path / "sys" / "memory" / "docker"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("9000\n")
+    groups = tmp_path / "cgroup"
+    groups.write_text("5:cpu,cpuacct:/docker\n4:memory:/docker\n0::/slurm/job_7/step_0\n")
+    assert sorted(doctor_facts._memory_limits(groups, tmp_path / "sys")) == [8000, 9000]
+    assert not list(doctor_facts._memory_limits(tmp_path / "none", tmp_path / "sys"))
+
+
 def test_memory_and_shared_memory() -> None:
     assert not list(doctor_checks.check_memory(ROOMY))
     tight = Memory(total=64 * GIB, available=GIB, swap_used=3 * GIB, limit=8 * GIB)

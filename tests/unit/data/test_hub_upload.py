@@ -24,6 +24,7 @@ from hybridflow.models.export import save_config
 from hybridflow.models.tiny import create_tiny_model
 
 RIGHT = "hf_right"
+READING = "hf_reading"
 
 
 class Hub(ThreadingHTTPServer):
@@ -48,10 +49,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.headers["Authorization"] != f"Bearer {RIGHT}":
+        if self.headers["Authorization"] not in (f"Bearer {RIGHT}", f"Bearer {READING}"):
             self._answer(401, {"error": "Invalid username or password."})
         elif self.path == "/api/whoami-v2":
-            self._answer(200, {"name": "me", "type": "user"})
+            role = "read" if READING in self.headers["Authorization"] else "write"
+            self._answer(200, {"name": "me", "type": "user", "auth": {"accessToken": {"role": role}}})
         else:
             repo = self.path.removeprefix("/api/models/").partition("/revision")[0].partition("?")[0]
             if repo in self.server.repos:
@@ -129,6 +131,9 @@ def test_uploads_that_cannot_be_are_refused_before_anything_is_made(
             HubUpload(name).check()
     monkeypatch.setenv("OTHER", "hf_wrong")
     with pytest.raises(ConfigError, match="does not take the token of OTHER"):
+        HubUpload("me/model", token_env="OTHER").check()
+    monkeypatch.setenv("OTHER", READING)
+    with pytest.raises(ConfigError, match="the token of OTHER may only read what me has"):
         HubUpload("me/model", token_env="OTHER").check()
     with pytest.raises(ConfigError, match="needs a token: set NOTHING"):
         HubUpload("me/model", token_env="NOTHING").check()

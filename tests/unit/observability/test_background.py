@@ -78,6 +78,39 @@ def test_a_mistake_of_the_user_is_raised() -> None:
         BackgroundTracker("kept", build)
 
 
+def test_a_mistake_that_comes_late_is_told_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "START_SECONDS", 0.05)
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    waited = threading.Event()
+
+    def build() -> Tracker:
+        waited.wait()
+        raise ConfigError("install it")
+
+    with caplog.at_level(logging.WARNING):
+        tracker = BackgroundTracker("late", build)
+        tracker.log({"a": 1.0}, 1)
+        waited.set()
+        tracker.close()
+    assert tracker.failures == 1 and "install it" in caplog.text
+    assert not tracker._thread.is_alive() and "is left behind" not in caplog.text
+
+
+def test_a_library_that_wants_to_end_the_process_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    class Leaving(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            raise SystemExit(1)
+
+    leaving = Leaving()
+    with caplog.at_level(logging.WARNING):
+        tracker = BackgroundTracker("leaving", lambda: leaving)
+        tracker.log({"a": 1.0}, 1)
+        tracker.close()
+    assert tracker.failures == 1 and leaving.told == ["finished"] and "SystemExit" in caplog.text
+
+
 def test_a_library_that_hangs_neither_slows_the_run_nor_keeps_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

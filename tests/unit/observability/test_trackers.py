@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers import RunInfo, build_trackers
+from hybridflow.observability.trackers.clearml import ClearmlTracker
 from hybridflow.observability.trackers.console import ConsoleTracker, duration
 from hybridflow.observability.trackers.jsonl import JsonlTracker, read_metrics
 
@@ -296,6 +298,34 @@ def test_swanlab_is_offline_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     assert library.named("init")[0][1]["mode"] == "offline"
     assert library.named("log")[0] == (({"val-core/x/acc/mean@4": 0.5},), {"step": 3})
     assert "prompt: 1+1" in library.named("Text")[0][0][0]
+
+
+def test_passwords_of_addresses_stay_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorder("swanlab")
+    monkeypatch.setitem(sys.modules, "swanlab", library)
+    config = {"a": {"b": ["sftp://me:secret@host/x", "s3://bucket/a@b", 1]}, "c": "http://me:secret@host:1"}
+    build_trackers(["swanlab"], tmp_path, config_dict=config).close()
+    sent = library.named("init")[0][1]["config"]
+    assert sent == {"a": {"b": ["sftp://…@host/x", "s3://bucket/a@b", 1]}, "c": "http://…@host:1"}
+
+
+def test_clearml_online_begins_a_task_where_the_run_was_offline_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = MagicMock()
+    library.Task.init.return_value.id = "f00"
+    monkeypatch.setitem(sys.modules, "clearml", library)
+    monkeypatch.setenv("CLEARML_API_ACCESS_KEY", "key")
+    monkeypatch.delenv("CLEARML_OFFLINE_MODE", raising=False)
+    logger = library.Task.init.return_value.get_logger.return_value
+    (tmp_path / "clearml_task_id.txt").write_text("offline-abc")
+    run = RunInfo(tmp_path, resume_step=1, earlier={1: {"a/b": 2.0}})
+    ClearmlTracker(run)
+    assert library.Task.init.call_args.kwargs["continue_last_task"] is False
+    logger.report_scalar.assert_called_once_with("a", "b", 2.0, 1)
+    ClearmlTracker(run)
+    assert library.Task.init.call_args.kwargs["continue_last_task"] == "f00"
+    logger.report_scalar.assert_called_once()
 
 
 def test_health_warnings_are_logged_once_in_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

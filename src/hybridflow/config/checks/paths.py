@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,14 @@ from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
 TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners")
+
+
+_PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
+
+
+def without_password(address: str) -> str:
+    """Return an address without its user and password, for logs and for what others read."""
+    return _PASSWORD.sub("…@", address)
 
 
 def is_remote(path: str) -> bool:

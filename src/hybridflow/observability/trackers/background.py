@@ -45,6 +45,7 @@ class BackgroundTracker(Tracker):
         self._thread.start()
         self._started.wait(START_SECONDS)
         if self._mistake is not None:
+            self._calls.put(None)
             raise self._mistake
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -89,10 +90,9 @@ class BackgroundTracker(Tracker):
         tracker: Tracker | None = None
         try:
             tracker = build()
-        except ConfigError as error:
+        except ConfigError as error:  # where nobody waits for it any more, the first call tells it
             self._mistake = error
-            return
-        except Exception as error:  # a library's own: the network, a full disk, a change of its interface
+        except (Exception, SystemExit) as error:  # a library's own: the network, a change of its interface
             self._failed(f"{type(error).__name__}: {error}")
         finally:
             self._started.set()
@@ -103,11 +103,11 @@ class BackgroundTracker(Tracker):
 
     def _do(self, tracker: Tracker | None, call: Callable[[Tracker], None]) -> None:
         if tracker is None:
-            self.failures += 1
+            self._failed(str(self._mistake))
             return
         try:
             call(tracker)
-        except Exception as error:  # as above
+        except (Exception, SystemExit) as error:  # as above
             self._failed(f"{type(error).__name__}: {error}")
 
     def _failed(self, why: str) -> None:

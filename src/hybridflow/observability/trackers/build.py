@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.checks.paths import without_password
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.background import BackgroundTracker
@@ -87,7 +88,7 @@ def build_trackers(
     if resume_step is not None:
         found = read_metrics(folder / METRICS_FILE)
         earlier = {step: line for step, line in found.items() if step <= resume_step}
-    config = _without_proxy(config_dict or {})
+    config = _without_passwords(config_dict or {})
     run = RunInfo(folder, project, experiment, config, total_steps, resume_step, earlier, wandb_proxy)
     built: list[Tracker] = []
     for name in dict.fromkeys(["jsonl", *chosen]):
@@ -104,8 +105,12 @@ def build_trackers(
     return Trackers(built)
 
 
-def _without_proxy(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out an address that may hold a password, since a tracker's configuration is read by many."""
-    if not config.get("trainer", {}).get("wandb_proxy"):
-        return config
-    return {**config, "trainer": {**config["trainer"], "wandb_proxy": "…"}}
+def _without_passwords(value: Any) -> Any:
+    """Leave users and passwords out of addresses, since a tracker's configuration is read by many."""
+    if isinstance(value, Mapping):
+        return {name: _without_passwords(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_passwords(each) for each in value]
+    if isinstance(value, str):
+        return without_password(value)
+    return value

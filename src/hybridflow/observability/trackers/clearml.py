@@ -60,6 +60,8 @@ class ClearmlTracker(Tracker):
         clearml.Task._report_subprocess_enabled = False
         id_file = run.run_dir / "clearml_task_id.txt"
         earlier_id = remembered_id(id_file, run.resume_step is not None and not offline)
+        if earlier_id and earlier_id.startswith("offline-"):  # of a session, which no server knows
+            earlier_id = None
         self._task = clearml.Task.init(
             project_name=run.project,
             task_name=run.experiment,
@@ -75,7 +77,7 @@ class ClearmlTracker(Tracker):
         id_file.write_text(str(self._task.id), encoding="utf-8")
         self._task.connect_configuration(dict(run.config), name="hybridflow")
         self._logger = self._task.get_logger()
-        if offline:
+        if not earlier_id:
             self.log_earlier(run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

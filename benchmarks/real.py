@@ -189,7 +189,6 @@ class Bench:
                 "data.train_files=[]",
                 "data.max_prompt_length=512",
                 f"data.max_response_length={tokens}",
-                "reward.custom_reward_function.path=null",
             )
             table[title] = {
                 model: self.evaluate(model, f"{model}_{task}", *words) for model in ("smollm2", "run_0")

@@ -241,12 +241,6 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
         ),
         MetricEntry("rollout/decode_steps", "Decode steps of all replicas.", "steps", "lower"),
         MetricEntry("rollout/max_rows", "Most rows that one replica decoded together.", "rows"),
-        MetricEntry(
-            "checkpoint/failed_copies",
-            "Copies to trainer.remote_checkpoint_dir that could not be completed.",
-            "copies",
-            "lower",
-        ),
         MetricEntry("timing_s/{section}", "Time of a part of the step.", "s", "lower", ("line", "report")),
     ),
 }

@@ -159,8 +159,8 @@ def others(found: Mapping[str, Any]) -> list[str]:
     return [
         "## What was not trained",
         "",
-        "Greedy answers to 100 questions each, before training and after seed 0, with 95 % intervals; the last "
-        "number of an answer counts. These tasks of reasoning-gym were in no training.",
+        "Greedy answers to 100 questions each, before training and after seed 0, with 95 % intervals; the "
+        "last number of an answer counts. These tasks of reasoning-gym were in no training.",
         "",
         "| task | before | after |",
         "|---|---|---|",

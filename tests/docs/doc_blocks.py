@@ -26,7 +26,10 @@ FENCE = re.compile(
 )
 MARK = re.compile(r"^ *<!-- docs-test: (?P<mode>[a-z-]+)(?:: (?P<rest>.*?))? -->$")
 FILE = re.compile(r"^# (?P<name>[\w/.-]+\.(?:py|yaml|json|sh))\n")
-WORDS = "train|sft|dpo|reward-model|config|explain|doctor|demo|merge|serve|eval|generate|try|reward-test|view|import-gguf"
+WORDS = (
+    "train|sft|dpo|reward-model|config|explain|doctor|demo|merge|import-gguf|serve|eval|generate|try|"
+    "reward-test|view"
+)
 COMMAND = re.compile(
     rf"^ *(?:[A-Z_]+=\S+ +)*(?:\S*/)?(?:hybridflow (?:{WORDS})(?= )|python -m hybridflow\.\S+).*",
     re.MULTILINE,

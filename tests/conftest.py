@@ -1,5 +1,5 @@
 """For all tests: what a command set up for its process is undone after the test that ran it; processes that
-are ranks of a group.
+are ranks of a group; generated cases have no deadline.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from ranks import Ranks
+
+settings.register_profile("no deadline", deadline=None)  # no test fails by the clock
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

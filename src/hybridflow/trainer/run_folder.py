@@ -76,8 +76,8 @@ class RunFolder:
         path = self.path / "config.yaml"
         before: dict[str, Any] = {}
         if path.is_file():
-            before = dict(flatten(_read(path.read_text()) or {}))
-        path.write_text(text)
+            before = dict(flatten(_read(path.read_text(encoding="utf-8")) or {}))
+        path.write_text(text, encoding="utf-8")
         now = dict(flatten(_read(text)))
         return [
             f"{key}: {before[key]} → {value}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridflow.errors import ConfigError
@@ -58,6 +59,7 @@ class BackgroundTracker(Tracker):
 
     def close(self, outcome: Outcome = "finished") -> None:
         self._outcome = outcome
+        until = time.monotonic() + CLOSE_SECONDS
         try:
             self._calls.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:
@@ -68,7 +70,7 @@ class BackgroundTracker(Tracker):
                 logger.info(
                     "waiting at most %.0f s until %s has sent what it holds", CLOSE_SECONDS, self.name
                 )
-                self._thread.join(CLOSE_SECONDS - QUIET_SECONDS)
+                self._thread.join(max(until - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.warning(
                 "%s had not ended after %.0f s and is left behind: what it has not sent is in metrics.jsonl",

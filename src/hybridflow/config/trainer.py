@@ -120,7 +120,7 @@ ScheduleName = Literal["sync", "one_step_off", "exact_async", "fully_async", "co
 class AsyncConfig:
     """How far generation may run ahead of training; read by the schedules other than sync.
 
-    Staleness is the number of training steps between the weights that sampled a token and those that it trains.
+    Staleness is how many training steps lie between the weights that sampled a token and those it trains.
     """
 
     run_ahead: float = key(
@@ -131,8 +131,8 @@ class AsyncConfig:
     )
     max_staleness: int | None = key(
         None,
-        "Largest staleness of any token that is trained, which always holds: a step waits for groups that "
-        "would pass it. null: run_ahead for the exact schedules, and three times that, rounded up, for the others.",
+        "Largest staleness of any token that is trained; it always holds: a step waits for groups that would "
+        "pass it. null: run_ahead for the exact schedules, three times that, rounded up, for the others.",
         minimum=0,
     )
     partial_rollout: bool = key(

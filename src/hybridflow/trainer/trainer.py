@@ -82,7 +82,7 @@ class Trainer(Generic[Source, Step]):
     only_validates: bool = False
     """Validate once, and train nothing."""
     after_update: Callable[[DataProto], None] = _nothing
-    """Called with each batch whose weights are published: a curriculum sampler learns from it."""
+    """Called with each batch that was trained, before `publish`: a curriculum sampler learns from it."""
     log_samples: Callable[[DataProto, Mapping[str, float], int], dict[str, float]] = _no_metrics
     """Called with each batch, its metrics and its step, to keep samples; gives further metrics."""
 
@@ -139,9 +139,9 @@ class Trainer(Generic[Source, Step]):
             with self.signals.leavable():
                 made = self.source.next(step)
             batch, metrics = self.step(made.rows, step)
+            self.after_update(batch)
             with self.timer("update_weights"):
                 self.source.publish(step)
-            self.after_update(batch)
             self.state.finish(step)
             progress.finished_step = step
             validation = self._validate_after(step)

@@ -47,6 +47,14 @@ class Generated:
     """Counts of all replicas together."""
 
 
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights of a version on their way to the replicas."""
+
+    version: int
+    shares: Future[Any]
+
+
 class WorkerReplica:
     """A replica in the workers (`client.Replica`); its methods may be called from any thread.
 
@@ -255,8 +263,22 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
             if self.world_size == actor.world_size:
                 self.call(RolloutWorker.renew_weights, version=version)
                 return
-        shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
-        self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)
+        self.take(self.stage(actor, version))
+
+    def stage(self, actor: ActorGroup, version: int) -> StagedWeights:
+        """Export the actor's weights as they are now, for `take`; they wait where they were exported."""
+        return StagedWeights(
+            version, actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
+        )
+
+    def take(self, staged: StagedWeights) -> None:
+        """Give staged weights to all replicas. RolloutError where they do not reach one."""
+        self.call(RolloutWorker.update_weights, staged.shares.by_reference(), version=staged.version)
+
+    def break_off(self) -> None:
+        """Have `generate` or `run` in another thread end with ReplicaLost."""
+        self._lose(RolloutError("it was broken off"))
+        self._park()
 
     @property
     def _patience(self) -> float:

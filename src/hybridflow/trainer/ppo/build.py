@@ -39,6 +39,7 @@ from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
+from hybridflow.trainer.schedules.build import make_source
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
@@ -103,7 +104,7 @@ def _trainer(
         Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures
     )
     making = Timer(progress=progress)
-    source = SyncSource(data.train_loader, trajectories(making), roles, making)
+    source = make_source(config, data.train_loader, trajectories(making), roles, making, total_steps)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     state = _state(config, roles, source, controller, exact, tokenizer, total_steps)

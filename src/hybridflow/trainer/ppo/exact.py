@@ -27,6 +27,8 @@ from hybridflow.workers.exact import ExactRollout
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.exact"
+EXACT_SCHEDULES = ("one_step_off", "exact_async")
+"""Schedules whose runs are a function of the configuration, whatever the timing."""
 AUTO_LENGTH = 256
 """Tokens of prompt and response up to which `auto` takes it: attention costs more than the pass that is saved
 beyond.
@@ -40,13 +42,15 @@ class ExactState:
     batch_invariant: bool = False
     """Whether actor and replicas compute a row to the same bits in whatever batch; it never changes in a run.
     """
+    may_reuse: bool = True
+    """Whether the rollout's log-probs can save the pass at all, by the run's keys."""
     reuse_ended: bool = False
     """True after a difference under `auto`: this run computes old log-probs, after a resume too."""
 
     @property
     def reuses(self) -> bool:
         """Whether the rollout's log-probs are the actor's, to the bit, in rows of the actor's version."""
-        return self.batch_invariant and not self.reuse_ended
+        return self.batch_invariant and self.may_reuse and not self.reuse_ended
 
     def state_dict(self) -> dict[str, bool]:
         """Return what a checkpoint keeps; the kernels are settled anew in each process."""
@@ -67,7 +71,11 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
         return
-    chosen = no_batch_invariance(config, roles) or _no_reuse(config) or _choose(config, roles)
+    no_reuse = _no_reuse(config)
+    impossible = no_batch_invariance(config, roles)
+    if config.trainer.schedule not in EXACT_SCHEDULES:  # these want the kernels for the timing's sake
+        impossible = impossible or no_reuse
+    chosen = impossible or _choose(config, roles)
     if isinstance(chosen, str):
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
@@ -76,6 +84,7 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     roles.actor.call_list(ActorWorker.set_exact, chosen)
     roles.rollout.call_list(ExactRollout.set_exact, chosen)
     state.batch_invariant = True
+    state.may_reuse = no_reuse is None
     if wanted is True:
         state.reuse_ended = False  # asked for, it is tried anew
     logger.debug(
@@ -83,6 +92,9 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         chosen.key_step,
         chosen.num_rows(1),
     )
+    if no_reuse is not None:
+        logger.info("exact mode: a request's log-probs are the same in whatever batch it is generated")
+        return
     if state.reuse_ended:
         logger.info(
             "exact mode: before the checkpoint that this run goes on from, log-probs of rollout and training "

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.errors import CheckpointError
 from hybridflow.observability.timing import Timer
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import Trajectories
@@ -35,6 +36,8 @@ class SyncSource(LoaderSource[PromptRow]):
         self.roles = roles
         self.timer = timer
         self.num_admitted = 0
+        self.version = 0
+        """The version that was published last."""
 
     def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:
         """Give generation batches: the index of the first group, and the prompts."""
@@ -45,21 +48,33 @@ class SyncSource(LoaderSource[PromptRow]):
 
     def next(self, step: int) -> TrainBatch:
         """Generate and score the batch of step number `step` with the weights that were published last."""
+        return self.make_batch()
+
+    def make_batch(self, *, refill: bool = True) -> TrainBatch:
+        """Generate and score the next batch; with `refill` dynamic sampling replaces the groups it drops."""
         epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
         self.timer.reset()
-        rows, metrics = self.trajectories.for_training(self.admitted())
+        rows, metrics = self.trajectories.for_training(self.admitted(), refill=refill)
         return TrainBatch(rows, epoch, metrics, self.timer.as_metrics())
 
     def publish(self, version: int) -> None:
         """Push the actor's weights into every replica that has its own."""
         self.roles.rollout.update_from(self.roles.actor, version)
         self.roles.actor.version = version
+        self.version = version
+        super().publish(version)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place of the loader and the number of admitted groups, as plain data."""
-        return {**super().state_dict(), "admitted": self.num_admitted}
+    def place(self) -> dict[str, Any]:
+        """Return the place of the loader, the number of admitted groups and the version, as plain data."""
+        return {**super().place(), "admitted": self.num_admitted, "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Go on where `state` was taken. CheckpointError where batches wait in it, ahead of training."""
+        if state.get("ready"):
+            raise CheckpointError(
+                f"the checkpoint holds {len(state['ready'])} batches that were generated ahead of training, "
+                "and trainer.schedule=sync uses none: set trainer.schedule to that of the checkpoint"
+            )
         super().load_state_dict(state)
         self.num_admitted = int(state["admitted"])
+        self.version = int(state["version"])

@@ -80,16 +80,19 @@ class Trajectories:
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
 
-    def for_training(self, batches: Iterator[tuple[int, Sequence[PromptRow]]]) -> tuple[DataProto, Metrics]:
+    def for_training(
+        self, batches: Iterator[tuple[int, Sequence[PromptRow]]], *, refill: bool = True
+    ) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights that were
         published last, and score them.
 
         `batches` gives generation batches: the index of the first group, and the prompts. A group's draws
         depend on its index alone, and on no step.
 
-        Dynamic sampling takes generation batches as long as groups are missing, and leaves out
-        those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
-        groups that vary, or MAX_BARREN_BATCHES in a row none.
+        Dynamic sampling takes generation batches as long as groups are missing, and leaves out those that are
+        too many; without `refill` it takes prompts for one batch, and what it keeps of them is the batch.
+        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary, or
+        MAX_BARREN_BATCHES in a row none.
 
         The batch has no rows where every trajectory has failed. RolloutError ends the run where too many
         such steps come in a row.
@@ -100,7 +103,7 @@ class Trajectories:
         stats = RolloutStats()
         parts: list[DataProto] = []
         kept = generated = taken = barren = 0
-        while kept < wanted:
+        while (kept if refill else generated) < wanted:
             if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
                 raise DataError(self._starved(kept, generated, taken))
             first_group, prompts = next(batches)

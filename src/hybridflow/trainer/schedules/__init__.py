@@ -1,0 +1,1 @@
+"""When batches are generated, and under which weights."""

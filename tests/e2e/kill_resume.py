@@ -1,7 +1,7 @@
 """Kill a run with SIGKILL at chosen moments, start it again, and compare it bit for bit with one that was
 never stopped.
 
-    python tests/e2e/kill_resume.py [--algorithm ppo|grpo|agents|all] [--moment NAME ...] [--random N]
+    python tests/e2e/kill_resume.py [--algorithm ppo|grpo|agents|ahead|all] [--moment NAME ...] [--random N]
 
 Each run is a child forked from one process that has imported everything and run nothing. The moment of the
 kill is set in the child: before or after a certain call of a certain function in step KILL_STEP. `--random N`
@@ -84,6 +84,12 @@ ALGORITHMS = {
         "actor_rollout_ref.actor.clip_ratio_high=0.28",
     ),
     "agents": (*echo_world.KEYS, "actor_rollout_ref.rollout.exact=true"),
+    "ahead": (
+        "algorithm.adv_estimator=grpo",
+        "algorithm.rollout_correction.rollout_is=token",
+        "trainer.schedule=exact_async",
+        "trainer.async.run_ahead=2",
+    ),
 }
 SHARED = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",

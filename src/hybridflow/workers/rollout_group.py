@@ -174,6 +174,8 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         super().__init__(*args, **kwargs)
         self._changed = threading.Condition()
         self._pauses = 0
+        self._is_open = False
+        self._over: Callable[[], bool] | None = None
         self._serving = False
         self._session = 0  # number of the newest session of the engines
 
@@ -202,9 +204,11 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                 replica.wait_until_submitted()
             stats = self._serve(
                 closed=True,
-                over=lambda: not any(replica.load for replica in self.replicas),
+                over=lambda: all(answer.done() for answer in answers.values()),
                 total=len(requests),
-                finished=finished,
+                finished=lambda output: (
+                    finished(output) if finished is not None and output.request_id in answers else None
+                ),
             )
         return Generated([answers[request.request_id].result(0) for request in requests], stats)
 
@@ -224,6 +228,29 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                 concurrent.futures.wait([result], UNWIND_SECONDS)  # its requests have just failed
                 raise
         return result.result(), stats
+
+    @contextmanager
+    def opened(self) -> Iterator[LLMClient]:
+        """Let the replicas take requests in this context, by the client that it gives or by `generate`.
+
+        They are answered while `serve` runs; what it leaves is kept as far as it was begun.
+        """
+        with self._opened():
+            yield LLMClient(self.replicas)
+
+    def serve(self, over: Callable[[], bool]) -> RolloutStats:
+        """Have the engines stepped, in this thread, until it is `over`, which is asked after each `wake`."""
+        self._over = over
+        try:
+            return self._serve(closed=False, over=over)
+        finally:
+            self._over = None
+
+    def wake(self) -> None:
+        """Have `serve` look whether it is over."""
+        over = self._over
+        if over is not None and over():
+            self._park()
 
     def pause(self) -> None:
         """Return when no engine is stepped any more; weights may then be changed. RolloutError where that
@@ -288,6 +315,10 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     @contextmanager
     def _opened(self) -> Iterator[None]:
         """Let the replicas take requests in this context; afterwards nothing of them is left anywhere."""
+        if self._is_open:
+            yield
+            return
+        self._is_open = True
         self._pauses = 0
         for replica in self.replicas:
             replica.open()
@@ -297,6 +328,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
             self._lose(error)
             raise
         finally:
+            self._is_open = False
             for replica in self.replicas:
                 replica.lose(replica.failure or "nothing is generated now: generate() or run() has ended")
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 from hybridflow.config import PPOConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.timing import Timer
+from hybridflow.trainer.ppo.exact import EXACT_SCHEDULES
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.schedules.continuous import ContinuousSource
 from hybridflow.trainer.schedules.exact import ExactSource
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from hybridflow.trainer.schedules.schedule import Schedule
 
 
 def make_source(
@@ -19,12 +26,29 @@ def make_source(
     roles: Roles,
     timer: Timer,
     total_steps: int,
+    folder: Path,
 ) -> SyncSource:
-    """Return the source of `trainer.schedule`; it makes rows by `trajectories` and measures with `timer`."""
+    """Return the source of `trainer.schedule`; it makes rows by `trajectories` and measures with `timer`.
+
+    `folder` is the run's, which has the ledger.
+    """
     name = config.trainer.schedule
+    keys = config.trainer.async_
     if name == "sync":
         return SyncSource(loader, trajectories, roles, timer)
-    run_ahead = 1
-    if name == "exact_async":
-        run_ahead = int(config.trainer.async_.run_ahead)
-    return ExactSource(loader, trajectories, roles, timer, run_ahead=run_ahead, total_steps=total_steps)
+    if name in EXACT_SCHEDULES:
+        run_ahead = 1 if name == "one_step_off" else int(keys.run_ahead)
+        return ExactSource(loader, trajectories, roles, timer, run_ahead=run_ahead, total_steps=total_steps)
+    bound = keys.max_staleness
+    if bound is None:
+        bound = math.ceil(3 * keys.run_ahead)
+    return ContinuousSource(
+        loader,
+        trajectories,
+        roles,
+        timer,
+        schedule=Schedule(config.data.train_batch_size, keys.run_ahead, bound, total_steps),
+        ledger=Ledger.open(folder / LEDGER_FILE),
+        partial=keys.partial_rollout,
+        max_concurrent=keys.max_concurrent_groups,
+    )

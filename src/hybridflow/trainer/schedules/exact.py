@@ -229,12 +229,10 @@ class ExactSource(SyncSource):
 
 def _to_state(batch: TrainBatch) -> dict[str, Any]:
     """Return a batch as plain data and tensors, without the seconds that it took."""
-    columns = {name: list(column) for name, column in batch.rows.non_tensor_batch.items()}
-    rows = {"tensors": dict(batch.rows.batch.items()), "columns": columns, "meta": dict(batch.rows.meta_info)}
+    rows = batch.rows.state_dict()
     return {"rows": rows, "epoch": batch.epoch, "metrics": batch.metrics.state_dict()}
 
 
 def _from_state(state: Mapping[str, Any]) -> TrainBatch:
-    rows = state["rows"]
-    proto = DataProto.from_dict(rows["tensors"], rows["columns"], rows["meta"])
-    return TrainBatch(proto, state["epoch"], Metrics.from_state(state["metrics"]))
+    rows = DataProto.from_state(state["rows"])
+    return TrainBatch(rows, state["epoch"], Metrics.from_state(state["metrics"]))

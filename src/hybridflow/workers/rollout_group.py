@@ -271,6 +271,15 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
             self._pauses -= 1
             self._changed.notify_all()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Step no engine in this context, so that other calls of the workers need not wait for a turn."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
     def update_from(self, actor: ActorGroup, version: int) -> None:
         """Give all replicas the actor's weights, called `version` from now on.
 

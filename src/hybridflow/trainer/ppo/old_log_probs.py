@@ -94,7 +94,9 @@ class OldLogProbs:
             and not self.roles.together(self.actor.role, self.roles.rollout.role)
         ):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
-            check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
+            with self.roles.rollout.paused():
+                theirs = self.roles.rollout.call_list(ExactRollout.weight_sums)
+            check_same_weights(ours, theirs, step)
         if self.reuses and current:
             agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))

@@ -140,13 +140,8 @@ class ContinuousSource(SyncSource):
         rollout = self.roles.rollout
         if not self.partial:
             self._drain()
-        if self._server is not None:
-            rollout.pause()
-        try:
+        with rollout.paused():
             rollout.update_from(self.roles.actor, version)
-        finally:
-            if self._server is not None:
-                rollout.resume()
         self.roles.actor.version = version
         self.version = version
         with self._changed:
@@ -369,8 +364,8 @@ class ContinuousSource(SyncSource):
         if self._num_left_out >= MAX_BARREN_BATCHES * self.schedule.groups_per_step:
             raise DataError(
                 f"the last {self._num_left_out} groups were left out, because all of their trajectories "
-                "failed or dynamic sampling found nothing to learn from: use prompts that the model gets right "
-                f"now and then, or see what failed ({self.trajectories.failures})"
+                "failed or dynamic sampling found nothing to learn from: use prompts that the model gets "
+                f"right now and then, or see what failed ({self.trajectories.failures})"
             )
 
     # ---- in any thread

@@ -123,10 +123,9 @@ class ContinuousSource(SyncSource):
                 self._wait("waiting for rollouts", lambda: self._fill(number))
             else:
                 self.roles.rollout.serve(lambda: self._is_filled(number))
-                if not self._is_filled(number):
-                    assert self._error is not None, "the engines are served until a batch is full"
-                    raise self._error
         with self._changed:
+            if self._error is not None and not self._fill(number):
+                raise self._error
             groups = [self._groups[index] for index in sorted(self.ledger.state.batches[number])]
         metrics = Metrics.merge(group.metrics for group in groups)
         rows = self.trajectories.whole_batch([group.rows for group in groups if group.rows], metrics)

@@ -108,6 +108,17 @@ class SimulatedRun:
         self.state.apply(transition)
         self.history.append(transition)
 
+    def position(self) -> int:
+        """Return how many transitions there are."""
+        return len(self.history)
+
+    def rewind(self, position: int) -> None:
+        """Undo all transitions after a position."""
+        self.history = self.history[:position]
+        self.state = LedgerState()
+        for transition in self.history:
+            self.state.apply(transition)
+
     def may_admit(self) -> bool:
         """Ask the schedule."""
         state = self.state
@@ -179,16 +190,13 @@ class SimulatedRun:
         for index in self.generating:
             self.accounts.versions[index].add(self.state.version)
         if self.random.random() < 0.5:
-            self.checkpoint = (len(self.history), frozenset(self.state.ready), deepcopy(self.accounts))
+            self.checkpoint = (self.position(), frozenset(self.state.ready), deepcopy(self.accounts))
 
     def resume(self) -> None:
         """Go on from the last checkpoint: what was ready is kept, and other active groups start anew."""
         self.num_kills += 1
         position, saved, accounts = self.checkpoint
-        self.history = self.history[:position]
-        self.state = LedgerState()
-        for transition in self.history:
-            self.state.apply(transition)
+        self.rewind(position)
         self.accounts = deepcopy(accounts)
         self.events = []
         self.generating = set()

@@ -50,7 +50,7 @@ class Deadline:
         self.concurrency = GROUPS + self.schedule.groups_ahead
 
     def may_admit(self, run: Run) -> bool:
-        """Say whether one more group may start."""
+        """Return whether one more group may start."""
         return self.schedule.may_admit(run.num_taken, len(run.active), run.version)
 
     def choose(self, run: Run) -> int | None:
@@ -119,7 +119,7 @@ class GreedyDrop(ReadyFirst):
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run has shown."""
+    """Results of one simulated run."""
 
     largest: int
     mean: float

@@ -45,7 +45,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 @dataclass(frozen=True)
 class Rewound(Transition):
-    """What follows goes on from where the ledger was after `position` lines."""
+    """The history goes on from where the ledger was after `position` lines."""
 
     position: int
 
@@ -159,7 +159,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class History:
-    """Which lines of a ledger's file count: all its whole lines, and the rewinds among them."""
+    """An index of a ledger's file: how many whole lines it has, and the rewinds among them."""
 
     path: Path
     num_lines: int

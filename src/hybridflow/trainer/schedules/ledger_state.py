@@ -1,4 +1,4 @@
-"""What can happen to groups, and what has come of it: the fold of a ledger, without its file.
+"""The transitions of groups, and the state that they amount to: the fold of a ledger, without its file.
 
     Transition ──LedgerState.apply──► version, active and ready groups, batches, counts
 
@@ -138,7 +138,7 @@ LISTED = 20
 
 
 class LedgerState:
-    """What the transitions so far amount to; `apply` changes it, in time that the groups of one line need."""
+    """The state after all transitions so far; `apply` updates it at a cost that one line alone decides."""
 
     def __init__(self) -> None:
         self.version = 0

@@ -63,7 +63,7 @@ class Schedule:
         return math.floor(Fraction(str(self.run_ahead)) * self.groups_per_step)
 
     def may_admit(self, trained: int, active: int, version: int) -> bool:
-        """Say whether one more group may start to be generated, under weights `version`.
+        """Return whether one more group may start to be generated, under weights `version`.
 
         `trained` counts the groups of all batches, also of the one that is being filled or trained;
         `active` counts those that were admitted, are in no batch, and have neither failed nor been

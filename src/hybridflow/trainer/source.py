@@ -99,12 +99,15 @@ class LoaderSource(Generic[Row]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self.close()
+        self._end_reading()
         self._published = {}
         self.loader.load_state_dict(state)
 
     def close(self) -> None:
         """End the processes that read ahead."""
+        self._end_reading()
+
+    def _end_reading(self) -> None:
         if self._batches is not None:
             self._batches.close()
         self._batches = None

@@ -27,6 +27,9 @@ class SyncSource(LoaderSource[PromptRow]):
     the number of admitted groups and the place of the loader are all that a resumed run needs.
     """
 
+    kind = "sync"
+    """How batches are made ahead of training; a run goes on from checkpoints of its own kind only."""
+
     def __init__(
         self, loader: StatefulLoader[PromptRow], trajectories: Trajectories, roles: Roles, timer: Timer
     ) -> None:
@@ -66,14 +69,20 @@ class SyncSource(LoaderSource[PromptRow]):
 
     def place(self) -> dict[str, Any]:
         """Return the place of the loader, the number of admitted groups and the version, as plain data."""
-        return {**super().place(), "admitted": self.num_admitted, "version": self.version}
+        return {
+            **super().place(),
+            "kind": self.kind,
+            "admitted": self.num_admitted,
+            "version": self.version,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. CheckpointError where batches wait in it, ahead of training."""
-        if state.get("ready"):
+        """Go on where `state` was taken. CheckpointError where a run of another kind has saved it."""
+        if state["kind"] != self.kind:
             raise CheckpointError(
-                f"the checkpoint holds {len(state['ready'])} batches that were generated ahead of training, "
-                "and trainer.schedule=sync uses none: set trainer.schedule to that of the checkpoint"
+                f"the checkpoint was saved by a run whose batches are of kind {state['kind']!r}, and this "
+                f"run's are {self.kind!r}: groups that are ahead of training could be lost or trained "
+                "twice. Set trainer.schedule to that of the checkpoint's run"
             )
         super().load_state_dict(state)
         self.num_admitted = int(state["admitted"])

@@ -36,9 +36,12 @@ def make_source(
     keys = config.trainer.async_
     if name == "sync":
         return SyncSource(loader, trajectories, roles, timer)
+    ledger = Ledger.open(folder / LEDGER_FILE)
     if name in EXACT_SCHEDULES:
         run_ahead = 1 if name == "one_step_off" else int(keys.run_ahead)
-        return ExactSource(loader, trajectories, roles, timer, run_ahead=run_ahead, total_steps=total_steps)
+        return ExactSource(
+            loader, trajectories, roles, timer, run_ahead=run_ahead, total_steps=total_steps, ledger=ledger
+        )
     bound = keys.max_staleness
     if bound is None:
         bound = math.ceil(3 * keys.run_ahead)
@@ -48,7 +51,7 @@ def make_source(
         roles,
         timer,
         schedule=Schedule(config.data.train_batch_size, keys.run_ahead, bound, total_steps),
-        ledger=Ledger.open(folder / LEDGER_FILE),
+        ledger=ledger,
         partial=keys.partial_rollout,
         max_concurrent=keys.max_concurrent_groups,
     )

@@ -74,6 +74,8 @@ class Group:
 class ContinuousSource(SyncSource):
     """Admits groups while the schedule allows, and gives each step the groups that it chooses."""
 
+    kind = "continuous"
+
     def __init__(
         self,
         loader: StatefulLoader[PromptRow],
@@ -207,6 +209,7 @@ class ContinuousSource(SyncSource):
             if self._server.is_alive():
                 logger.warning("the engines have not been left %g s after they were to be", CLOSE_SECONDS)
         self._stack.close()
+        self.ledger.close()
         super().close()
 
     # ---- in the trainer's thread

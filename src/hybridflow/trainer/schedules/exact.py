@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from hybridflow.agent.collate import group_index
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.metrics import Metrics
@@ -27,6 +28,18 @@ from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.schedules.index_ranges import ranges
+from hybridflow.trainer.schedules.ledger import Ledger
+from hybridflow.trainer.schedules.ledger_state import (
+    Admitted,
+    Failed,
+    Filtered,
+    Finished,
+    Published,
+    Restarted,
+    Scored,
+    Taken,
+)
 from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers.rollout_group import StagedWeights
 
@@ -45,6 +58,8 @@ class ExactSource(SyncSource):
     dynamic sampling leaves out are not replaced: a further group would depend on the timing.
     """
 
+    kind = "exact"
+
     def __init__(
         self,
         loader: StatefulLoader[PromptRow],
@@ -54,11 +69,13 @@ class ExactSource(SyncSource):
         *,
         run_ahead: int,
         total_steps: int,
+        ledger: Ledger,
     ) -> None:
         """`run_ahead` is the number of steps between the weights that sample a batch and its own."""
         super().__init__(loader, trajectories, roles, timer)
         self.run_ahead = run_ahead
         self.total_steps = total_steps
+        self.ledger = ledger
         self.beside = not roles.together(roles.actor.role, roles.rollout.role)
         """Whether batches are made in a thread of their own."""
         self._changed = threading.Condition()
@@ -91,7 +108,12 @@ class ExactSource(SyncSource):
             self._wait("waiting for rollouts", lambda: batch in self._made)
         while not self.beside and self._next < self.end_below(self.version + 1):
             self._make()
-        made = self._made[batch]
+        with self._changed:
+            made = self._made[batch]
+            state = self.ledger.state
+            if batch not in state.batches:  # else a run that was stopped in this step had it
+                taken = ranges(self._groups_of(made.rows))
+                self.ledger.append(*(Taken(each.start, len(each), step=batch) for each in taken))
         return replace(made, rows=made.rows.select())  # a step adds columns to what it is given
 
     def publish(self, version: int) -> None:
@@ -110,6 +132,8 @@ class ExactSource(SyncSource):
             if staged is not None:
                 self._staged[version] = staged
             self.version = version
+            if self.ledger.state.version < version:
+                self.ledger.append(Published(version))
             for kept in (self._made, self._places):
                 for trained in [batch for batch in kept if batch < version]:
                     del kept[trained]
@@ -148,12 +172,14 @@ class ExactSource(SyncSource):
             self._wait("waiting for rollouts to save", lambda: self._next >= end)
         with self._changed:
             ready = [_to_state(self._made[batch]) for batch in range(self.version, end)]
-            return {**(self._places.get(end) or self.place()), "ready": ready, "version": self.version}
+            place = self._places.get(end) or self.place()
+            return {**place, "ready": ready, "version": self.version, "ledger": self.ledger.sync()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        super().load_state_dict({**state, "ready": []})
-        ready = [_from_state(each) for each in state.get("ready", [])]
+        super().load_state_dict(state)
+        self.ledger.rewind(state["ledger"])
+        ready = [_from_state(each) for each in state["ready"]]
         self._start = self.version
         self._made = dict(enumerate(ready, self.version))
         self._first = self._next = self.version + len(ready)
@@ -169,7 +195,26 @@ class ExactSource(SyncSource):
             thread.join(CLOSE_SECONDS)
             if thread.is_alive():
                 logger.warning("generation has not ended %g s after it was told to", CLOSE_SECONDS)
+        self.ledger.close()
         super().close()
+
+    def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:
+        """Give generation batches: the index of the first group, and the prompts."""
+        for first, prompts in super().admitted():
+            version = self.pinned_version(self._next)
+            with self._changed:
+                # the run that saved the checkpoint had begun some of them
+                known = max(0, min(len(prompts), self.ledger.state.num_admitted - first))
+                if known:
+                    self.ledger.append(Restarted(first, known, version=version))
+                if known < len(prompts):
+                    self.ledger.append(Admitted(first + known, len(prompts) - known, version=version))
+            yield first, prompts
+
+    def _groups_of(self, rows: DataProto) -> list[int]:
+        """Return the indices of the groups that have rows, in order."""
+        period = self.trajectories.config.data.train_batch_size
+        return sorted({group_index(uid, period) for uid in rows.non_tensor_batch["uid"]})
 
     def _make_all(self) -> None:
         """Make every batch as soon as its weights are published: what the thread does."""
@@ -196,12 +241,24 @@ class ExactSource(SyncSource):
         batch = self._next
         with self._changed:
             self._places[batch] = copy.deepcopy(self.place())
+        first = self.num_admitted
         made = self.make_batch(refill=False)
         with self._changed:
+            self._note(range(first, self.num_admitted), self._groups_of(made.rows))
             self._made[batch] = made
             self._next += 1
             self._is_making = False
             self._changed.notify_all()
+
+    def _note(self, admitted: range, left: list[int]) -> None:
+        """Note in the ledger which groups of a batch have rows; the others failed, or were filtered."""
+        filters = self.trajectories.config.algorithm.filter_groups.enable
+        gone = ranges(sorted({*admitted} - {*left}))
+        for each in ranges(left if not filters else admitted):
+            self.ledger.append(Finished(each.start, len(each)), Scored(each.start, len(each)))
+        for each in gone:
+            lost = Filtered(each.start, len(each)) if filters else Failed(each.start, len(each), cause="rows")
+            self.ledger.append(lost)
 
     def _take(self, version: int) -> None:
         """Give the engines the weights of `version`, unless they have them."""

@@ -41,7 +41,9 @@ class Groups(Transition):
 
 @dataclass(frozen=True)
 class Admitted(Groups):
-    """Groups start to be generated under the published `version`; their indices are the next ones."""
+    """Groups start to be generated under a published `version`, in the exact schedules perhaps an older one;
+    their indices are the next ones.
+    """
 
     version: int = field(kw_only=True)
     prompts: tuple[int, ...] = ()
@@ -51,7 +53,7 @@ class Admitted(Groups):
 
 @dataclass(frozen=True)
 class Restarted(Groups):
-    """Active groups start anew under the published `version`, because a resume has not got their rows."""
+    """Active groups start anew under a published `version`, because a resume has not got their rows."""
 
     version: int = field(kw_only=True)
 
@@ -240,13 +242,13 @@ class LedgerState:
             raise ImpossibleTransition(f"{admitted}: the next index is {self.num_admitted}")
         if admitted.prompts and len(admitted.prompts) != admitted.count:
             raise ImpossibleTransition(f"{admitted}: {admitted.count} groups need as many prompts")
-        self._check_version(admitted, admitted.version, self.version)
+        self._check_published(admitted, admitted.version)
         self._phases.extend([Phase.GENERATING] * admitted.count)
         self.active.update(dict.fromkeys(admitted.indices, admitted.version))
         self.prompts.update(zip(admitted.indices, admitted.prompts))
 
     def _restart(self, restarted: Restarted) -> None:
-        self._check_version(restarted, restarted.version, self.version)
+        self._check_published(restarted, restarted.version)
         self._move(restarted, ACTIVE, Phase.GENERATING)
         for index in restarted.indices:
             self.active[index] = restarted.version
@@ -287,6 +289,12 @@ class LedgerState:
                 phase = self.phase(index).wording
                 wanted = " or ".join(each.wording for each in allowed)
                 raise ImpossibleTransition(f"{groups}: group {index} is {phase}, and not {wanted}")
+
+    def _check_published(self, transition: Transition, version: int) -> None:
+        if version > self.version:
+            raise ImpossibleTransition(
+                f"{transition}: version {self.version} is the newest that is published"
+            )
 
     def _check_version(self, transition: Transition, version: int, wanted: int) -> None:
         if version != wanted:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def _replace(target: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any
     setattr(owner, name, wrap(getattr(owner, name)))
 
 
-def start(arguments: list[str], log: Path, moment: Moment | None = None) -> int:
-    """Fork a child that runs `main_ppo`; gives its process id."""
+def start(arguments: list[str], log: Path, install: Callable[[], None] | None = None) -> int:
+    """Fork a child that runs `main_ppo` after `install`; gives its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -151,8 +152,8 @@ def start(arguments: list[str], log: Path, moment: Moment | None = None) -> int:
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        if moment is not None:
-            install(moment)
+        if install is not None:
+            install()
         status = main_ppo(arguments)
     finally:
         sys.stdout.flush()
@@ -165,8 +166,12 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def differences(run: Path, reference: Path, ignored: tuple[str, ...] = ()) -> list[str]:
-    """Return the differences between two finished runs, without metrics whose names begin with `ignored`."""
+def differences(
+    run: Path, reference: Path, ignored: tuple[str, ...] = (), *, last_files_without: tuple[str, ...] = ()
+) -> list[str]:
+    """Return the differences between two finished runs, without metrics whose names begin with `ignored` and
+    files of the last checkpoint whose names begin with `last_files_without`.
+    """
     found = []
     got = metrics_of(run)
     wanted = metrics_of(reference)
@@ -185,7 +190,7 @@ def differences(run: Path, reference: Path, ignored: tuple[str, ...] = ()) -> li
         found += [
             f"{last}/{name} differs"
             for name in sorted(set(files) | set(others))
-            if files.get(name) != others.get(name)
+            if files.get(name) != others.get(name) and not name.startswith(last_files_without)
         ]
     else:
         found.append(f"no {last}")
@@ -218,7 +223,7 @@ class Trial:
         """Kill at a moment, resume, compare; what went wrong."""
         out = self.folder / name.replace(" ", "_").replace(",", "")
         log = out.with_suffix(".log")
-        killed = wait(start(self.arguments(out), log, MOMENTS[name]))
+        killed = wait(start(self.arguments(out), log, partial(install, MOMENTS[name])))
         if killed != -signal.SIGKILL:
             return [f"not killed but ended with {killed}"]
         before = metrics_of(out, with_timings=True)

@@ -37,6 +37,8 @@ def make_source(
     if name == "sync":
         return SyncSource(loader, trajectories, roles, timer)
     ledger = Ledger.open(folder / LEDGER_FILE)
+    if ledger.position:
+        ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
     if name in EXACT_SCHEDULES:
         run_ahead = 1 if name == "one_step_off" else int(keys.run_ahead)
         return ExactSource(

@@ -174,8 +174,8 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         if not self.can_stage(actor):
             raise RolloutError(
                 f"weights of version {version} cannot be staged: {self.role} shares processes with "
-                f"{actor.role} and generates with its weights. Set trainer.placement.{self.role} to a pool of "
-                "its own"
+                f"{actor.role} and generates with its weights. Set trainer.placement.{self.role} to a pool "
+                "of its own"
             )
         return _exported(actor, version)
 

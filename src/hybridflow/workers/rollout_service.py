@@ -26,7 +26,7 @@ from hybridflow.workers.rollout_turn import Session
 Over = Callable[[], bool]
 """Whether enough was served; called in the thread that serves and in those that wake it."""
 Pause = Literal["park", "rest"]
-"""park: the session ends, and what it runs goes on in the next one. rest: it stays open where the worker keeps
+"""park: the session ends, and what it runs goes on in the next. rest: it stays open where the worker keeps
 keys and values when the weights change.
 """
 

@@ -106,8 +106,6 @@ class ContinuousSource(SyncSource):
         self._num_left_out = 0  # groups in a row that have failed or were filtered
         self._lost = Metrics()  # of groups that were left out since the last batch
         self._admits = False
-        self._parks = False  # whether the engines are wanted for something else
-        self._is_parked = False
         self._error: BaseException | None = None
         self._closing = False
         self._numbers = itertools.count(FIRST_NUMBER)
@@ -138,11 +136,9 @@ class ContinuousSource(SyncSource):
 
     def publish(self, version: int) -> None:
         """Give all engines the actor's weights, between two steps of decoding, and admit further groups."""
-        rollout = self.roles.rollout
         if not self.partial:
             self._drain()
-        with rollout.paused():
-            rollout.update_from(self.roles.actor, version)
+        self.roles.rollout.update_from(self.roles.actor, version)
         self.roles.actor.version = version
         self.version = version
         with self._changed:
@@ -158,20 +154,8 @@ class ContinuousSource(SyncSource):
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
-        """Have the engines answer a validation: training's responses that are begun are finished with it."""
-        if self._server is None:
-            yield
-            return
-        with self._changed:
-            self._parks = True
-        self.roles.rollout.wake()
-        try:
-            self._wait("waiting for the engines", lambda: self._is_parked)
-            yield
-        finally:
-            with self._changed:
-                self._parks = False
-                self._changed.notify_all()
+        """Do nothing: what is generated for training stands while the engines answer a list."""
+        yield
 
     def place(self) -> dict[str, Any]:
         """Return where the next row is read, and the rows that were read and not admitted, as plain data."""
@@ -268,15 +252,7 @@ class ContinuousSource(SyncSource):
 
     def _serve(self) -> None:
         try:
-            while True:
-                self.roles.rollout.serve(lambda: self._closing or self._parks)
-                with self._changed:
-                    self._is_parked = True
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._closing or not self._parks)
-                    self._is_parked = False
-                    if self._closing:
-                        return
+            self.roles.rollout.serve(lambda: self._closing)
         except BaseException as error:  # raised in the trainer's thread
             self._fail(error)
 

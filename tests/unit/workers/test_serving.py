@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving_scenes import SCENES, Groups, actor_worker, factories, keeping_factories, request, scored, submit
+from serving_scenes import SCENES, Groups, factories
 
 from hybridflow.controller import LocalBackend
 from hybridflow.errors import RolloutError

@@ -17,8 +17,8 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,11 +151,6 @@ class ContinuousSource(SyncSource):
         if self._loop is None:
             self._start()
         self._tell()
-
-    @contextmanager
-    def validating(self, version: int) -> Iterator[None]:
-        """Do nothing: what is generated for training stands while the engines answer a list."""
-        yield
 
     def place(self) -> dict[str, Any]:
         """Return where the next row is read, and the rows that were read and not admitted, as plain data."""

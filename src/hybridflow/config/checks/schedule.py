@@ -37,9 +37,9 @@ def schedule_problems(config: PPOConfig) -> Iterator[str]:
         yield from _refill(config)
     if schedule == "colocated_async" and "rollout" in config.trainer.placement:
         yield (
-            "trainer.schedule=colocated_async generates on the actor's devices, and trainer.placement.rollout="
-            f"{config.trainer.placement['rollout']} gives generation devices of its own: leave it out, or set "
-            "trainer.schedule=fully_async"
+            "trainer.schedule=colocated_async generates on the actor's devices, and "
+            f"trainer.placement.rollout={config.trainer.placement['rollout']} gives generation devices of "
+            "its own: leave it out, or set trainer.schedule=fully_async"
         )
 
 
@@ -78,8 +78,8 @@ def _bounds(config: PPOConfig) -> Iterator[str]:
         return
     if schedule in EXACT_SCHEDULES and ahead != int(ahead):
         yield (
-            f"{shown} with trainer.schedule={schedule}, which generates whole batches: set a whole number, or "
-            "trainer.schedule=fully_async"
+            f"{shown} with trainer.schedule={schedule}, which generates whole batches: set a whole number, "
+            "or trainer.schedule=fully_async"
         )
         return
     assert bound is not None, "filled by resolve"

@@ -80,6 +80,10 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"reward\.reward_model\.model_path", r"reward.reward_model.model.path"),
     (r"reward\.reward_model\.micro_batch_size", r"reward.reward_model.micro_batch_size_per_gpu"),
     (r"reward\.reward_model\.model\.fsdp_config\.(.+)", r"reward.reward_model.fsdp_config.\1"),
+    # schedules
+    (r"trainer\.v1\.trainer_mode", r"trainer.schedule"),
+    (r"async_training\.staleness_threshold", r"trainer.async.run_ahead"),
+    (r"async_training\.partial_rollout", r"trainer.async.partial_rollout"),
     # checkpoints
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
@@ -100,6 +104,7 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},
     "algorithm.gdpo_reward_weights": {None: []},
+    "trainer.schedule": {"colocate_async": "colocated_async", "separate_async": "fully_async"},
     "algorithm.rollout_correction.rollout_is": dict.fromkeys((False, "none", "null")),
     "algorithm.rollout_correction.rollout_rs": dict.fromkeys((False, "none", "null")),
 }
@@ -126,6 +131,11 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
 # (regular expression of the whole path, the values with which it is another key, that key).
 ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (r"(?:reward\.reward_manager\.name|reward_model\.reward_manager)", ("batch",), r"reward.manager"),
+    (
+        r"actor_rollout_ref\.actor\.use_rollout_log_probs",
+        (True,),
+        r"algorithm.rollout_correction.bypass_mode",
+    ),
     (ROLLOUT + r"dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
     (
         r"((?:actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config|engine)\.model_dtype",

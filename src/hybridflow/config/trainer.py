@@ -114,6 +114,8 @@ class BaseTrainerConfig:
 
 
 ScheduleName = Literal["sync", "one_step_off", "exact_async", "fully_async", "colocated_async"]
+EXACT_SCHEDULES = ("one_step_off", "exact_async")
+"""Schedules in which each batch is generated whole under one version of the weights."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class AsyncConfig:
     run_ahead: float = key(
         1.0,
         "Steps that generation runs ahead of training; it sets the mean staleness. A fraction is a part of a "
-        "step's groups. exact_async takes whole steps; one_step_off is always 1.",
+        "step's groups. exact_async takes whole steps, one_step_off 1. 0: nothing is generated ahead.",
         minimum=0,
     )
     max_staleness: int | None = key(

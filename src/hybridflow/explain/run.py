@@ -22,6 +22,7 @@ from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
 from hybridflow.explain.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
+from hybridflow.explain.schedule import schedule_lines
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
@@ -33,12 +34,22 @@ from hybridflow.trainer.sft.build import sizes as sft_sizes
 def explain_run(
     config: PPOConfig | SFTConfig, num_train_rows: int | None = None, columns: Collection[str] | None = None
 ) -> list[Line]:
-    """Return the sizes of a step, the processes, their rows, and their memory for models on this machine.
+    """Return the sizes of a step, its schedule, the processes, their rows, and their memory for models on this
+    machine.
 
     Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.
     """
     plan = Plan.of(config)
-    return [*explain(config, num_train_rows, columns), *_processes(plan), *_rows(plan), *_memory(plan)]
+    schedule: list[Line] = []
+    if isinstance(config, PPOConfig):
+        schedule = list(schedule_lines(config))
+    return [
+        *explain(config, num_train_rows, columns),
+        *schedule,
+        *_processes(plan),
+        *_rows(plan),
+        *_memory(plan),
+    ]
 
 
 @dataclass(frozen=True)

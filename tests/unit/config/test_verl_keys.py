@@ -285,7 +285,10 @@ trainer: {balance_batch: true, total_epochs: 30, total_training_steps: null, pro
   max_actor_ckpt_to_keep: null,
   max_critic_ckpt_to_keep: null, ray_wait_register_center_timeout: 300, device: cuda,
   use_legacy_worker_impl: auto, use_v1: true,
-  v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}, profile_steps: null}
+  v1: {trainer_mode: sync, colocate_async: {num_warmup_batches: 1}, separate_async: {num_warmup_batches: 1,
+  parameter_sync_step: 4, hybrid_rollout: {enable_switch: false, switch_threshold_ratio: 0.4}},
+  sampler: {max_off_policy_threshold: 8, max_off_policy_strategy: drop, sync_refill_failed_groups: False,
+  custom_sampler: {path: null, name: null}, sampler_kwargs: {}}}, profile_steps: null}
 global_profiler: {_target_: verl.X, tool: null, steps: null, profile_continuous_steps: false, save_path: p,
   global_tool_config: {nsys: {discrete: false}, torch_memory: {stack_depth: 32, kw_args: {}}}}
 skip: {rollout: {enable: false, dump_dir: d, steps: [], action: cache}}
@@ -347,7 +350,6 @@ MUST_BE_REFUSED = [
     "trainer.device=mps",
     "trainer.prometheus.enable=True",
     "global_profiler.tool=nsys",
-    "async_training.staleness_threshold=0.5",
     "distillation.enabled=True",
     # true is not the 1 that is accepted
     "actor_rollout_ref.rollout.expert_parallel_size=true",
@@ -356,9 +358,22 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.actor.megatron.use_distributed_optimizer=True",
     "actor_rollout_ref.actor.data_loader_seed=true",
     "actor_rollout_ref.rollout.over_sample_rate=1.0",
-    # other trainers
-    "trainer.v1.trainer_mode=fully_async",
-    "trainer.v1.trainer_mode=one_step_off",
+    # schedules
+    "trainer.v1.colocate_async.num_warmup_batches=2",
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+    "trainer.v1.sampler.max_off_policy_threshold=4",
+    "trainer.v1.sampler.custom_sampler.path=mine.py",
+    "trainer.v1.sampler.sync_refill_failed_groups=True",
+    "async_training.trigger_parameter_sync_step=4",
+    "async_training.require_batches=1",
+    "async_training.use_trainer_do_validate=True",
+    "async_training.use_dynamic_resource_scheduling=True",
+    "async_training.concurrent_samples_per_replica=32",
+    "async_training.other=1",
+    "rollout.nnodes=1",
+    "rollout.total_rollout_steps=100",
+    "rollout.test_freq=10",
+    "rollout.standalone_gpu_memory_utilization=0.8",
     # other numbers
     "actor_rollout_ref.actor.optim.optimizer=Adam",
     "actor_rollout_ref.actor.optim.optimizer=SGD",
@@ -533,6 +548,16 @@ HONOURED = [
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
         "float32",
+    ),
+    (PPOConfig, "trainer.v1.trainer_mode=separate_async", "trainer.schedule", "fully_async"),
+    (PPOConfig, "trainer.v1.trainer_mode=colocate_async", "trainer.schedule", "colocated_async"),
+    (PPOConfig, "async_training.staleness_threshold=0.5", "trainer.async.run_ahead", 0.5),
+    (PPOConfig, "async_training.partial_rollout=False", "trainer.async.partial_rollout", False),
+    (
+        PPOConfig,
+        "actor_rollout_ref.actor.use_rollout_log_probs=True",
+        "algorithm.rollout_correction.bypass_mode",
+        True,
     ),
     (
         PPOConfig,

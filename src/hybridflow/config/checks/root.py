@@ -26,6 +26,7 @@ from hybridflow.config.checks.notes import has_validation, ppo_notes
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout_problems
+from hybridflow.config.checks.schedule import schedule_notes, schedule_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -59,7 +60,12 @@ def check(
     """
     if isinstance(config, PPOConfig):
         problems = list(_ppo_problems(config))
-        notes = [*ppo_notes(config, given), *rollout_notes(config, given), *cluster_notes(config, given)]
+        notes = [
+            *ppo_notes(config, given),
+            *rollout_notes(config, given),
+            *schedule_notes(config, given),
+            *cluster_notes(config, given),
+        ]
     else:
         problems = list(_sft_problems(config))
         notes = list(cluster_notes(config, given))
@@ -78,6 +84,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from _rollout(config)
     yield from rollout_problems(config)
     yield from agent_problems(config)
+    yield from schedule_problems(config)
     yield from engine_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)

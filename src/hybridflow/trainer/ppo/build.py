@@ -16,9 +16,11 @@ from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.roles import ROLE_KEYS
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
 from hybridflow.data.build import PromptData, build_prompt_data
 from hybridflow.data.plugin import load_object
+from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
@@ -96,6 +98,7 @@ def _trainer(
             f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
             "steps for the actor: set it lower, or raise trainer.total_epochs"
         )
+    _fixed_order(config, data.train_loader.sampler)
     roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, {})
     if roles.reward_model is not None:
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
@@ -148,6 +151,21 @@ def _trainer(
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _fixed_order(config: PPOConfig, sampler: Sampler) -> None:
+    """Raise ConfigError where an exact schedule would ask a sampler that learns before it has learned."""
+    trainer = config.trainer
+    if trainer.schedule not in EXACT_SCHEDULES or not trainer.async_.run_ahead:
+        return
+    for protocol, does in ((CurriculumSampler, "learns from batches"), (StatefulSampler, "keeps a state")):
+        if isinstance(sampler, protocol):
+            raise ConfigError(
+                f"trainer.schedule={trainer.schedule} asks for prompts {trainer.async_.run_ahead:g} steps "
+                f"ahead, and data.sampler ({type(sampler).__name__}) {does}, so the prompts would depend on "
+                "the schedule: set trainer.async.run_ahead=0, trainer.schedule=sync or fully_async, or "
+                "leave data.sampler out"
+            )
 
 
 def _step_class(config: PPOConfig) -> type[PPOStep]:

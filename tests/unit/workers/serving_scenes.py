@@ -74,6 +74,23 @@ def keeping_factories(host: Any) -> Any:
     return {"actor": actor_worker, "rollout": lambda info: rollout_worker(recomputes=False)}
 
 
+class Hanging(RemotePush):
+    """A push that never ends."""
+
+    def update(self, engine: object, shares: object, version: int) -> None:
+        threading.Event().wait()
+
+
+def hanging_factories(host: Any) -> Any:
+    def hanging(info: object) -> RolloutWorker:
+        worker = rollout_worker()
+        policy = exact_policy()
+        worker.pushed = Hanging(policy, Holding.whole(policy))
+        return worker
+
+    return {"actor": actor_worker, "rollout": hanging}
+
+
 class Groups:
     """The two groups of a fresh start: the weights are those of `llama()` as version 0."""
 

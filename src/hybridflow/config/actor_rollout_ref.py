@@ -370,9 +370,9 @@ class RolloutConfig:
     )
     recompute_kv_after_update: bool = key(
         True,
-        "Keys and values of responses that go on under new weights are computed again; false: they stay as the "
-        "old weights made them, which saves that and makes later log-probs those of neither version. false "
-        "wants the native engine on a pool of its own.",
+        "Keys and values of responses that go on under new weights are computed again; false: they stay as "
+        "the old weights made them, which saves that and makes later log-probs those of neither version. "
+        "false wants the native engine on a pool of its own.",
     )
     kv_cache: Literal["auto", "slots", "paged"] = key(
         "auto",

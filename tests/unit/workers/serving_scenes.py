@@ -1,5 +1,5 @@
-"""Serving without an end while weights change, the same for every backend: tiny models in exact mode, an actor
-whose weights change by `learn`, and a rollout with weights of its own.
+"""Serving without an end while weights change, the same for every backend: tiny models in exact mode, an
+actor whose weights change by `learn`, and a rollout with weights of its own.
 """
 
 from __future__ import annotations

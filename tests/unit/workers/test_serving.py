@@ -1,4 +1,4 @@
-"""Serving without an end and weights in flight, in this process; `unit/controller/ray` has the same scenes."""
+"""Serving without an end and weights in flight, in this process; the same scenes run on Ray."""
 
 from __future__ import annotations
 

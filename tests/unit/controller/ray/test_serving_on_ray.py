@@ -1,5 +1,5 @@
-"""Serving without an end and weights in flight, with the rollout in processes of its own; and what hangs or dies
-there ends within its deadline.
+"""Serving without an end and weights in flight, with the rollout in processes of its own; and what hangs or
+dies there ends within its deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ray_house import start  # noqa: E402
 from serving_scenes import (  # noqa: E402
     SCENES,
     Groups,
-    actor_worker,
     factories,
     hanging_factories,
     request,
@@ -83,7 +82,7 @@ def test_a_replica_that_dies_ends_serving_and_the_update(cluster: Cluster) -> No
             for answer in answers.values():
                 with pytest.raises(ReplicaLost, match="generation has ended: WorkerLost"):
                     answer.result(60)
-            with pytest.raises(WorkerLost, match="rollout rank 1 is lost|is lost") as caught:
+            with pytest.raises(WorkerLost, match="is lost") as caught:
                 groups.rollout.update_from(groups.actor, 1)
             assert "while rollout-0, rollout-1 took weights of version 1" in caught.value.__notes__
         (failure,) = failures

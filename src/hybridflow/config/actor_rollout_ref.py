@@ -368,6 +368,12 @@ class RolloutConfig:
     enable_prefix_caching: bool = key(
         True, "Prompts that begin alike share the keys and values of their common beginning."
     )
+    recompute_kv_after_update: bool = key(
+        True,
+        "Keys and values of responses that go on under new weights are computed again; false: they stay as "
+        "the old weights made them, which saves that and makes later log-probs those of neither version. "
+        "false wants the native engine on a pool of its own.",
+    )
     kv_cache: Literal["auto", "slots", "paged"] = key(
         "auto",
         "native: hold keys and values in one slot for each row (slots) or in blocks of 256 tokens (paged); "

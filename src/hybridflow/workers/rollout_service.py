@@ -226,6 +226,6 @@ class Service:
 
     def _stood_too_long(self) -> RolloutError:
         return RolloutError(
-            f"{', '.join(self._names)} stood for {3 * self.patience:g} s, three times trainer.worker_timeout: a "
-            "pause was not ended by a resume"
+            f"{', '.join(self._names)} stood for {3 * self.patience:g} s, thrice trainer.worker_timeout: "
+            "a pause was not ended by a resume"
         )

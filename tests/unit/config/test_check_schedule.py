@@ -8,7 +8,6 @@ import pytest
 from possible_run import problem
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.schedule import BUILT
 from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.resolve import resolve
 from hybridflow.config.trainer import ScheduleName
@@ -18,11 +17,6 @@ AHEAD = "trainer.async.run_ahead"
 BOUND = "trainer.async.max_staleness"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 FILTER = "algorithm.filter_groups.enable=true"
-
-
-@pytest.fixture
-def all_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.config.checks.schedule.BUILT", frozenset(NAMES))
 
 
 def resolved(*overrides: str) -> tuple[float, int | None]:
@@ -50,7 +44,7 @@ def test_staleness_follows_from_the_schedule(overrides: list[str], wanted: tuple
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-def test_a_resolved_configuration_is_resolved_again_to_itself(schedule: str, all_built: None) -> None:
+def test_a_resolved_configuration_is_resolved_again_to_itself(schedule: str) -> None:
     ahead, bound = resolved(f"trainer.schedule={schedule}")
     assert resolved(f"trainer.schedule={schedule}", f"{AHEAD}={ahead}", f"{BOUND}={bound}") == (ahead, bound)
 
@@ -85,13 +79,13 @@ def test_a_resolved_configuration_is_resolved_again_to_itself(schedule: str, all
         ),
     ],
 )
-def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str, all_built: None) -> None:
+def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
     assert says in problem(base, *overrides)
 
 
 @pytest.mark.parametrize("schedule", NAMES[1:])
 def test_stale_tokens_want_a_correction_and_none_are_stale_without_run_ahead(
-    base: list[str], schedule: str, all_built: None
+    base: list[str], schedule: str
 ) -> None:
     said = problem(base, f"trainer.schedule={schedule}")
     for key in ("rollout_is=token", "rollout_rs=token_k1", "bypass_mode=true"):
@@ -108,15 +102,6 @@ def test_stale_tokens_want_a_correction_and_none_are_stale_without_run_ahead(
         prepare_config(PPOConfig, [*base, f"trainer.schedule={schedule}", *keys])
 
 
-@pytest.mark.parametrize("schedule", NAMES)
-def test_a_schedule_that_is_not_built_never_runs_as_another(base: list[str], schedule: str) -> None:
-    if schedule in BUILT:
-        prepare_config(PPOConfig, [*base, f"trainer.schedule={schedule}", f"{AHEAD}=0"])
-    else:
-        said = problem(base, f"trainer.schedule={schedule}", f"{AHEAD}=0")
-        assert f"trainer.schedule={schedule} is not in this version" in said
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -129,7 +114,7 @@ def test_a_schedule_that_is_not_built_never_runs_as_another(base: list[str], sch
     ],
 )
 def test_keys_with_less_effect_than_they_seem_to_have_are_told(
-    base: list[str], overrides: list[str], says: str, all_built: None
+    base: list[str], overrides: list[str], says: str
 ) -> None:
     notes = prepare_config(PPOConfig, [*base, CORRECTED, *overrides]).notes
     assert any(says in note for note in notes), notes

@@ -1,5 +1,5 @@
-"""Serving without an end while weights change, the same for every backend: tiny models in exact mode, an actor
-whose weights change by `learn`, and a rollout with weights of its own.
+"""Serving without an end while weights change, the same for every backend: tiny models in exact mode, an
+actor whose weights change by `learn`, and a rollout with weights of its own.
 """
 
 from __future__ import annotations
@@ -72,6 +72,35 @@ def factories(host: Any) -> Any:
 
 def keeping_factories(host: Any) -> Any:
     return {"actor": actor_worker, "rollout": lambda info: rollout_worker(recomputes=False)}
+
+
+class Hanging(RemotePush):
+    """A push that never ends."""
+
+    def update(self, engine: object, shares: object, version: int) -> None:
+        threading.Event().wait()
+
+
+def hanging_factories(host: Any) -> Any:
+    def hanging(info: object) -> RolloutWorker:
+        worker = rollout_worker()
+        policy = exact_policy()
+        worker.pushed = Hanging(policy, Holding.whole(policy))
+        return worker
+
+    return {"actor": actor_worker, "rollout": hanging}
+
+
+class Standing(NativeEngine):
+    """An engine whose sessions never end a step."""
+
+    def _new_session(self, closed: bool) -> Any:
+        threading.Event().wait()
+
+
+def standing_factories(host: Any) -> Any:
+    engine = Standing(exact_policy(), eos_token_ids=[2])
+    return {"actor": actor_worker, "rollout": lambda info: RolloutWorker(engine)}
 
 
 class Groups:
@@ -194,10 +223,11 @@ def each_segment_has_the_log_probs_of_its_version(groups: Groups) -> None:
     with group.opened():
         answers = submit(group, requests)
         for version in range(1, 4):
-            short = request(100 * version, 3)
-            heard = submit(group, [short])[short.request_id]
-            heard.add_done_callback(lambda _: group.wake())
-            group.serve(heard.done)
+            # on each replica, all others have a token by then
+            heard = submit(group, [request(100 * version + place, 3) for place in range(2)])
+            for short in heard.values():
+                short.add_done_callback(lambda _: group.wake())
+            group.serve(lambda heard=heard: all(short.done() for short in heard.values()))
             groups.learn(0.1 * version)
             group.update_from(groups.actor, version)
         for answer in answers.values():

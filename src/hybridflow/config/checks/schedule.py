@@ -14,8 +14,6 @@ from hybridflow.config.needs import is_given, loss_facts
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 
-BUILT = frozenset({"sync"})
-"""The schedules that this version has."""
 PATH = "trainer.async"
 CORRECTION = "algorithm.rollout_correction"
 
@@ -23,11 +21,6 @@ CORRECTION = "algorithm.rollout_correction"
 def schedule_problems(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each key that the schedule excludes or cannot do without."""
     schedule = config.trainer.schedule
-    if schedule not in BUILT:
-        yield (
-            f"trainer.schedule={schedule} is not in this version: set one of {', '.join(sorted(BUILT))}, or "
-            "leave it out"
-        )
     if schedule == "sync":
         yield from _asynchronous_keys(config)
         return

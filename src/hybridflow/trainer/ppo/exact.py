@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact import ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
@@ -27,8 +28,6 @@ from hybridflow.workers.exact import ExactRollout
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.exact"
-EXACT_SCHEDULES = ("one_step_off", "exact_async")
-"""Schedules whose runs are a function of the configuration, whatever the timing."""
 AUTO_LENGTH = 256
 """Tokens of prompt and response up to which `auto` takes it: attention costs more than the pass that is saved
 beyond.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.timing import Timer
-from hybridflow.trainer.ppo.exact import EXACT_SCHEDULES
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
@@ -40,19 +39,22 @@ def make_source(
     if ledger.position:
         ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
     if name in EXACT_SCHEDULES:
-        run_ahead = 1 if name == "one_step_off" else int(keys.run_ahead)
         return ExactSource(
-            loader, trajectories, roles, timer, run_ahead=run_ahead, total_steps=total_steps, ledger=ledger
+            loader,
+            trajectories,
+            roles,
+            timer,
+            run_ahead=int(keys.run_ahead),
+            total_steps=total_steps,
+            ledger=ledger,
         )
-    bound = keys.max_staleness
-    if bound is None:
-        bound = math.ceil(3 * keys.run_ahead)
+    assert keys.max_staleness is not None, "filled by resolve"
     return ContinuousSource(
         loader,
         trajectories,
         roles,
         timer,
-        schedule=Schedule(config.data.train_batch_size, keys.run_ahead, bound, total_steps),
+        schedule=Schedule(config.data.train_batch_size, keys.run_ahead, keys.max_staleness, total_steps),
         ledger=ledger,
         partial=keys.partial_rollout,
         max_concurrent=keys.max_concurrent_groups,

@@ -24,7 +24,7 @@ from typing import Any
 
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
-from hybridflow.errors import DataError
+from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
@@ -163,11 +163,21 @@ class ContinuousSource(SyncSource):
         """
         with self._changed:
             groups = [_to_state(group) for group in self._groups.values()]
-            return {**self.place(), "version": self.version, "ledger": self.ledger.sync(), "groups": groups}
+            own = {"groups": groups, "ledger": self.ledger.sync(), "groups_per_step": self._groups_per_step}
+            return {**self.place(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Groups that were being generated are started anew."""
+        """Go on where `state` was taken. Groups that were being generated are started anew.
+
+        CheckpointError where this run's steps are of another size, or its bound on staleness is too low for
+        the groups that wait.
+        """
         super().load_state_dict(state)
+        if state["groups_per_step"] != self._groups_per_step:
+            raise CheckpointError(
+                f"the checkpoint's run trained {state['groups_per_step']} groups a step, and this one trains "
+                f"{self._groups_per_step}: set data.train_batch_size={state['groups_per_step']}"
+            )
         self._prompts = deque((epoch, PromptRow(**prompt)) for epoch, prompt in state["read"])
         self.ledger.rewind(state["ledger"])
         for each in state["groups"]:
@@ -176,6 +186,13 @@ class ContinuousSource(SyncSource):
             if group.rows is None:
                 self.ledger.append(Restarted(group.index, version=self.version))
                 self._waiting.append(group)
+        oldest = min(self.ledger.state.active.values(), default=self.version)
+        if self.version - oldest > self.schedule.max_staleness:
+            raise CheckpointError(
+                f"groups of the checkpoint were sampled {self.version - oldest} steps ago, more than "
+                f"trainer.async.max_staleness={self.schedule.max_staleness}: set it to that of the "
+                "checkpoint's run"
+            )
 
     def close(self) -> None:
         """End generation, and the processes that read ahead."""
@@ -190,6 +207,10 @@ class ContinuousSource(SyncSource):
         self._stack.close()
         self.ledger.close()
         super().close()
+
+    @property
+    def _groups_per_step(self) -> int:
+        return self.schedule.groups_per_step
 
     # ---- in the trainer's thread
 
@@ -220,7 +241,7 @@ class ContinuousSource(SyncSource):
         state = self.ledger.state
         while True:
             taken = len(state.batches.get(step, []))
-            if taken == self.schedule.groups_per_step:
+            if taken == self._groups_per_step:
                 return True
             index = self.schedule.choose(step, taken, state.active, state.ready)
             if index is None:
@@ -334,7 +355,7 @@ class ContinuousSource(SyncSource):
         del self._groups[group.index]
         self._lost.update(metrics)
         self._num_left_out += 1
-        if self._num_left_out >= MAX_BARREN_BATCHES * self.schedule.groups_per_step:
+        if self._num_left_out >= MAX_BARREN_BATCHES * self._groups_per_step:
             raise DataError(
                 f"the last {self._num_left_out} groups were left out, because all of their trajectories "
                 "failed or dynamic sampling found nothing to learn from: use prompts that the model gets "

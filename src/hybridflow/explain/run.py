@@ -34,7 +34,7 @@ from hybridflow.trainer.sft.build import sizes as sft_sizes
 def explain_run(
     config: PPOConfig | SFTConfig, num_train_rows: int | None = None, columns: Collection[str] | None = None
 ) -> list[Line]:
-    """Return the sizes of a step, its schedule, the processes, their rows, and their memory for models on this
+    """Return the sizes of a step, its schedule, the processes, their rows and memory for models on this
     machine.
 
     Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.

@@ -281,16 +281,6 @@ class DataProto:
 
     # ---- choosing fields
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rows as tensors and plain lists and dicts, for a checkpoint."""
-        columns = {name: list(column) for name, column in self.non_tensor_batch.items()}
-        return {"tensors": self._tensors(), "columns": columns, "meta": dict(self.meta_info)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> DataProto:
-        """Return the rows of which `state_dict` was taken."""
-        return cls.from_dict(state["tensors"], state["columns"], state["meta"])
-
     def select(
         self,
         batch_keys: Sequence[str] | None = None,

@@ -29,6 +29,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.roles import Roles
@@ -398,7 +399,7 @@ def _cause(metrics: Metrics) -> str:
 def _to_state(group: Group) -> dict[str, Any]:
     state = {"index": group.index, "prompt": vars(group.prompt), "epoch": group.epoch, "rows": None}
     if group.rows is not None:
-        state["rows"] = group.rows.state_dict()
+        state["rows"] = state_of_rows(group.rows)
         state["metrics"] = group.metrics.state_dict()
     return state
 
@@ -406,6 +407,6 @@ def _to_state(group: Group) -> dict[str, Any]:
 def _from_state(state: Mapping[str, Any]) -> Group:
     group = Group(state["index"], PromptRow(**state["prompt"]), state["epoch"])
     if state["rows"] is not None:
-        group.rows = DataProto.from_state(state["rows"])
+        group.rows = rows_of_state(state["rows"])
         group.metrics = Metrics.from_state(state["metrics"])
     return group

@@ -25,6 +25,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
@@ -286,10 +287,10 @@ class ExactSource(SyncSource):
 
 def _to_state(batch: TrainBatch) -> dict[str, Any]:
     """Return a batch as plain data and tensors, without the seconds that it took."""
-    rows = batch.rows.state_dict()
+    rows = state_of_rows(batch.rows)
     return {"rows": rows, "epoch": batch.epoch, "metrics": batch.metrics.state_dict()}
 
 
 def _from_state(state: Mapping[str, Any]) -> TrainBatch:
-    rows = DataProto.from_state(state["rows"])
+    rows = rows_of_state(state["rows"])
     return TrainBatch(rows, state["epoch"], Metrics.from_state(state["metrics"]))

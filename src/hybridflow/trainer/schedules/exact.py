@@ -243,7 +243,7 @@ class ExactSource(SyncSource):
         with self._changed:
             self._places[batch] = copy.deepcopy(self.place())
         first = self.num_admitted
-        made = self.make_batch(refill=False)
+        made = self.make_batch(refill=not self.run_ahead)
         with self._changed:
             self._note(range(first, self.num_admitted), self._groups_of(made.rows))
             self._made[batch] = made

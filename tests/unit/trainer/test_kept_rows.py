@@ -1,4 +1,4 @@
-"""Rows that a run keeps of each step: all columns as trained, what the step was given, and what a resume does."""
+"""Rows that a run keeps of each step: all columns as trained, and what the step was given."""
 
 from __future__ import annotations
 

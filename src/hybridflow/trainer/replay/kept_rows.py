@@ -107,7 +107,9 @@ class KeptRows:
         given_loss_mask: torch.Tensor | None,
     ) -> Path:
         """Write the rows of a step, whole or not at all, in place of earlier ones; return their folder."""
-        tensors = {str(name): tensor for name, tensor in rows.batch.items() if name != "input_ids"}
+        tensors: dict[str, Any] = {
+            str(name): tensor for name, tensor in rows.batch.items() if name != "input_ids"
+        }
         if given_loss_mask is not None:
             tensors[GIVEN_MASK] = given_loss_mask
         facts = {"step": step, "epoch": epoch, "given": given_columns}

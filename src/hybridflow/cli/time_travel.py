@@ -1,0 +1,95 @@
+"""`hybridflow diff`, `replay` and `reverify`: what two runs, or a run and its repetition, have in common."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import HybridFlowError
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.replay.diff import RunDiff
+    from hybridflow.trainer.replay.difference import Difference
+
+CANNOT = 2
+"""Exit status where a comparison cannot be made; 0 says equal and 1 different."""
+SHOWN = 60
+"""Characters of a value in the output."""
+
+
+def add_time_travel(words: Any) -> None:
+    """Add the grammar of the commands."""
+    diff = words.add_parser("diff", help="name the first quantity in which two runs differ, and where")
+    diff.add_argument("first", help="folder of a run")
+    diff.add_argument("second", help="folder of another run")
+    diff.add_argument("--json", action="store_true", help="print it as one JSON object")
+    diff.set_defaults(body=diff_command)
+
+
+def cannot_is_two(body: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return the body of a command with an error of the user's as exit status 2, as `diff` and `cmp` have."""
+
+    @functools.wraps(body)
+    def call(options: argparse.Namespace) -> int:
+        try:
+            return body(options)
+        except HybridFlowError as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            return CANNOT
+
+    return call
+
+
+@cannot_is_two
+def diff_command(options: argparse.Namespace) -> int:
+    """Print the first difference of two runs."""
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
+
+    setup_logging()
+    with progress.shown():
+        with progress.phase("importing torch"):
+            from hybridflow.trainer.replay.diff import diff_runs
+        with progress.phase("comparing the runs"):
+            found = diff_runs(Path(options.first), Path(options.second))
+    if options.json:
+        print(json.dumps({"status": found.status, **asdict(found)}, default=str))
+    else:
+        show_diff(found)
+    return found.status
+
+
+def show_diff(found: RunDiff) -> None:
+    """Print the first difference, those that follow, what was compared and what was not."""
+    if found.differences:
+        print(f"first difference: {line_of(found.differences[0])}")
+        for difference in found.differences[1:]:
+            print(f"  then: {line_of(difference)}")
+    elif found.status == 0:
+        print("the runs are equal in all that was compared")
+    else:
+        print("nothing of any step could be compared")
+    print(f"compared: {', '.join(f'{count} {what}' for what, count in found.compared.items())}")
+    for note in found.notes:
+        print(f"note: {note}")
+
+
+def line_of(difference: Difference) -> str:
+    """Return a difference on one line: kind, name, place, both values."""
+    place = difference.where()
+    where = f" at {place}" if place else ""
+    return (
+        f"{difference.kind} {difference.name}{where}: {_short(difference.first)} | "
+        f"{_short(difference.second)}"
+    )
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

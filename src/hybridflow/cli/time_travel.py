@@ -1,4 +1,4 @@
-"""`hybridflow diff`, `replay` and `reverify`: what two runs, or a run and its repetition, have in common."""
+"""`hybridflow diff` and `replay`: where two runs, or a run and its repetition, differ."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hybridflow.errors import HybridFlowError
 if TYPE_CHECKING:
     from hybridflow.trainer.replay.diff import RunDiff
     from hybridflow.trainer.replay.difference import Difference
+    from hybridflow.trainer.replay.replay import Replay
 
 CANNOT = 2
 """Exit status where a comparison cannot be made; 0 says equal and 1 different."""
@@ -30,6 +31,13 @@ def add_time_travel(words: Any) -> None:
     diff.add_argument("second", help="folder of another run")
     diff.add_argument("--json", action="store_true", help="print it as one JSON object")
     diff.set_defaults(body=diff_command)
+    again = words.add_parser(
+        "replay", help="train a step of a run again from its checkpoint and kept rows, and compare the bits"
+    )
+    again.add_argument("run", help="folder of a run with trainer.keep_rows=true")
+    again.add_argument("--step", type=int, required=True, help="the last step to do again, from 1")
+    again.add_argument("--json", action="store_true", help="print it as one JSON object")
+    again.set_defaults(body=replay_command)
 
 
 def cannot_is_two(body: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -63,6 +71,38 @@ def diff_command(options: argparse.Namespace) -> int:
     else:
         show_diff(found)
     return found.status
+
+
+@cannot_is_two
+def replay_command(options: argparse.Namespace) -> int:
+    """Do steps of a run again and print whether their bits agree."""
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
+
+    setup_logging()
+    with progress.shown():
+        with progress.phase("importing torch and transformers"):
+            from hybridflow.trainer.replay.replay import replay
+        found = replay(Path(options.run), options.step)
+    if options.json:
+        print(json.dumps({"status": found.status, **asdict(found)}, default=str))
+    else:
+        show_replay(found)
+    return found.status
+
+
+def show_replay(found: Replay) -> None:
+    """Print which steps were done again, and whether their bits agree with the run's."""
+    steps = ", ".join(map(str, found.steps))
+    print(f"began after step {found.began_after}; steps done again: {steps}")
+    for difference in found.differences:
+        print(f"differs: {line_of(difference)}")
+    weights = "weights and optimizers" if found.compared_weights else "no weights"
+    print(f"compared: {found.num_metrics} metrics, {weights}")
+    if found.status == 0:
+        print("all bits agree")
+    for note in found.notes:
+        print(f"note: {note}")
 
 
 def show_diff(found: RunDiff) -> None:

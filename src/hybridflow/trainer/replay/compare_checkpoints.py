@@ -1,4 +1,4 @@
-"""The checkpoints of one step of two runs, compared tensor by tensor and to the bit, on any number of ranks."""
+"""The checkpoints of one step of two runs, compared tensor by tensor and to the bit, whatever their ranks."""
 
 from __future__ import annotations
 

@@ -25,10 +25,25 @@ from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows
 
 NAMES_AND_OUTPUT = {
     "data.cache_dir",
-    *(
-        f"trainer.{name}"
-        for name in ["project_name", "experiment_name", "default_local_dir", "logger", "wandb_proxy", "save_freq", "max_ckpt_to_keep", "remote_checkpoint_dir", "resume_mode", "resume_from_path", "esi_redundant_time", "keep_rows", "rollout_data_dir", "validation_data_dir", "log_val_generations", "worker_timeout", "heartbeat_timeout", "startup_timeout", "max_restarts"]
-    ),
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "trainer.logger",
+    "trainer.wandb_proxy",
+    "trainer.save_freq",
+    "trainer.max_ckpt_to_keep",
+    "trainer.remote_checkpoint_dir",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.esi_redundant_time",
+    "trainer.keep_rows",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.log_val_generations",
+    "trainer.worker_timeout",
+    "trainer.heartbeat_timeout",
+    "trainer.startup_timeout",
+    "trainer.max_restarts",
 }
 """Keys that change no number of a run."""
 
@@ -130,9 +145,8 @@ def _note_machines(first: Path, second: Path, found: RunDiff) -> None:
             return
     for name in facts[0]:
         if facts[0][name] != facts[1].get(name):
-            found.notes.append(
-                f"other machines: {name} is {facts[0][name]} and {facts[1].get(name)}, so last bits may differ"
-            )
+            values = f"{facts[0][name]} and {facts[1].get(name)}"
+            found.notes.append(f"other machines: {name} is {values}, so last bits may differ")
 
 
 def _step_differences(first: Path, second: Path, found: RunDiff) -> Iterator[Difference]:

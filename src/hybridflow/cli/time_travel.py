@@ -1,4 +1,4 @@
-"""`hybridflow diff` and `replay`: where two runs, or a run and its repetition, differ."""
+"""`hybridflow diff`, `replay` and `reverify`: runs compared, repeated and judged anew."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
 
 from hybridflow.errors import HybridFlowError
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from hybridflow.trainer.replay.diff import RunDiff
     from hybridflow.trainer.replay.difference import Difference
     from hybridflow.trainer.replay.replay import Replay
+    from hybridflow.trainer.replay.reverify import Judged
 
 CANNOT = 2
 """Exit status where a comparison cannot be made; 0 says equal and 1 different."""
@@ -38,6 +42,14 @@ def add_time_travel(words: Any) -> None:
     again.add_argument("--step", type=int, required=True, help="the last step to do again, from 1")
     again.add_argument("--json", action="store_true", help="print it as one JSON object")
     again.set_defaults(body=replay_command)
+    judge = words.add_parser(
+        "reverify", help="judge stored rows by another reward or estimator, without generating"
+    )
+    judge.add_argument("run", help="folder of a run with trainer.keep_rows=true")
+    judge.add_argument("--reward", metavar="FILE.PY:NAME", help="a reward function (default: the run's)")
+    judge.add_argument("--estimator", help="an advantage estimator (default: the run's)")
+    judge.add_argument("--step", type=int, help="one step (default: all that were kept)")
+    judge.set_defaults(body=reverify_command)
 
 
 def cannot_is_two(body: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -103,6 +115,41 @@ def show_replay(found: Replay) -> None:
         print("all bits agree")
     for note in found.notes:
         print(f"note: {note}")
+
+
+@cannot_is_two
+def reverify_command(options: argparse.Namespace) -> int:
+    """Print what another reward function or estimator makes of stored rows."""
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
+
+    setup_logging()
+    with progress.shown():
+        with progress.phase("importing torch"):
+            from hybridflow.trainer.replay.reverify import reverify
+        judged = reverify(Path(options.run), options.reward, options.estimator, options.step)
+    show_judged(judged)
+    return 0
+
+
+def show_judged(judged: Sequence[Judged]) -> None:
+    """Print a row for each step, with stored values beside those found anew."""
+    heads = ("step", "rows", "scores changed", "mean score", "mean |advantage|", "loss at the start")
+    table = Table(*heads, title="Stored → judged anew", title_justify="left")
+    for one in judged:
+        table.add_row(
+            str(one.step),
+            str(one.num_rows),
+            str(one.changed_scores),
+            _pair(one.scores),
+            _pair(one.advantages),
+            _pair(one.losses) if one.losses else "-",
+        )
+    Console().print(table)
+
+
+def _pair(values: tuple[float, float]) -> str:
+    return f"{values[0]:.6g} → {values[1]:.6g}"
 
 
 def show_diff(found: RunDiff) -> None:

@@ -32,6 +32,7 @@ from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
+from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
@@ -105,6 +106,8 @@ def _trainer(
     )
     making = Timer(progress=progress)
     source = SyncSource(data.train_loader, trajectories(making), roles, making)
+    if config.actor_rollout_ref.rollout.skip.enable:
+        source = DumpedSource(config, data.train_loader, source.trajectories, roles, making)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     state = _state(config, roles, source, controller, exact, tokenizer, total_steps)

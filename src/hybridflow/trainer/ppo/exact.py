@@ -124,6 +124,8 @@ def _no_reuse(config: PPOConfig) -> str | None:
     """Return the reason the rollout's log-probs cannot save a pass, or under `auto` save too little."""
     rollout = config.actor_rollout_ref.rollout
     longest = _longest(config)
+    if rollout.skip.enable:
+        return "actor_rollout_ref.rollout.skip reads rollouts of other weights than the actor's"
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:

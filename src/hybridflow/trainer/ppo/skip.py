@@ -53,7 +53,7 @@ DECIDING = (
 
 
 def rollout_digest(config: PPOConfig) -> str:
-    """Return 16 hexadecimal digits of the keys that decide the rollouts, and of files of the user's rewards."""
+    """Return 16 hexadecimal digits of the keys that decide the rollouts, and of the user's reward files."""
     keys = {path: value for path, value in flatten(to_tree(config)) if path.startswith(DECIDING)}
     digest = hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode())
     terms = [term.get("name") for term in config.reward.terms]

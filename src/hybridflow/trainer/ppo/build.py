@@ -18,7 +18,9 @@ from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.tree import get_value
 from hybridflow.data.build import PromptData, build_prompt_data
+from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.plugin import load_object
+from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
@@ -105,9 +107,7 @@ def _trainer(
         Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures
     )
     making = Timer(progress=progress)
-    source = SyncSource(data.train_loader, trajectories(making), roles, making)
-    if config.actor_rollout_ref.rollout.skip.enable:
-        source = DumpedSource(config, data.train_loader, source.trajectories, roles, making)
+    source = _source(config, data.train_loader, trajectories(making), roles, making)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     state = _state(config, roles, source, controller, exact, tokenizer, total_steps)
@@ -152,6 +152,19 @@ def _trainer(
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _source(
+    config: PPOConfig,
+    loader: StatefulLoader[PromptRow],
+    trajectories: Trajectories,
+    roles: Roles,
+    timer: Timer,
+) -> SyncSource:
+    """Return the source of batches, which reads dumped rollouts where `rollout.skip` says so."""
+    if config.actor_rollout_ref.rollout.skip.enable:
+        return DumpedSource(config, loader, trajectories, roles, timer)
+    return SyncSource(loader, trajectories, roles, timer)
 
 
 def _step_class(config: PPOConfig) -> type[PPOStep]:

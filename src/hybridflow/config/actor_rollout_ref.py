@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.rollout_skip import RolloutSkipConfig
 from hybridflow.config.schema import group, key
 
 LossAggMode = Literal[
@@ -433,6 +434,7 @@ class RolloutConfig:
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
     multi_turn: MultiTurnConfig = group(MultiTurnConfig)
     agent: AgentConfig = group(AgentConfig)
+    skip: RolloutSkipConfig = group(RolloutSkipConfig)
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,11 @@ class TrainerConfig(BaseTrainerConfig):
         "null: PPOStep.",
     )
     critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
+    keep_rows: bool = key(
+        False,
+        "Write the rows of each step, as they were trained, into rows/ of the run folder, for `hybridflow "
+        "diff`, `replay` and `reverify`.",
+    )
     rollout_data_dir: str | None = key(
         None, "Folder into which the samples of each step are written as JSON lines; null: none."
     )

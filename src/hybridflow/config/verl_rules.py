@@ -233,11 +233,8 @@ ROLLOUTS: tuple[Rule, ...] = (
         "traces come in a later version; trainer.rollout_data_dir writes the samples of each step",
     ),
     ignored(ROLLOUT + r"trace\..+", "it is read only with trace.backend, which is off"),
-    off(
-        ROLLOUT + r"(skip_rollout|skip\.enable)",
-        "replaying stored rollouts comes in a later version: leave it out",
-    ),
-    ignored(ROLLOUT + r"(skip_dump_dir|skip\..+)", "it is read only with skip_rollout, which is off"),
+    only(ROLLOUT + r"skip\.steps", (None, []), "every step is dumped and read back"),
+    ignored(ROLLOUT + r"skip\.max_dump_step", "every step is dumped; repeat takes those that are there"),
     off(
         ROLLOUT + r"prometheus\.enable",
         "it comes in a later version; trainer.logger=[console,tensorboard] shows metrics",

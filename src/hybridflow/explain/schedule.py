@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import Line
 from hybridflow.config.trainer import EXACT_SCHEDULES
+from hybridflow.trainer.schedules.schedule import Schedule
 
 
 def schedule_lines(config: PPOConfig) -> Iterator[Line]:
@@ -25,7 +26,7 @@ def schedule_lines(config: PPOConfig) -> Iterator[Line]:
         every = "training steps between the weights that sampled a token and those that it trains"
     yield Line("staleness of a token, at most", f"{bound:,}", f"trainer.async.max_staleness: {every}")
     batch = config.data.train_batch_size
-    ahead = int(keys.run_ahead * batch)
+    ahead = Schedule(batch, keys.run_ahead, bound, total_steps=1).groups_ahead
     how = f"data.train_batch_size={batch} × (1 + trainer.async.run_ahead={keys.run_ahead:g})"
     yield Line("groups generated and not yet trained, at most", f"{batch + ahead:,}", how)
     if keys.max_concurrent_groups is not None:

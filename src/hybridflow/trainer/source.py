@@ -99,9 +99,13 @@ class LoaderSource(Generic[Row]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self._end_reading()
         self._published = {}
-        self.loader.load_state_dict(state)
+        self.go_to(state)
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Read the next row at a place that `place` has given."""
+        self._end_reading()
+        self.loader.load_state_dict(place)
 
     def close(self) -> None:
         """End the processes that read ahead."""

@@ -593,7 +593,7 @@ def test_no_effect_prints_one_line_and_changes_nothing() -> None:
 
 
 def test_status_depends_on_the_value() -> None:
-    path = "actor_rollout_ref.rollout.skip_rollout"
+    path = "actor_rollout_ref.rollout.prometheus.enable"
     assert [status(PPOConfig, path, value).kind for value in (False, None, True)] == [
         "no effect",
         "no effect",

@@ -50,6 +50,16 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         )
     if not rollout.recompute_kv_after_update:
         yield from _kept_keys_and_values(config, rollout)
+    if rollout.skip.enable and config.trainer.schedule != "sync":
+        yield (
+            f"{ROLLOUT}.skip.enable=true with trainer.schedule={config.trainer.schedule}: only the "
+            "synchronous schedule reads dumped rollouts; set trainer.schedule=sync, or skip.enable=false"
+        )
+    if rollout.skip.enable and rollout.exact is True:
+        yield (
+            f"{ROLLOUT}.skip.enable=true with {ROLLOUT}.exact=true: dumped log-probs are those of other "
+            f"weights than the actor's; set {ROLLOUT}.exact=auto"
+        )
     if rollout.name in WITH_WEIGHTS:
         yield from _with_weights(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):

@@ -10,6 +10,9 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry("training/epoch", "Passes over the data that were complete before this step.", "passes"),
         MetricEntry("training/num_gen_batches", "Generation batches that the step took.", "batches", "lower"),
         MetricEntry(
+            "training/rollouts_from_dump", "Step whose dumped rollouts this step trained on.", "steps"
+        ),
+        MetricEntry(
             "training/filtered_groups_ratio",
             "Part of the generated groups that dynamic sampling left out.",
             "fraction",

@@ -39,6 +39,7 @@ from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
+from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.schedules.build import make_source
@@ -119,6 +120,8 @@ def _trainer(
     failures.begin(state.step)
     with run.recorded(state, store, source) as trackers:
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
+        kept = KeptRows(run.folder.path)
+        kept.drop_after(state.step)
         validator = None
         if data.val_dataset:
             validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
@@ -129,7 +132,7 @@ def _trainer(
             run.timer,
             exact=exact,
             leavable=run.signals.leavable,
-            shows=lambda step: data.reads_batches or samples.shows(step),
+            shows=lambda step: config.trainer.keep_rows or data.reads_batches or samples.shows(step),
         )
         yield Trainer(
             source=source,
@@ -146,6 +149,7 @@ def _trainer(
             expiry=expiry_of(config.trainer.esi_redundant_time),
             validates_first=config.trainer.val_before_train,
             only_validates=config.trainer.val_only,
+            keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=data.finish_batch,
             log_samples=samples.training,
         )

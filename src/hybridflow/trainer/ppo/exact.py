@@ -137,6 +137,8 @@ def _no_reuse(config: PPOConfig) -> str | None:
     longest = _longest(config)
     if config.trainer.schedule not in (*EXACT_SCHEDULES, "sync") and config.trainer.async_.run_ahead:
         return f"trainer.schedule={config.trainer.schedule} trains rows of older weights, which need the pass"
+    if rollout.skip.enable:
+        return "actor_rollout_ref.rollout.skip reads rollouts of other weights than the actor's"
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:

@@ -85,5 +85,9 @@ class SyncSource(LoaderSource[PromptRow]):
                 "twice. Set trainer.schedule to that of the checkpoint's run"
             )
         super().load_state_dict(state)
-        self.num_admitted = int(state["admitted"])
         self.version = int(state["version"])
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Read the next row, of the next group, at a place that `place` has given."""
+        super().go_to(place)
+        self.num_admitted = int(place["admitted"])

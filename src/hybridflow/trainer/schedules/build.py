@@ -10,6 +10,7 @@ from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.timing import Timer
 from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
@@ -27,12 +28,14 @@ def make_source(
     total_steps: int,
     folder: Path,
 ) -> SyncSource:
-    """Return the source of `trainer.schedule`; it makes rows by `trajectories` and measures with `timer`.
+    """Return the source of `trainer.schedule`, or that of dumped rollouts (`rollout.skip`).
 
-    `folder` is the run's, which has the ledger.
+    It makes rows by `trajectories` and measures with `timer`. `folder` is the run's, which has the ledger.
     """
     name = config.trainer.schedule
     keys = config.trainer.async_
+    if config.actor_rollout_ref.rollout.skip.enable:
+        return DumpedSource(config, loader, trajectories, roles, timer)
     if name == "sync":
         return SyncSource(loader, trajectories, roles, timer)
     ledger = Ledger.open(folder / LEDGER_FILE)

@@ -56,13 +56,7 @@ def blocks(cls: type, root: type, path: str = "") -> Iterator[tuple[type, tuple[
     yield cls, (root, path)
     for name, hint in type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
-            inner = f"{path}.{key_name(name)}".strip(".")
-            yield from blocks(hint, root, inner)  # type: ignore[arg-type]
-
-
-def key_name(field: str) -> str:
-    """A field's name as users write it: `async` for `async_`."""
-    return field.removesuffix("_")
+            yield from blocks(hint, root, f"{path}.{name}".strip("."))  # type: ignore[arg-type]
 
 
 BLOCKS = [found for root in RUNS.values() for found in blocks(root, root)]
@@ -106,8 +100,7 @@ class Reads(ast.NodeVisitor):
         if isinstance(node, ast.BoolOp):
             return NOWHERE.union(*map(self.places, node.values))
         if isinstance(node, ast.Attribute):
-            name = key_name(node.attr)
-            inner = {(root, f"{path}.{name}".strip(".")) for root, path in self.places(node.value)}
+            inner = {(root, f"{path}.{node.attr}".strip(".")) for root, path in self.places(node.value)}
             return frozenset(inner & PLACES) or self.known.get(f".{node.attr}", NOWHERE)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return self.annotated(returns().get(node.func.id))

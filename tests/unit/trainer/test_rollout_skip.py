@@ -41,10 +41,10 @@ def train(model: Path, run: Path, *overrides: str) -> tuple[list[DataProto], int
             seen.append(batch.select())
             return inner(batch, number)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **how: Any) -> Any:
             nonlocal calls
             calls += 1
-            return generate(*args)
+            return generate(*args, **how)
 
         trainer.step = step  # type: ignore[assignment]
         trainer.source.trajectories.for_training = counted  # type: ignore[method-assign]

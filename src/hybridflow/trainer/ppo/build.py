@@ -107,10 +107,8 @@ def _trainer(
     trajectories = partial(
         Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures
     )
-    making = Timer(progress=progress)
-    source = make_source(
-        config, data.train_loader, trajectories(making), roles, making, total_steps, run.folder.path
-    )
+    made = trajectories(Timer(progress=progress))
+    source = make_source(config, data.train_loader, made, roles, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     state = _state(config, roles, source, controller, exact, tokenizer, total_steps)

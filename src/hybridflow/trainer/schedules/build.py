@@ -8,7 +8,6 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
-from hybridflow.observability.timing import Timer
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.sync import SyncSource
@@ -24,14 +23,14 @@ def make_source(
     loader: StatefulLoader[PromptRow],
     trajectories: Trajectories,
     roles: Roles,
-    timer: Timer,
     total_steps: int,
     folder: Path,
 ) -> SyncSource:
     """Return the source of `trainer.schedule`, or that of dumped rollouts (`rollout.skip`).
 
-    It makes rows by `trajectories` and measures with `timer`. `folder` is the run's, which has the ledger.
+    It makes rows by `trajectories`. `folder` is the run's, which has the ledger.
     """
+    timer = trajectories.timer
     name = config.trainer.schedule
     keys = config.trainer.async_
     if config.actor_rollout_ref.rollout.skip.enable:

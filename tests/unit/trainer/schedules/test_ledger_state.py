@@ -96,7 +96,7 @@ READY = scored(0, 3)
 IMPOSSIBLE: list[tuple[tuple[Transition, ...], Transition, str]] = [
     ((), Admitted(1, version=0), "the next index is 0"),
     ((), Admitted(0, 0, version=0), "the next index is 0"),
-    ((), Admitted(0, version=1), "version 0 is published, so 0 fits"),
+    ((), Admitted(0, version=1), "version 0 is the newest"),
     ((), Admitted(0, 2, version=0, prompts=(1,)), "2 groups need as many prompts"),
     ((), Published(2), "version 0 is published, so 1 fits"),
     ((), Finished(0), r"the groups 0 to -1 were admitted"),
@@ -114,7 +114,7 @@ IMPOSSIBLE: list[tuple[tuple[Transition, ...], Transition, str]] = [
     ((Admitted(0, version=0), Finished(0)), Taken(0, step=0), "group 0 is finished, and not scored"),
     ((*READY, Filtered(0)), Taken(0, step=0), "group 0 is filtered, and not scored"),
     ((*READY, Taken(0, step=0)), Restarted(0, version=0), "group 0 is in a batch"),
-    (READY, Restarted(0, version=1), "version 0 is published, so 0 fits"),
+    (READY, Restarted(0, version=1), "version 0 is the newest"),
     (READY, Replaced(0, by=1), "group 0 is scored, and not failed or filtered"),
     ((*READY, Filtered(0, 2)), Replaced(0, by=1), "group 1 is filtered, and not being generated"),
     (READY, Replayed(0, step=0), "group 0 is scored, and not in a batch or trained"),

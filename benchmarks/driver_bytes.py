@@ -36,7 +36,8 @@ PAGE = """# Bytes through the driver
 Written by benchmarks/driver_bytes.py; do not edit. Bytes by value in step 2 of a run of a tiny model under
 Ray, one process for training and one for generation, {rows} rows a step of exactly as many tokens as the
 heading says, no samples shown. "To" is sent by the driver, "from" is fetched by it. The last column is the
-slope between the shortest and the longest response.
+slope between the shortest and the longest response. The total also has the calls that did not occur
+at the longest one.
 
 {tables}
 """

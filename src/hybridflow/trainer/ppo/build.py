@@ -104,9 +104,8 @@ def _trainer(
     if roles.reward_model is not None:
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
-    trajectories = partial(
-        Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures
-    )
+    parts = (roles.rollout, rewards, tokenizer, config)
+    trajectories = partial(Trajectories, *parts, agents=agents, failures=failures)
     made = trajectories(Timer(progress=progress))
     source = make_source(config, data.train_loader, made, roles, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)

@@ -1,4 +1,6 @@
-"""The exact schedules give the same numbers whatever the timing, and however many workers generate."""
+"""Schedules with generation in processes of its own: the exact ones give the same numbers whatever the timing
+and however many workers generate; the continuous one accounts for every group.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from pathlib import Path
 import pytest
 from kill_resume import STEPS, differences
 from test_cluster_run import OF_EACH_PROCESS
-from tiny_run import Inputs, small_run
+from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.trainer.main_ppo import main
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from ranks import Command
 
 KEYS = (
@@ -73,3 +76,35 @@ def test_timing_and_number_of_workers_change_nothing(
     assert done.returncode == 0, done.output
     ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
     assert not differences(tmp_path / "many", tmp_path / "one", ignored)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("ray")
+def test_nothing_ahead_is_the_synchronous_run_beside_training_too(inputs: Inputs, tmp_path: Path) -> None:
+    keys = [f"data.val_files={inputs.val}", *KEYS]
+    ahead = ["trainer.schedule=fully_async", "trainer.async.run_ahead=0"]
+    assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
+    many = small_run(inputs, tmp_path / "many", *keys, *ahead, steps=STEPS)
+    done = under_ray(tmp_path, many, workers=2).wait()
+    assert done.returncode == 0, done.output
+    ignored = (*OF_EACH_PROCESS, "reward/", "rollout/", "training/num_gen_batches")
+    assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=("data/",))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("ray")
+def test_a_run_without_a_pause_accounts_for_every_group_and_holds_its_bound(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    ahead = ["trainer.schedule=fully_async", "trainer.async.run_ahead=1.5", "trainer.async.max_staleness=3"]
+    many = small_run(inputs, tmp_path / "many", *KEYS, *ahead, steps=STEPS)
+    done = under_ray(tmp_path, many, workers=2).wait()
+    assert done.returncode == 0, done.output
+    with Ledger.open(tmp_path / "many" / LEDGER_FILE) as ledger:
+        state = ledger.state
+    assert state.trained_per_step == [4] * STEPS and state.num_admitted == 4 * STEPS
+    name = "training/off_policy/trajectory_staleness_worst/max"
+    stalest = [values.get(name, 0.0) for values in metrics_of(tmp_path / "many").values()]
+    assert 0 < max(stalest) <= 3

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,6 +106,7 @@ class ExactSource(SyncSource):
     def next(self, step: int) -> TrainBatch:
         """Return the batch of step number `step`; raises what making it has raised."""
         batch = step - 1
+        began = time.perf_counter()
         if self.beside:
             self._wait("waiting for rollouts", lambda: batch in self._made)
         while not self.beside and self._next < self.end_below(self.version + 1):
@@ -115,7 +117,9 @@ class ExactSource(SyncSource):
             if batch not in state.batches:  # else a run that was stopped in this step had it
                 taken = ranges(self._groups_of(made.rows))
                 self.ledger.append(*(Taken(each.start, len(each), step=batch) for each in taken))
-        return replace(made, rows=made.rows.select())  # a step adds columns to what it is given
+        waited = {"timing_s/wait_for_rollouts": time.perf_counter() - began}
+        # a step adds columns to what it is given
+        return replace(made, rows=made.rows.select(), timings=made.timings | waited)
 
     def publish(self, version: int) -> None:
         """Have the batches that are pinned to `version` generated with the actor's weights as they are now.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from hybridflow.config.recipes import read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, delete_path, flatten, is_native, keys_of, set_path, to_tree
-from hybridflow.config.verl_keys import status
+from hybridflow.config.verl_keys import KeyStatus, status
 from hybridflow.errors import ConfigError
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
@@ -201,14 +201,17 @@ def _interpolate(root: type[Any], settings: list[Setting]) -> list[Setting]:
 def _normalise(
     root: type[Any], settings: list[Setting], problems: list[str]
 ) -> tuple[list[Setting], list[str]]:
+    """Return the settings under the names that keys have here, and notes; of one key the last setting counts,
+    so a value that is replaced later is not judged.
+    """
+    fates = [_fate(root, setting) for setting in settings]
     accepted: list[Setting] = []
     notes: dict[str, None] = {}
     known = [*keys_of(root), *blocks_of(root)]
-    for setting in settings:
-        if setting.delete and (is_native(root, setting.path) or setting.path in known):
-            accepted.append(setting)
+    for setting, result, place in zip(settings, fates, _replacements(settings, fates), strict=True):
+        if place is not None:
+            notes |= dict.fromkeys(_lost(setting, settings[place], result.path))
             continue
-        result = status(root, setting.path, setting.value)
         shown = f"{setting.path}={_shown(setting.value)}"
         if result.kind == "unknown":
             problems.append(unknown_key(setting.path, known))
@@ -221,12 +224,54 @@ def _normalise(
             accepted.append(Setting(setting.path, result.value))
         elif result.kind == "alias":
             notes[f"{setting.path} is now {result.path}"] = None
-            # null in an old key means that the new one decides
-            if setting.delete or result.value is not None:
+            if not _leaves_open(setting, result):
                 accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
     return accepted, list(notes)
+
+
+def _fate(root: type[Any], setting: Setting) -> KeyStatus:
+    if setting.delete and (is_native(root, setting.path) or setting.path in blocks_of(root)):
+        return KeyStatus("native", setting.path)
+    return status(root, setting.path, setting.value)
+
+
+def _leaves_open(setting: Setting, result: KeyStatus) -> bool:
+    """Whether an older name is null: then the key's own name decides."""
+    return result.kind == "alias" and not setting.delete and result.value is None
+
+
+def _replacements(settings: list[Setting], fates: list[KeyStatus]) -> list[int | None]:
+    """Return, for each setting, the place of the last one that sets the same key, by whatever name, or that
+    deletes it; None for a setting that counts.
+    """
+    by_name: dict[str, int] = {}
+    by_key: dict[str, int] = {}
+    deleted: dict[str, int] = {}
+    replaced: list[int | None] = []
+    for place in reversed(range(len(settings))):
+        name = settings[place].path
+        key = fates[place].path
+        blocks = (later for path, later in deleted.items() if key.startswith(f"{path}."))
+        replaced.append(by_name.get(name, by_key.get(key, next(blocks, None))))
+        by_name.setdefault(name, place)
+        if not _leaves_open(settings[place], fates[place]):
+            by_key.setdefault(key, place)
+        if settings[place].delete:
+            deleted.setdefault(key, place)
+    return replaced[::-1]
+
+
+def _lost(setting: Setting, later: Setting, key: str) -> Iterator[str]:
+    """Give the note on a value that is lost to another name of the same key."""
+    null = setting.value is None and not setting.delete
+    if later.path == setting.path or later.delete or null or setting.value == later.value:
+        return
+    yield (
+        f"{setting.path}={_shown(setting.value)} and {later.path}={_shown(later.value)} both set {key}: the "
+        f"last one counts, {_shown(later.value)}"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -207,6 +207,7 @@ def _normalise(
     fates = [_fate(root, setting) for setting in settings]
     accepted: list[Setting] = []
     notes: dict[str, None] = {}
+    refused: dict[str, list[str]] = {}
     known = [*keys_of(root), *blocks_of(root)]
     for setting, result, place in zip(settings, fates, _replacements(settings, fates), strict=True):
         if place is not None:
@@ -216,7 +217,7 @@ def _normalise(
         if result.kind == "unknown":
             problems.append(unknown_key(setting.path, known))
         elif result.kind == "refused":
-            problems.append(f"{shown}: {result.reason}")
+            refused.setdefault(result.reason, []).append(shown)
         elif result.kind == "no effect":
             notes[f"{shown} has no effect: {result.reason}"] = None
         elif result.kind == "alias" and result.path == setting.path:
@@ -228,6 +229,8 @@ def _normalise(
                 accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
+    # a reason that many keys share is said once
+    problems.extend(f"{', '.join(shown)}: {reason}" for reason, shown in refused.items())
     return accepted, list(notes)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,9 +22,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridflow.config.checks.algorithm import name_problems
 from hybridflow.config.checks.correction import quote_bounds
 from hybridflow.config.checks.root import check
-from hybridflow.config.convert import convert, raise_all, unknown_key
+from hybridflow.config.convert import convert_what_fits, raise_all, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
@@ -66,6 +67,15 @@ def load_config(
     --config-path and --config-name among the overrides name a recipe too. Raises ConfigError that lists every
     unknown, refused and ill-typed key.
     """
+    loaded, problems = _load(root, overrides, recipe, values)
+    raise_all(problems)
+    return loaded
+
+
+def _load(
+    root: type[C], overrides: Sequence[str], recipe: str | Path | None, values: Mapping[str, Any] | None
+) -> tuple[Loaded[C], list[str]]:
+    """Return what `load_config` does, and a line for each wrong key, which has its default."""
     problems: list[str] = []
     overrides, recipe = read_flags(overrides, recipe)
     settings: list[Setting] = []
@@ -82,9 +92,9 @@ def load_config(
             delete_path(tree, setting.path)
         else:
             set_path(tree, setting.path, setting.value)
-    config = convert(root, _plain(tree, problems), problems)
+    config = convert_what_fits(root, _plain(tree, problems), problems)
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
-    return Loaded(config, notes, frozenset(given))
+    return Loaded(config, notes, frozenset(given)), problems
 
 
 def prepare_config(
@@ -96,16 +106,38 @@ def prepare_config(
     runs: bool = True,
     needs_model: bool = True,
     needs_files: bool = True,
+    missing: Callable[[C], list[str]] | None = None,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
-    `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`. Raises
-    ConfigError that lists every problem.
+    `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`.
+    `missing` gives a line for each thing that the run asks for and this machine lacks: problems, or notes
+    where nothing runs. Raises ConfigError that lists every problem.
     """
-    loaded: Loaded[C] = load_config(root, overrides, recipe, values=values)
-    resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model, needs_files=needs_files)
-    return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
+    loaded: Loaded[C]
+    loaded, problems = _load(root, overrides, recipe, values)
+    if problems:
+        # what follows from several keys is not looked at: some have their defaults
+        problems += name_problems(loaded.config)
+        if missing is not None and runs:
+            problems += missing(loaded.config)
+        raise_all(problems)
+    config: C
+    config, notes = resolve(loaded.config, loaded.given)
+    lacking: list[str] = []
+    if missing is not None:
+        lacking = missing(config)
+    notes += check(
+        config,
+        loaded.given,
+        runs=runs,
+        needs_model=needs_model,
+        needs_files=needs_files,
+        known_problems=lacking if runs else (),
+    )
+    if not runs:
+        notes += lacking
+    return Loaded(config, [*loaded.notes, *notes], loaded.given)
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:

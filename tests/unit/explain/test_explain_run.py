@@ -89,6 +89,22 @@ def test_one_process(tiny: Path) -> None:
     assert spin["actor micro-batches per mini-batch, at most"] == "20"  # 16 × 5 rows, 4 at a time
 
 
+@pytest.mark.parametrize(("ranks", "each"), [(1, 18), (2, 16)])
+def test_offloaded_bytes_of_a_weight_are_those_of_the_page(tiny: Path, ranks: int, each: int) -> None:
+    """docs/models_and_memory.md: 16 bytes for a trained weight, 18 on one device, 2 more for a reference."""
+    said = shown(
+        tiny,
+        "trainer.device=cuda",
+        f"trainer.n_gpus_per_node={ranks}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.fsdp_config.offload_policy=true",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    )
+    of = " of each process" if ranks > 1 else ""
+    wanted = format_bytes((each + 2) * whole(tiny) // ranks)
+    assert said[f"CPU memory{of}, offloaded"] == wanted
+
+
 def product(how: str) -> float:
     """The number that an arithmetic such as `32 rows × (2 × 28 layers + 1 spare) × 2 bytes` comes to."""
     return float(eval(re.sub(r"[a-z,]", "", how).replace("×", "*")))

@@ -62,10 +62,20 @@ class Call:
     check: Callable[[Any], None] = lambda config: None
     """Called with the complete configuration."""
 
-    def prepare(self, values: Mapping[str, Any], **needs: bool) -> Loaded[Any]:
-        """Return the complete and checked configuration; `values` come before the overrides."""
+    def prepare(self, values: Mapping[str, Any], *, needs_all: bool = True) -> Loaded[Any]:
+        """Return the complete and checked configuration; `values` come before the overrides.
+
+        Without `needs_all` no model and no files are looked at.
+        """
         words, keys = _split(self.overrides)
-        return prepare_config(RUNS[self.command], words, self.recipe_name, values={**values, **keys}, **needs)
+        return prepare_config(
+            RUNS[self.command],
+            words,
+            self.recipe_name,
+            values={**values, **keys},
+            needs_model=needs_all,
+            needs_files=needs_all,
+        )
 
     @property
     def recipe_name(self) -> str | None:
@@ -108,7 +118,7 @@ def launch(call: Call) -> Run:
     values = {**call.values, **_of_run(call), **data, **_model(call, folder)}
     loaded_model = hasattr(call.model, "save_pretrained")
     if rows or loaded_model:
-        call.check(call.prepare(values, needs_files=False, needs_model=False).config)
+        call.check(call.prepare(values, needs_all=False).config)
         with RunFolder(folder).held():
             for file, content in rows.items():
                 content.write(file)

@@ -55,7 +55,8 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (ROLLOUT + r"response_length", r"data.max_response_length"),
     (ROLLOUT + r"prompt_length", r"data.max_prompt_length"),
     # optimizer
-    (LEARNERS + r"optim\.(warmup_style|lr_scheduler)", r"\1.optim.lr_scheduler_type"),
+    (LEARNERS + r"optim\.(?:warmup_style|lr_scheduler|lr_decay_style)", r"\1.optim.lr_scheduler_type"),
+    (LEARNERS + r"optim\.lr_decay_steps", r"\1.optim.total_training_steps"),
     (LEARNERS + r"optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
     (LEARNERS + r"optim\.clip_grad", r"\1.grad_clip"),
     # where models are spread
@@ -121,7 +122,8 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"engine\.dtype", r"engine.mixed_precision.param_dtype"),
     (r"data\.balance_dp_token", r"trainer.balance_batch"),
     (r"trainer\.n_gpus", r"trainer.n_gpus_per_node"),
-    (r"optim\.(?:warmup_style|lr_scheduler)", r"optim.lr_scheduler_type"),
+    (r"optim\.(?:warmup_style|lr_scheduler|lr_decay_style)", r"optim.lr_scheduler_type"),
+    (r"optim\.lr_decay_steps", r"optim.total_training_steps"),
     (r"optim\.(?:warmup_steps_proportion|warmup_steps_ratio)", r"optim.lr_warmup_steps_ratio"),
     (r"optim\.clip_grad", r"trainer.grad_clip"),
     (r"model\.partial_pretrain", r"model.path"),

@@ -32,9 +32,14 @@ def convert(root: type[C], tree: Mapping[str, Any], known_problems: Iterable[str
     value out of bounds.
     """
     problems = list(known_problems)
-    config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
+    config = convert_what_fits(root, tree, problems)
     raise_all(problems)
     return config
+
+
+def convert_what_fits(root: type[C], tree: Mapping[str, Any], problems: list[str]) -> C:
+    """Build `root` as `convert` does, with defaults for what is wrong, and add a line on each."""
+    return _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
 
 
 def raise_all(problems: list[str]) -> None:

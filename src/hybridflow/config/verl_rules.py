@@ -154,6 +154,31 @@ ENGINE: tuple[Rule, ...] = (
         "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "
         "the same role",
     ),
+    Rule(
+        r"reward\..+\.megatron\.tensor_model_parallel_size",
+        OFF_OR_ONE,
+        "each layer is whole on each process",
+        "this model is divided as the actor is, over all of its processes: leave it out",
+    ),
+    Rule(
+        r".+\.megatron\.tensor_model_parallel_size",
+        OFF_OR_ONE,
+        "each layer is whole on each process",
+        "FSDP2 shards the model over all processes, so leave it out; to cut each layer too, set "
+        "fsdp_config.tensor_parallel_size of the same role",
+    ),
+    Rule(
+        r".+\.megatron\.context_parallel_size",
+        OFF_OR_ONE,
+        "each row is whole on one process",
+        "set ulysses_sequence_parallel_size of the same role, which cuts rows among processes",
+    ),
+    Rule(
+        r".+\.megatron\.\w*(pipeline|expert)\w*",
+        OFF_OR_ONE,
+        "FSDP2 shards the model over all processes",
+        "FSDP2 has no stages and no groups of experts, and shards the model over all processes: leave it out",
+    ),
     only(
         r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2, and Megatron comes in a later version"
     ),
@@ -195,7 +220,8 @@ ROLLOUTS: tuple[Rule, ...] = (
     ignored(ROLLOUT + r"(layered_summon|multi_stage_wake_up|disable_log_stats)", RESULTS_SAME),
     off(
         ROLLOUT + r"swap_space",
-        "set actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space, with rollout.name=vllm",
+        "the native engine has no swap space: leave it out; with rollout.name=vllm, set "
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
     ),
     ignored(
         ROLLOUT + r"checkpoint_engine\..+",
@@ -213,7 +239,8 @@ ROLLOUTS: tuple[Rule, ...] = (
     seed(ROLLOUT + r"seed"),
     off(
         ROLLOUT + r"over_sample_rate",
-        "algorithm.filter_groups.enable=true generates on until a batch is full",
+        "no response is started to be dropped: leave it out; trainer.schedule=fully_async trains on the "
+        "groups that are done while slow ones go on",
     ),
     off(ROLLOUT + r"limit_images", "models are text models in this version: leave it out"),
     only(
@@ -305,6 +332,12 @@ REWARD: tuple[Rule, ...] = (
 )
 
 ALGORITHM: tuple[Rule, ...] = (
+    Rule(
+        r"actor_rollout_ref\.actor\.tis_imp_ratio_cap",
+        (*OFF, -1),
+        "the correction is off",
+        "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold to this number",
+    ),
     ignored(r"algorithm\.filter_groups\.max_inflight_gen_batches", "one generation batch runs at a time"),
     Rule(
         CORRECTION + r"rollout_is_mode",

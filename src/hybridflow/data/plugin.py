@@ -130,9 +130,21 @@ def load_module(location: str, *, key: str) -> ModuleType:
 def load_class(name: str, *, key: str) -> Any:
     """Return what is named as "package.module.Class", verl's form, or as `load_object` has it."""
     if name.startswith("verl."):
-        raise ConfigError(f"{key}: {name}: put hybridflow in the place of verl: hybridflow.…")
+        raise ConfigError(f"{key}: {name}: {_instead_of_verls(name)}")
     location, _, last = name.rpartition(":" if ":" in name else ".")
     return load_object(f"{location}:{last}", key=key)
+
+
+def _instead_of_verls(name: str) -> str:
+    """Return what to do about the name of a class of verl."""
+    ours = f"hybridflow.{name.removeprefix('verl.')}"
+    try:
+        found = importlib.util.find_spec(ours.rpartition(".")[0]) is not None
+    except ModuleNotFoundError:
+        found = False
+    if found:
+        return f"put hybridflow in the place of verl: {ours}"
+    return f"there is no {ours} to take its place: name a class of your own"
 
 
 def load_entries(path: str, under: str | None, wanted: str, *, key: str) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
 from hybridflow.explain.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
 from hybridflow.explain.schedule import schedule_lines
+from hybridflow.models.build import resolve_dtype
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
@@ -44,6 +45,7 @@ def explain_run(
     if isinstance(config, PPOConfig):
         schedule = list(schedule_lines(config))
     return [
+        _device_line(plan),
         *explain(config, num_train_rows, columns),
         *schedule,
         *_processes(plan),
@@ -94,6 +96,21 @@ class Plan:
         if named == "cuda":
             return torch.device("cuda")
         return resolve_device(named)
+
+
+def _device_line(plan: Plan) -> Line:
+    """Give the line on the device and the dtype that the estimate of memory is for."""
+    dtypes = {
+        engine.role: str(resolve_dtype(compute_dtype(engine.fsdp, engine.model), plan.device))
+        for engine in plan.engines.values()
+    }
+    shown = ", ".join(f"{role} {dtype}" for role, dtype in dtypes.items())
+    if len(set(dtypes.values())) == 1:
+        shown = next(iter(dtypes.values()))
+    how = f"trainer.device={plan.config.trainer.device}: memory is estimated for it"
+    if plan.device.type == "cpu":
+        how += "; set trainer.device=cuda to plan for a GPU, which need not be in this machine"
+    return Line("device and dtype", f"{plan.device.type}, {shown.replace('torch.', '')}", how)
 
 
 def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:

@@ -326,6 +326,14 @@ trainer: {default_local_dir: d, default_hdfs_dir: null, project_name: p, experim
   device: cuda, nnodes: 1, n_gpus_per_node: 1}
 """
 
+# Of the blocks of verl's Megatron optimizer, with its defaults.
+MEGATRON_OPTIMIZER = """
+actor_rollout_ref: {actor: {tis_imp_ratio_cap: -1, optim: &optim {lr: 1e-06, lr_decay_style: constant,
+  lr_decay_steps: null, lr_warmup_init: 0.0, min_lr: 0.0, weight_decay_incr_style: constant,
+  lr_wsd_decay_style: exponential, lr_wsd_decay_steps: null, use_checkpoint_opt_param_scheduler: false}}}
+critic: {optim: *optim}
+"""
+
 # What would change results, or asks for a feature of a later version, must stop the run.
 MUST_BE_REFUSED = [
     *("actor_rollout_ref.rollout.name=" + name for name in ("openai", "trtllm")),
@@ -380,6 +388,13 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.actor.optim.optimizer_impl=bitsandbytes.optim",
     "actor_rollout_ref.actor.optim.zero_indexed_step=True",
     "actor_rollout_ref.actor.optim.init_lr_ratio=0.1",
+    "actor_rollout_ref.actor.optim.lr_warmup_init=1e-7",
+    "critic.optim.min_lr=1e-7",
+    "critic.optim.weight_decay_incr_style=linear",
+    "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0",
+    "actor_rollout_ref.actor.tis_imp_ratio_cap=2.0",
+    "actor_rollout_ref.rollout.over_sample_rate=0.1",
     "actor_rollout_ref.actor.fsdp_config.full_determinism=True",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=bf16",
     "actor_rollout_ref.actor.fsdp_config.seed=7",
@@ -430,7 +445,7 @@ def test_every_override_of_the_documents_is_known() -> None:
     assert_known(PPOConfig, found)
 
 
-@pytest.mark.parametrize("text", PPO_YAML)
+@pytest.mark.parametrize("text", [*PPO_YAML, MEGATRON_OPTIMIZER])
 def test_every_yaml_block_of_the_documents_is_known(text: str) -> None:
     assert_known(PPOConfig, blocks(text))
 
@@ -439,7 +454,10 @@ def test_every_sft_key_of_the_documents_is_known() -> None:
     assert_known(SFTConfig, blocks(SFT_YAML))
 
 
-@pytest.mark.parametrize(("root", "text"), [(PPOConfig, PPO_REFERENCE), (SFTConfig, SFT_REFERENCE)])
+@pytest.mark.parametrize(
+    ("root", "text"),
+    [(PPOConfig, PPO_REFERENCE), (PPOConfig, MEGATRON_OPTIMIZER), (SFTConfig, SFT_REFERENCE)],
+)
 def test_verls_own_defaults_are_accepted(root: type, text: str) -> None:
     found = blocks(text)
     assert_known(root, found)
@@ -630,3 +648,42 @@ def test_attention_of_the_model_is_ours() -> None:
     assert len(notes) == 1 and "one attention" in notes[0]
     rope = load_config(PPOConfig, ["+actor_rollout_ref.model.override_config.rope_scaling.factor=2"]).config
     assert rope.actor_rollout_ref.model.override_config == {"rope_scaling": {"factor": 2}}
+
+
+def test_the_learning_rate_of_a_megatron_script_is_that_of_ours() -> None:
+    wanted = ["lr_decay_style=cosine", "lr_decay_steps=40"]
+    for block in ("actor_rollout_ref.actor.optim", "critic.optim"):
+        config = load_config(PPOConfig, [f"{block}.{word}" for word in wanted]).config
+        optim = get_value(config, block)
+        assert (optim.lr_scheduler_type, optim.total_training_steps) == ("cosine", 40)
+    optim = load_config(SFTConfig, [f"optim.{word}" for word in wanted]).config.optim
+    assert (optim.lr_scheduler_type, optim.total_training_steps) == ("cosine", 40)
+
+
+@pytest.mark.parametrize(
+    ("override", "way_out"),
+    [
+        ("actor_rollout_ref.actor.optim.min_lr=1e-7", "min_lr_ratio"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "rollout_correction.rollout_is=token"),
+        ("actor_rollout_ref.rollout.over_sample_rate=0.1", "leave it out"),
+        ("actor_rollout_ref.rollout.swap_space=4", "native engine has no swap space: leave it out"),
+        (
+            "critic.optim.override_optimizer_config.optimizer_offload_fraction=1",
+            "optimizer_offload=true in the fsdp_config",
+        ),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4", "fsdp_config.tensor_parallel_size"),
+        ("critic.megatron.context_parallel_size=2", "ulysses_sequence_parallel_size"),
+    ],
+)
+def test_a_refusal_names_the_way_out(override: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(PPOConfig, [override])
+    assert way_out in str(error.value)
+
+
+def test_a_reason_that_many_keys_share_is_said_once() -> None:
+    keys = [f"{role}.megatron.{name}=true" for role in ("actor", "ref", "critic") for name in ("a", "b", "c")]
+    with pytest.raises(ConfigError) as error:
+        load_config(PPOConfig, keys)
+    assert str(error.value).count("Megatron comes in a later version") == 1
+    assert all(each in str(error.value) for each in keys)

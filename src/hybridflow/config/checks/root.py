@@ -7,7 +7,7 @@ It looks at the file system (whether files exist, whether the run folder can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -50,13 +50,14 @@ def check(
     needs_model: bool = True,
     needs_files: bool = True,
     trains: bool = True,
+    known_problems: Sequence[str] = (),
 ) -> list[str]:
     """Cross-check a resolved configuration and return notes on what may surprise.
 
     `given` are the paths that the user set. `runs=False` looks at no weights and no tokenizer, for commands
     that only show what a run would be; `needs_model=False` at no model at all, and `needs_files=False` at no
     data, no code for it, and no folder; without `trains` no training data are wanted. Raises ConfigError
-    that lists every problem.
+    that lists every problem, and `known_problems` behind them.
     """
     if isinstance(config, PPOConfig):
         problems = list(_ppo_problems(config))
@@ -73,7 +74,7 @@ def check(
         problems += _file_problems(config, trains)
     if needs_model:
         problems += model_problems(config, runs=runs)
-    raise_all(problems)
+    raise_all([*problems, *known_problems])
     return notes
 
 

@@ -341,13 +341,14 @@ def test_ctrl_c_ends_a_script_and_gives_a_notebook_its_run(
     def interrupt(step: int, metrics: Mapping[str, float]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Stopped):
         train(model, tmp_path / "script", callbacks=[interrupt])
     assert Run.open(tmp_path / "script").checkpoint is not None
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     run = train(model, tmp_path / "notebook", callbacks=[interrupt])
     assert "the same call goes on" in run.message and run.checkpoint is not None
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow

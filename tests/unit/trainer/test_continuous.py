@@ -11,7 +11,7 @@ import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 
 from hybridflow.checkpoint.manifest import read_manifest
-from hybridflow.errors import DataError, RewardError
+from hybridflow.errors import CheckpointError, DataError, RewardError
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from hybridflow.trainer.schedules.ledger_state import Phase
@@ -169,3 +169,11 @@ def test_prompts_that_can_teach_nothing_end_the_run(
     run = Run(model, tmp_path / "a", *GRPO, *COLOCATED, *none_is_that_good)
     with pytest.raises(DataError, match="the last 8 groups were left out"):
         run.train()
+
+
+def test_a_bound_that_waiting_groups_would_pass_is_refused_on_resume(model: Path, tmp_path: Path) -> None:
+    far = ("trainer.async.run_ahead=3", "trainer.async.max_staleness=3")
+    Run(model, tmp_path / "a", *GRPO, *COLOCATED, *far).train(last=1)
+    near = ("trainer.async.run_ahead=1", "trainer.async.max_staleness=1")
+    with pytest.raises(CheckpointError, match=r"too many for trainer\.async\.max_staleness=1"):
+        Run(model, tmp_path / "a", *GRPO, *COLOCATED, *near).train()

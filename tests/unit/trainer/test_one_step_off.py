@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, Stopped
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.build import PPOTrainer
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 
 STEPS = 4
 KEYS = (
@@ -136,3 +139,41 @@ def test_a_run_may_change_how_far_it_is_ahead(tmp_path: Path) -> None:
     assert versions == [{0}, {0}, {0}, {2}]
     rows = [row for batch in seen.values() for row in batch]
     assert len(rows) == len(set(rows)) == STEPS * 8
+
+
+def test_a_run_that_is_stopped_within_a_step_goes_on_also_where_groups_are_filtered(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    filters = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=share")
+    keys = (*ONE_STEP_OFF, *DECOUPLED, *filters)
+    wanted = train(model, tmp_path / "a" / "run", *keys)
+    (tmp_path / "b").mkdir()
+    with build(ppo_config(model, tmp_path / "b" / "run", *KEYS, *keys)) as trainer:
+        learn = trainer.step
+
+        def stop(batch: DataProto, step: int) -> Any:
+            if step == 3:
+                raise Stopped(signal.SIGTERM, "in step 3")
+            return learn(batch, step)
+
+        trainer.step = stop  # type: ignore[assignment]
+        with pytest.raises(Stopped):
+            trainer.fit()
+    assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
+
+
+def test_a_run_goes_on_in_a_folder_that_has_only_its_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    keys = (*ONE_STEP_OFF, *DECOUPLED)
+    wanted = train(model, tmp_path / "a" / "run", *keys)
+    train(model, tmp_path / "b" / "run", *keys, last=2)
+    (tmp_path / "b" / "run" / LEDGER_FILE).unlink()
+    assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
+    with Ledger.open(tmp_path / "b" / "run" / LEDGER_FILE) as ledger:
+        assert ledger.state.trained_per_step == [4] * STEPS
+
+
+def test_a_run_with_steps_of_another_size_is_refused(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *DECOUPLED, last=2)
+    with pytest.raises(CheckpointError, match="4 groups a step, and this one trains 2"):
+        train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *DECOUPLED, "data.train_batch_size=2")

@@ -18,7 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,12 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
-from hybridflow.rollout.client import LLMClient
+from hybridflow.rollout.client import LLMClient, ReplicaLost
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import MAX_BARREN_BATCHES, Trajectories
+from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
@@ -137,6 +138,8 @@ class ContinuousSource(SyncSource):
 
     def publish(self, version: int) -> None:
         """Give all engines the actor's weights, between two steps of decoding, and admit further groups."""
+        if self._error is not None:
+            raise self._error
         if not self.partial:
             self._drain()
         self.roles.rollout.update_from(self.roles.actor, version)
@@ -164,8 +167,8 @@ class ContinuousSource(SyncSource):
         """
         with self._changed:
             groups = [_to_state(group) for group in self._groups.values()]
-            own = {"groups": groups, "ledger": self.ledger.sync(), "groups_per_step": self._groups_per_step}
-            return {**self.place(), **own}
+            own = {"groups": groups, "ledger": packed(self.ledger, self.ledger.sync())}
+            return {**self.place(), **own, "groups_per_step": self._groups_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Groups that were being generated are started anew.
@@ -174,25 +177,22 @@ class ContinuousSource(SyncSource):
         the groups that wait.
         """
         super().load_state_dict(state)
-        if state["groups_per_step"] != self._groups_per_step:
-            raise CheckpointError(
-                f"the checkpoint's run trained {state['groups_per_step']} groups a step, and this one trains "
-                f"{self._groups_per_step}: set data.train_batch_size={state['groups_per_step']}"
-            )
+        refuse_other_steps(state["groups_per_step"], self._groups_per_step)
         self._prompts = deque((epoch, PromptRow(**prompt)) for epoch, prompt in state["read"])
-        self.ledger.rewind(state["ledger"])
+        self.ledger.go_on_from(unpacked(state["ledger"]))
         for each in state["groups"]:
             group = _from_state(each)
             self._groups[group.index] = group
             if group.rows is None:
                 self.ledger.append(Restarted(group.index, version=self.version))
                 self._waiting.append(group)
-        oldest = min(self.ledger.state.active.values(), default=self.version)
-        if self.version - oldest > self.schedule.max_staleness:
+        follows = self.ledger.state
+        if not self.schedule.holds(self.version, len(follows.batches.get(self.version, [])), follows.active):
             raise CheckpointError(
-                f"groups of the checkpoint were sampled {self.version - oldest} steps ago, more than "
-                f"trainer.async.max_staleness={self.schedule.max_staleness}: set it to that of the "
-                "checkpoint's run"
+                f"{len(follows.active)} groups of the checkpoint wait for training, under weights from version "
+                f"{min(follows.active.values())} on, which are too many for "
+                f"trainer.async.max_staleness={self.schedule.max_staleness} after step {self.version}: set it "
+                "to that of the checkpoint's run"
             )
 
     def close(self) -> None:
@@ -299,7 +299,9 @@ class ContinuousSource(SyncSource):
         begun = []
         with self._changed:
             state = self.ledger.state
-            while self._admits and (self.max_concurrent is None or self._num_playing < self.max_concurrent):
+            while self._admits and self._error is None and not self._closing:
+                if self.max_concurrent is not None and self._num_playing >= self.max_concurrent:
+                    break
                 if self._waiting:
                     group = self._waiting.popleft()
                 elif self.schedule.may_admit(state.num_taken, len(state.active), state.version):
@@ -328,6 +330,8 @@ class ContinuousSource(SyncSource):
             rows, metrics = await self.trajectories.play_group(
                 group.index, group.prompt, client, self._numbers
             )
+            if client.failure is not None:  # no fault of the group's
+                raise ReplicaLost(client.failure)
             with self._changed:
                 self._num_playing -= 1
                 self._keep(group, rows, metrics)
@@ -370,7 +374,8 @@ class ContinuousSource(SyncSource):
         with self._changed:
             self._changed.notify_all()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._news.set)
+            with suppress(RuntimeError):  # it has ended after an error, which is raised elsewhere
+                self._loop.call_soon_threadsafe(self._news.set)
         if self._server is None:
             self.roles.rollout.wake()
 

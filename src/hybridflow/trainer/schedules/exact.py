@@ -31,6 +31,7 @@ from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.schedules.index_ranges import ranges
+from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
@@ -38,7 +39,6 @@ from hybridflow.trainer.schedules.ledger_state import (
     Filtered,
     Finished,
     Published,
-    Restarted,
     Scored,
     Taken,
 )
@@ -86,7 +86,9 @@ class ExactSource(SyncSource):
         self._next = 0  # the batch that is made next
         self._staged: dict[int, StagedWeights] = {}  # published, and no engine has them yet
         self._made: dict[int, TrainBatch] = {}  # not trained yet, by number of the batch
-        self._places: dict[int, dict[str, Any]] = {}  # of the data, before a batch was read
+        self._places: dict[
+            int, tuple[dict[str, Any], int]
+        ] = {}  # of data and ledger, before a batch was read
         self._is_making = False
         self._validates: int | None = None  # the version of the validation that is waiting or under way
         self._error: BaseException | None = None
@@ -139,9 +141,10 @@ class ExactSource(SyncSource):
             self.version = version
             if self.ledger.state.version < version:
                 self.ledger.append(Published(version))
-            for kept in (self._made, self._places):
-                for trained in [batch for batch in kept if batch < version]:
-                    del kept[trained]
+            for trained in [batch for batch in self._made if batch < version]:
+                del self._made[trained]
+            for read in [batch for batch in self._places if batch < version]:
+                del self._places[read]
             self._changed.notify_all()
         if self.beside and self._thread is None:
             self._thread = threading.Thread(target=self._make_all, name="batches ahead", daemon=True)
@@ -177,13 +180,17 @@ class ExactSource(SyncSource):
             self._wait("waiting for rollouts to save", lambda: self._next >= end)
         with self._changed:
             ready = [_to_state(self._made[batch]) for batch in range(self.version, end)]
-            place = self._places.get(end) or self.place()
-            return {**place, "ready": ready, "version": self.version, "ledger": self.ledger.sync()}
+            # of the batches behind these, nothing is kept
+            place, position = self._places.get(end) or (self.place(), self.ledger.position)
+            self.ledger.sync()
+            own = {"ready": ready, "ledger": packed(self.ledger, position), "groups_per_step": self._period}
+            return {**place, **own, "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         super().load_state_dict(state)
-        self.ledger.rewind(state["ledger"])
+        refuse_other_steps(state["groups_per_step"], self._period)
+        self.ledger.go_on_from(unpacked(state["ledger"]))
         ready = [_from_state(each) for each in state["ready"]]
         self._start = self.version
         self._made = dict(enumerate(ready, self.version))
@@ -196,8 +203,10 @@ class ExactSource(SyncSource):
             self._changed.notify_all()
         thread = self._thread
         if thread is not None:
-            self.roles.rollout.break_off()
-            thread.join(CLOSE_SECONDS)
+            until = time.monotonic() + CLOSE_SECONDS
+            while thread.is_alive() and time.monotonic() < until:
+                self.roles.rollout.break_off()  # again: a list may have been about to begin
+                thread.join(LOOK_SECONDS)
             if thread.is_alive():
                 logger.warning("generation has not ended %g s after it was told to", CLOSE_SECONDS)
         self.ledger.close()
@@ -208,18 +217,16 @@ class ExactSource(SyncSource):
         for first, prompts in super().admitted():
             version = self.pinned_version(self._next)
             with self._changed:
-                # the run that saved the checkpoint had begun some of them
-                known = max(0, min(len(prompts), self.ledger.state.num_admitted - first))
-                if known:
-                    self.ledger.append(Restarted(first, known, version=version))
-                if known < len(prompts):
-                    self.ledger.append(Admitted(first + known, len(prompts) - known, version=version))
+                self.ledger.append(Admitted(first, len(prompts), version=version))
             yield first, prompts
 
     def _groups_of(self, rows: DataProto) -> list[int]:
         """Return the indices of the groups that have rows, in order."""
-        period = self.trajectories.config.data.train_batch_size
-        return sorted({group_index(uid, period) for uid in rows.non_tensor_batch["uid"]})
+        return sorted({group_index(uid, self._period) for uid in rows.non_tensor_batch["uid"]})
+
+    @property
+    def _period(self) -> int:
+        return self.trajectories.config.data.train_batch_size
 
     def _make_all(self) -> None:
         """Make every batch as soon as its weights are published: what the thread does."""
@@ -245,7 +252,7 @@ class ExactSource(SyncSource):
         """Generate and score the next batch under the weights that the engines have."""
         batch = self._next
         with self._changed:
-            self._places[batch] = copy.deepcopy(self.place())
+            self._places[batch] = copy.deepcopy(self.place()), self.ledger.position
         first = self.num_admitted
         made = self.make_batch(refill=not self.run_ahead)
         with self._changed:

@@ -16,8 +16,10 @@ ever, also one that an earlier rewind has undone.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -126,6 +128,29 @@ class Ledger:
                 )
             self._write([encode(Rewound(position))])
             self.state = _fold(History.of(self.path))
+
+    def lines(self, position: int) -> bytes:
+        """Return the first lines of the file, so many of them: what a checkpoint keeps of it."""
+        with self._lock, self.path.open("rb") as file:
+            return b"".join(islice(file, position))
+
+    def go_on_from(self, lines: bytes) -> None:
+        """Go on after the lines that a checkpoint has kept, as `rewind` does.
+
+        A file that does not begin with them, of another run or of none, is put aside as `*.before`.
+        """
+        with self._lock:
+            self._file.seek(0)
+            if self._file.read(len(lines)) != lines:
+                if self._num_bytes:
+                    shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.before"))
+                self._file.seek(0)
+                self._file.truncate(0)
+                self._file.write(lines)
+                self._num_bytes = len(lines)
+                self.position = lines.count(b"\n")
+            self._file.seek(self._num_bytes)
+        self.rewind(lines.count(b"\n"))
 
     def sync(self) -> int:
         """Wait until all lines are on the disk; gives the position, for a checkpoint."""

@@ -76,6 +76,15 @@ class Schedule:
         """Return the last step in which a group admitted under `version` may be trained."""
         return version + self.max_staleness
 
+    def holds(self, step: int, taken: int, active: Mapping[int, int]) -> bool:
+        """Say whether all active groups can be trained in time; arguments are those of `choose`."""
+        due = 0
+        for version, number in sorted(Counter(active.values()).items()):
+            due += number
+            if due > self.groups_per_step - taken + self.groups_per_step * (self.deadline(version) - step):
+                return False
+        return True
+
     def latest_deadline(self, step: int, taken: int, active: Mapping[int, int]) -> float:
         """Return the largest deadline that a group taken now may have; infinity where any may be taken.
 

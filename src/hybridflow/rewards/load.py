@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hybridflow.data.plugin import load_module, load_object
+from hybridflow.data.plugin import load_module, load_object, shown
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import table
 from hybridflow.rewards.columns import (
@@ -79,7 +79,7 @@ def load_user_function(
         # where there is no such name, the message lists what the file does define
         function = getattr(module, name, None) or load_object(f"{path}:{name}", key=key)
     if not callable(function):
-        raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
+        raise ConfigError(f"{key}: {shown(path)} names a {type(function).__name__}, wanted a function")
     if takes(function, COMPLETIONS):
         check_options_of(function, options, key)
         shape = with_columns if called_with == CALLED_WITH_LISTS else with_columns_of_one
@@ -169,7 +169,7 @@ def _check_signature(
     except TypeError as error:
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
-            f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
+            f"{key}: {shown(path)} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
             f"called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
             "parameter without a default"
         ) from error

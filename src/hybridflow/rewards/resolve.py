@@ -60,4 +60,6 @@ def describe(config: RewardConfig) -> str:
 
 def has_file(config: RewardConfig) -> bool:
     """Whether a command could load the chosen function: it is built in, or of a file or a module."""
-    return not any(in_memory(str(name)) for name in [config.function, *(term.get("name") for term in config.terms)])
+    return not any(
+        in_memory(str(name)) for name in [config.function, *(term.get("name") for term in config.terms)]
+    )

@@ -89,7 +89,11 @@ def test_the_bits_are_those_of_the_command(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"reward": lambda text, truth: 0.0}, ConfigError, r"reward: _lambda_ is defined as <lambda>\(text, tr"),
+        (
+            {"reward": lambda text, truth: 0.0},
+            ConfigError,
+            r"reward: _lambda_ is defined as <lambda>\(text, tr",
+        ),
         ({"reward": 3}, ConfigError, "reward: got int, wanted a function"),
         ({"reward": []}, ConfigError, "reward is an empty list"),
         ({"reward": [(digits, "much")]}, ConfigError, "wanted a pair of a reward and its weight"),

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import load_rows
-from hybridflow.data.row_schema import complete_row
 from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.row_schema import complete_row
 from hybridflow.data.tokenizer import encode_prompt, load_tokenizer
 from hybridflow.errors import DataError, ModelError
 

@@ -54,7 +54,7 @@ def test_it_runs_from_top_to_bottom(notebook: Path, tmp_path: Path, monkeypatch:
 
 
 def scores_of(folder: Path) -> tuple[float, float]:
-    """Return the mean scores of the first and the last third of the steps, of the run by reinforcement learning."""
+    """Return the mean scores of the first and the last third of the steps of reinforcement learning."""
     (metrics,) = [file for name in ("rl", "run") for file in folder.glob(f"runs/*/{name}/metrics.jsonl")]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]

@@ -1,6 +1,6 @@
 """Reward functions that name `completions`: lists by name in, a list of numbers out.
 
-    data_source(s), solution_str(s), extra_info(s), … ──as columns──► function(prompts, completions, COLUMN, …)
+    solution_strs, extra_infos, … ──as columns──► function(prompts, completions, COLUMN, …)
         ──► one number for each completion, None counting as 0
 
 A column is a column of the data, as a list; `ground_truth` and `data_source` are there always. Where rows are

@@ -201,7 +201,7 @@ _LEFT_OUT = object()
 
 
 def _taken(function: RewardFunction, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function gets of the row: the tokens, the messages and the prompt only where it names them."""
+    """Return what a function gets of the row: tokens, messages and prompt only where it names them."""
     without = [name for name in WHERE_NAMED if not takes(function, name)]
     return {name: value for name, value in row.items() if name not in without}
 

@@ -169,8 +169,8 @@ def _check_signature(
     except TypeError as error:
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
-            f"{key}: {shown(path)} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
-            f"called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
+            f"{key}: {shown(path)} is defined as {getattr(function, '__name__', 'function')}{signature}, "
+            f"but is called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
             "parameter without a default"
         ) from error
     if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:

@@ -167,9 +167,10 @@ def _check_signature(
     try:
         signature.bind(**{**options, **names})
     except TypeError as error:
+        defined = f"{getattr(function, '__name__', 'function')}{signature}"
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
-            f"{key}: {shown(path)} is defined as {getattr(function, '__name__', 'function')}{signature}, "
+            f"{key}: {shown(path)} is defined as {defined}, "
             f"but is called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
             "parameter without a default"
         ) from error

@@ -171,7 +171,8 @@ def _check_signature(
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
             f"{key}: {shown(path)} is defined as {defined}, "
-            f"but is called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
+            f"but is called with {words} ({error}); name some of these, or {TOKENS}= or "
+            f"{MESSAGES}=, and no other "
             "parameter without a default"
         ) from error
     if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from hybridflow.api.datasets import Dataset
 from hybridflow.api.launch import Call, Model, Overrides, launch, only_run
-from hybridflow.api.objects import Objects, in_memory, named_objects, require_here
+from hybridflow.api.objects import Objects, named_objects, require_here
 from hybridflow.api.result import Run
+from hybridflow.data.plugin import in_memory
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.compose import options_of
 from hybridflow.rewards.load import DEFAULT_NAMES, load_user_function

@@ -33,6 +33,18 @@ T = TypeVar("T")
 PLUGIN = "hybridflow_plugin_"
 """How the name of a module begins that was loaded from a file."""
 WANTED = "wanted path/to/file.py:name or package.module:name"
+IN_MEMORY = "hybridflow_objects"
+"""Name of the module that exists during a program's run only, and has its functions and classes."""
+
+
+def in_memory(spec: str) -> bool:
+    """Whether a name is that of an object which no other process could import."""
+    return spec.startswith(f"{IN_MEMORY}:")
+
+
+def shown(spec: str) -> str:
+    """Return a name as messages give it: the object's own where it is one of the program."""
+    return spec.removeprefix(f"{IN_MEMORY}:")
 
 
 def load_object(spec: str, *, key: str) -> Any:
@@ -64,7 +76,7 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with blaming(f"{key}: {spec}"):
+        with blaming(f"{key}: {shown(spec)}"):
             return function(*args, **kwargs)
 
     return call

@@ -13,13 +13,27 @@ from hybridflow.data.messages import choose_column, messages_column, prompt_of
 logger = logging.getLogger(__name__)
 
 UNKNOWN_SOURCE = "unknown"
+READ_BY_THE_RUN = (
+    "data_source",
+    "reward_model",
+    "extra_info",
+    "index",
+    "raw_prompt",
+    "messages",
+    "seed",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+)
+"""Columns, or entries of extra_info, that the run itself reads."""
 
 
 def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     """The row with every field of the schema present and of the right kind.
 
-    These are data_source, reward_model, extra_info, index and raw_prompt (see `PromptRow`). Raises TypeError,
-    ValueError or KeyError where a field is of another kind or the row has no prompt.
+    These are data_source, reward_model, extra_info, index and raw_prompt (see `PromptRow`). A column
+    that the run does not read itself is also an entry of extra_info, unless that has one of its name. Raises
+    TypeError, ValueError or KeyError where a field is of another kind or the row has no prompt.
     """
     row["data_source"] = source_of(row, config)
     reward_model = row.get("reward_model")
@@ -32,11 +46,14 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise TypeError(f"extra_info is {type(extra_info).__name__}, wanted an object")
-    extra_info = dict(extra_info or {})
+    prompt_column = choose_column(row, config.prompt_key)
+    read = (*READ_BY_THE_RUN, config.reward_fn_key, prompt_column)
+    columns = {name: value for name, value in row.items() if name not in read}
+    extra_info = {**columns, **(extra_info or {})}
     if extra_info.get("index") is None:
         extra_info["index"] = index
     row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
-    row["raw_prompt"] = prompt_of(row[choose_column(row, config.prompt_key)], wrap=config.wrap_prompts)
+    row["raw_prompt"] = prompt_of(row[prompt_column], wrap=config.wrap_prompts)
     return row
 
 

@@ -189,10 +189,10 @@ class ContinuousSource(SyncSource):
         follows = self.ledger.state
         if not self.schedule.holds(self.version, len(follows.batches.get(self.version, [])), follows.active):
             raise CheckpointError(
-                f"{len(follows.active)} groups of the checkpoint wait for training, under weights from version "
-                f"{min(follows.active.values())} on, which are too many for "
-                f"trainer.async.max_staleness={self.schedule.max_staleness} after step {self.version}: set it "
-                "to that of the checkpoint's run"
+                f"{len(follows.active)} groups of the checkpoint wait for training, under weights from "
+                f"version {min(follows.active.values())} on: too many for "
+                f"trainer.async.max_staleness={self.schedule.max_staleness} after step {self.version}. Set "
+                "it to that of the checkpoint's run"
             )
 
     def close(self) -> None:

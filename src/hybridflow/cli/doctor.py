@@ -182,7 +182,7 @@ def _findings_table(found: list[Finding]) -> Table:
     for each in found:
         table.add_row(each.level, each.check, Text(each.here), Text(each.todo))
     if not found:
-        table.add_row("", "nothing", "all checks are fine", "")
+        table.add_row("", "all checks", "fine", "nothing")
     return table
 
 

@@ -94,6 +94,7 @@ def merge(
                 and not (final / path.name).exists()
             ):
                 (shutil.copytree if path.is_dir() else shutil.copy2)(path, final / path.name)
+        give_usual_modes(final)
         os.replace(final, target)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write {target}: {error}") from error

@@ -124,6 +124,7 @@ def _write(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: Dt
     plain.generation_config = model.generation_config
     with without_progress_bars():
         plain.to(getattr(torch, dtype)).save_pretrained(folder)
+    give_usual_modes(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -131,9 +131,7 @@ def launch(call: Call) -> Run:
     return Run(folder, message=message, notes=prepared.notes)
 
 
-def _run_to_end(
-    config: Any, prepare: Callable[[Any], None], told: CallbackTracker, shown: bool
-) -> str:
+def _run_to_end(config: Any, prepare: Callable[[Any], None], told: CallbackTracker, shown: bool) -> str:
     """Run; return why it ended before its last step, or nothing. In a notebook Ctrl-C is a reason too.
 
     With `shown` the reason is logged too, which Python prints where the program has set up no logging.

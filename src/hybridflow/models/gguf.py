@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import build_policy
+from hybridflow.models.export import give_usual_modes
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_log_probs
 from hybridflow.models.progress import without_progress_bars

@@ -19,8 +19,8 @@ PROMPT_HINT = (
     "as plain text"
 )
 PLAIN_PROMPTS = (
-    "the prompts of %s are plain text and %s as they stand, without the chat template of the tokenizer: where "
-    "they are not templated already, set data.wrap_prompts=true to make each a user's message"
+    "the prompts of %s are plain text and %s as they stand, without the chat template of the tokenizer: "
+    "where they are not templated already, set data.wrap_prompts=true to make each a user's message"
 )
 """What is said of prompts that are texts; the source, and what becomes of them."""
 

@@ -27,6 +27,16 @@ READ_BY_THE_RUN = (
 )
 """Columns, or entries of extra_info, that the run itself reads."""
 
+PROMPT_HINT = (
+    "set data.prompt_key to the column of the prompts, and data.wrap_prompts=true where these are questions "
+    "as plain text"
+)
+PLAIN_PROMPTS = (
+    "the prompts of %s are plain text and %s as they stand, without the chat template of the tokenizer: "
+    "where they are not templated already, set data.wrap_prompts=true to make each a user's message"
+)
+"""What is said of prompts that are texts; the source, and what becomes of them."""
+
 
 def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     """The row with every field of the schema present and of the right kind.
@@ -59,7 +69,7 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
 
 def require_prompts(rows: Rows, config: DataConfig) -> None:
     """Raise DataError where a column is missing that the keys name."""
-    rows.require(choose_column(rows.columns, config.prompt_key), hint="set data.prompt_key")
+    rows.require(choose_column(rows.columns, config.prompt_key), hint=PROMPT_HINT)
     if config.reward_fn_key != "data_source":
         rows.require(config.reward_fn_key, hint="set data.reward_fn_key")
 
@@ -111,12 +121,12 @@ def source_of(row: Row, config: DataConfig) -> str:
 def note_missing_columns(source: str, columns: Sequence[str], config: DataConfig) -> None:
     """Log what follows from columns that the data lacks and need not have."""
     if config.reward_fn_key not in columns:
-        logger.warning(
+        logger.info(
             "%s has no column data_source (data.reward_fn_key): its rows count as %r", source, UNKNOWN_SOURCE
         )
     if "reward_model" in columns:
         return
     if "answer" in columns:
-        logger.warning("%s has no column reward_model: the column answer is the ground truth", source)
+        logger.info("%s has no column reward_model: the column answer is the ground truth", source)
     else:
         logger.warning("%s has no column reward_model: the rows have no ground truth", source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import signal
 import sys
@@ -113,7 +114,7 @@ def test_the_bits_are_those_of_the_command(
         ({"overrides": ["trainer.seed=x"]}, ConfigError, "trainer.seed: got 'x'"),
         ({"callbacks": [Callback]}, ConfigError, r"wanted an object: Callback\(\)"),
         ({"callbacks": [3]}, ConfigError, "callbacks: got int"),
-        ({"callbacks": Callback()}, ConfigError, "got Callback, wanted a list of callbacks"),
+        ({"callbacks": 3}, ConfigError, "callbacks: got int, wanted .*, or a list of these"),
         ({"callbacks": [lambda step: None]}, ConfigError, r"wanted on_step_end\(step, metrics\)"),
         ({"resume": "nowhere"}, ConfigError, "there is no folder nowhere"),
         ({"model": 5}, ConfigError, "got int, wanted a folder or a hub name"),
@@ -328,14 +329,32 @@ def test_a_save_beside_the_run_becomes_whole_when_callbacks_end_it(
     assert Run.open(tmp_path / "run").checkpoint == tmp_path / "run" / "global_step_1"
 
 
-def test_a_second_run_of_a_process_says_where_it_was_ended(model: Path, tmp_path: Path) -> None:
+def test_a_second_run_of_a_process_says_where_it_was_ended(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class AtOnce(Callback):
         def on_run_start(self, folder: Path, total_steps: int) -> bool:
             return True
 
     train(model, tmp_path / "first", val_dataset=None)
-    run = train(model, tmp_path / "second", callbacks=[AtOnce()])
+    run = train(model, tmp_path / "second", callbacks=AtOnce(), progress=True)
     assert run.message.startswith("ended by a callback before the first step; there is no checkpoint yet")
+    assert caplog.messages.count(run.message) == 1
+
+
+def test_a_function_alone_ends_a_run_that_prints_nothing(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script without logging
+    run = train(
+        model,
+        tmp_path / "run",
+        callbacks=lambda step, metrics: metrics["critic/score/mean"] > -1,
+        progress=False,
+    )
+    assert run.message.startswith("ended by a callback after step 1/2")
+    shown = capfd.readouterr()
+    assert "ended by a callback" not in shown.out + shown.err
 
 
 @pytest.mark.slow

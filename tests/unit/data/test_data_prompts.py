@@ -92,6 +92,7 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
     characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"}]
+    caplog.set_level(logging.INFO, logger="hybridflow")
     dataset = PromptDataset(rows, characters, DataConfig())
     assert [item.row["reward_model"] for item in dataset] == [
         {"style": "rule", "ground_truth": a} for a in "45"
@@ -102,6 +103,8 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
         caplog.text.count("the column answer is the ground truth") == 1
         and caplog.text.count("data.reward_fn_key") == 1
     )
+    warned = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [message for message in warned if "has no column" in message], "a layout that works"
 
 
 def test_reward_fn_key_names_the_source(characters: PreTrainedTokenizerFast) -> None:

@@ -107,6 +107,12 @@ def test_the_cluster_of_compose_has_the_clocks_and_the_token_of_the_launch_scrip
     assert set(over) == set(services)
 
 
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_no_service_waits_for_a_variable_of_another(path: Path) -> None:
+    """A compose file is filled in as a whole, whatever service is started."""
+    assert not re.findall(r"\$\{\w+:?\?.*?\}", path.read_text())
+
+
 def test_commands_of_the_page() -> None:
     page = (ROOT / "docs" / "docker.md").read_text()
     found = 0
@@ -116,6 +122,8 @@ def test_commands_of_the_page() -> None:
             if "hybridflow" in words[2:] and words[0] == "docker" and {"run", "exec"} & set(words):
                 last = len(words) - 1 - words[::-1].index("hybridflow")
                 check_command(words[last:])
+                trains = words[last + 1] == "train"
+                assert not trains or any(word.startswith("actor_rollout_ref.model.path=") for word in words)
                 found += 1
     assert found == 4
     assert "never built or run" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,16 @@ def test_it_runs_from_top_to_bottom(notebook: Path, tmp_path: Path, monkeypatch:
     views = [output for output in outputs if "<progress" in str(output.get("data", {}).get("text/html", ""))]
     assert views, "a run in a notebook shows a bar and a table"
     nbformat.write(content, tmp_path / notebook.name)
+    first, last = scores_of(tmp_path)
+    assert last > first, (
+        f"the run of {notebook.stem} has learned nothing: {first:.2f} at first, {last:.2f} at last"
+    )
+
+
+def scores_of(folder: Path) -> tuple[float, float]:
+    """Return the mean scores of the first and the last third of the steps of reinforcement learning."""
+    (metrics,) = [file for name in ("rl", "run") for file in folder.glob(f"runs/*/{name}/metrics.jsonl")]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
+    third = max(1, len(scores) // 3)
+    return sum(scores[:third]) / third, sum(scores[-third:]) / third

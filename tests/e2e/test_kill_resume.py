@@ -29,7 +29,7 @@ def test_killed_in_rollout_update_and_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "agents"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "agents", "ahead"])
 def test_killed_at_every_moment_and_at_random(algorithm: str, tmp_path: Path) -> None:
     lines = kill_and_resume(tmp_path / "log", "--algorithm", algorithm, "--random", "10")
     assert len(lines) == len(MOMENTS) + 1 and all(" equal: " in line for line in lines), lines

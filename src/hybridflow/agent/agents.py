@@ -6,7 +6,7 @@ episodes ──run──► trajectories, told one by one; metrics; counts of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from hybridflow.agent.build import SINGLE_TURN, AgentBuilder
@@ -67,6 +67,20 @@ class Agents:
         self, rollout: Serving, episodes: Sequence[Episode], ended: Ended
     ) -> tuple[Metrics, RolloutStats]:
         """Play all episodes; `ended` hears of each end at once, in the event loop's thread."""
+        before = dict(self._builder.hosts.counts)
+        metrics, stats = rollout.run(lambda client: self.play(client, episodes, ended))
+        for name, count in self._builder.hosts.counts.items():
+            metrics.add_sum(f"agent/processes/{name}", float(count - before[name]))
+        return metrics, stats
+
+    async def play(
+        self,
+        client: LLMClient,
+        episodes: Sequence[Episode],
+        ended: Ended,
+        numbers: Iterator[int] | None = None,
+    ) -> Metrics:
+        """Play episodes by `client`; `numbers` are those of requests, where others use it too."""
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -80,13 +94,10 @@ class Agents:
             self._keys,
             hosts=self._builder.hosts,
             limit=self._limit,
+            numbers=numbers,
         )
-        before = dict(self._builder.hosts.counts)
-        _, stats = rollout.run(lambda client: runner.run(client, episodes, hear))
-        metrics = _metrics(told, runner)
-        for name, count in self._builder.hosts.counts.items():
-            metrics.add_sum(f"agent/processes/{name}", float(count - before[name]))
-        return metrics, stats
+        await runner.run(client, episodes, hear)
+        return _metrics(told, runner)
 
     def close(self) -> None:
         """End the processes of tools and environments."""

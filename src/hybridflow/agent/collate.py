@@ -115,3 +115,9 @@ def uid(trajectory: Trajectory) -> str:
     """Return the name of the trajectory's group, "step-number"."""
     step, number = divmod(trajectory.group, GROUPS_PER_STEP)
     return f"{step}-{number}"
+
+
+def group_index(uid: str, groups_per_step: int) -> int:
+    """Return the index of a training group in the run by its name, the inverse of `uid`."""
+    step, number = map(int, uid.split("-"))
+    return (step - 1) * groups_per_step + number

@@ -12,7 +12,7 @@ import logging
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
@@ -61,8 +61,11 @@ class Runner:
         *,
         hosts: HostsLike,
         limit: Limit,
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        """`hosts` run the code of tools and environments; `limit` is kept from step to step."""
+        """`hosts` run the code of tools and environments; `limit` is kept from step to step. `numbers` are
+        those of requests; None: from 0.
+        """
         self.retried: Counter[FailureCause] = Counter()
         """Tries that have failed and were followed by another one, by cause."""
         self.peak = 0
@@ -73,7 +76,7 @@ class Runner:
         self._config = config
         self._hosts = hosts
         self._limit = limit
-        self._ids = itertools.count()
+        self._ids = itertools.count() if numbers is None else numbers
         self._told: set[FailureCause] = set()
 
     async def run(self, client: LLMClient, episodes: Sequence[Episode], ended: Ended) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.data.prompts import PromptRow
@@ -15,7 +16,16 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
-from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Call, Lineage, Outcome, Trajectory, rows_of
+from hybridflow.protocol.trajectory import (
+    FINISHED,
+    TRUNCATED,
+    Call,
+    FailureCause,
+    Lineage,
+    Outcome,
+    Trajectory,
+    rows_of,
+)
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
 
@@ -44,17 +54,25 @@ class RequestBatch:
     def trajectory(self, place: int, output: GenerationOutput, tokenizer: Tokenizer) -> Trajectory:
         """Return what came of the request at `place`, with its text and the facts that a reward reads."""
         prompt = Prompt(self.requests[place].prompt_token_ids)
-        row = self.rows[place].row
         # a response without tokens is a row all the same: it is an answer, and is scored like others
         lineages = rows_of([Call(prompt, output)]) or (Lineage(prompt),)
-        extra = {
-            "solution_str": tokenizer.decode(output.token_ids, skip_special_tokens=True),
+        text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        extra = {"solution_str": text, **self._facts(place)}
+        group = self.groups[place]
+        return Trajectory(group, self.samples[place], lineages, outcome_of(output), extra=extra)
+
+    def failed(self, place: int, cause: FailureCause, detail: str) -> Trajectory:
+        """Return the trajectory of the request at `place`, which got no response."""
+        outcome = Outcome("failed", cause, detail)
+        return Trajectory(self.groups[place], self.samples[place], (), outcome, extra=self._facts(place))
+
+    def _facts(self, place: int) -> dict[str, Any]:
+        row = self.rows[place].row
+        return {
             "data_source": row.get("data_source"),
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
             "extra_info": row.get("extra_info") or {},
         }
-        group = self.groups[place]
-        return Trajectory(group, self.samples[place], lineages, outcome_of(output), extra=extra)
 
 
 def outcome_of(output: GenerationOutput) -> Outcome:

@@ -55,6 +55,9 @@ class Callback:
         """The run has ended by its last step, a callback or a signal; not called after an error."""
 
 
+Callbacks = Sequence[Any] | Callback | Callable[[int, Mapping[str, float]], Any]
+"""A list of listeners, or one alone; `as_callbacks` says what a listener may be."""
+
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -65,13 +68,14 @@ class _OfFunction(Callback):
         self.on_step_end = function  # type: ignore[method-assign, assignment]
 
 
-def as_callbacks(callbacks: Sequence[Any]) -> list[Any]:
+def as_callbacks(callbacks: Callbacks) -> list[Any]:
     """Check the listeners: objects with some methods of Callback, or functions of (step, metrics).
 
-    Raises ConfigError for what is neither, and for a method that cannot be called as it will be.
+    One that is given alone stands for a list of one. Raises ConfigError for what is neither, and for a method
+    that cannot be called as it will be.
     """
     if not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, wanted a list of callbacks")
+        callbacks = [callbacks]
     found = []
     for given in callbacks:
         listener = given
@@ -85,7 +89,7 @@ def as_callbacks(callbacks: Sequence[Any]) -> list[Any]:
         if not methods:
             raise ConfigError(
                 f"callbacks: got {type(given).__name__}, wanted an object with some of {', '.join(METHODS)}, "
-                "or a function of (step, metrics)"
+                "or a function of (step, metrics), or a list of these"
             )
         for name in methods:
             arguments = list(inspect.signature(getattr(Callback, name)).parameters)[1:]

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybridflow.api.callbacks import Callbacks
 from hybridflow.api.datasets import Dataset
 from hybridflow.api.launch import Call, Model, Overrides, launch, only_run
-from hybridflow.api.objects import Objects, in_memory, named_objects, require_here
+from hybridflow.api.objects import Objects, named_objects, require_here
 from hybridflow.api.result import Run
+from hybridflow.data.plugin import in_memory
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.compose import options_of
 from hybridflow.rewards.load import DEFAULT_NAMES, load_user_function
@@ -33,7 +35,7 @@ def train(
     val_dataset: Dataset | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool | str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Callbacks = (),
     overrides: Overrides = (),
     progress: bool = True,
 ) -> Run:
@@ -47,7 +49,7 @@ def train(
     dataset, val_dataset: list of dicts or texts, datasets.Dataset, pandas DataFrame, or paths of files
     output_dir: run folder (trainer.default_local_dir)
     resume: True: from the newest checkpoint of the run folder, False: anew, or a global_step_N folder
-    callbacks: objects with methods of Callback, or functions of (step, metrics)
+    callbacks: objects with methods of Callback, or functions of (step, metrics); a list, or one alone
     overrides: keys of docs/configuration.md, as a dict or as words "key=value"; they win over all others
     progress: show what the run is doing
 
@@ -78,7 +80,7 @@ def sft(
     val_dataset: Dataset | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool | str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Callbacks = (),
     overrides: Overrides = (),
     progress: bool = True,
 ) -> Run:
@@ -100,7 +102,7 @@ def dpo(
     val_dataset: Dataset | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool | str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Callbacks = (),
     overrides: Overrides = (),
     progress: bool = True,
 ) -> Run:
@@ -122,7 +124,7 @@ def reward_model(
     val_dataset: Dataset | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool | str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Callbacks = (),
     overrides: Overrides = (),
     progress: bool = True,
 ) -> Run:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.build import save_loaded
-from hybridflow.api.callbacks import BY_CALLBACK, CallbackTracker, as_callbacks
+from hybridflow.api.callbacks import BY_CALLBACK, Callbacks, CallbackTracker, as_callbacks
 from hybridflow.api.datasets import Dataset, Rows, files_or_rows
 from hybridflow.api.result import Run
 from hybridflow.config import RUNS
@@ -54,7 +54,7 @@ class Call:
     val_dataset: Dataset | None
     output_dir: str | os.PathLike[str] | None
     resume: bool | str | os.PathLike[str] | None
-    callbacks: Sequence[Any]
+    callbacks: Callbacks
     overrides: Overrides
     progress: bool
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -62,10 +62,20 @@ class Call:
     check: Callable[[Any], None] = lambda config: None
     """Called with the complete configuration."""
 
-    def prepare(self, values: Mapping[str, Any], **needs: bool) -> Loaded[Any]:
-        """Return the complete and checked configuration; `values` come before the overrides."""
+    def prepare(self, values: Mapping[str, Any], *, needs_all: bool = True) -> Loaded[Any]:
+        """Return the complete and checked configuration; `values` come before the overrides.
+
+        Without `needs_all` no model and no files are looked at.
+        """
         words, keys = _split(self.overrides)
-        return prepare_config(RUNS[self.command], words, self.recipe_name, values={**values, **keys}, **needs)
+        return prepare_config(
+            RUNS[self.command],
+            words,
+            self.recipe_name,
+            values={**values, **keys},
+            needs_model=needs_all,
+            needs_files=needs_all,
+        )
 
     @property
     def recipe_name(self) -> str | None:
@@ -108,7 +118,7 @@ def launch(call: Call) -> Run:
     values = {**call.values, **_of_run(call), **data, **_model(call, folder)}
     loaded_model = hasattr(call.model, "save_pretrained")
     if rows or loaded_model:
-        call.check(call.prepare(values, needs_files=False, needs_model=False).config)
+        call.check(call.prepare(values, needs_all=False).config)
         with RunFolder(folder).held():
             for file, content in rows.items():
                 content.write(file)
@@ -126,13 +136,16 @@ def launch(call: Call) -> Run:
             trainer.trackers.trackers += [*views, told]
             told.start(trainer.total_steps)
 
-        message = _run_to_end(prepared.config, prepare, told)
+        message = _run_to_end(prepared.config, prepare, told, call.progress)
     told.end()
     return Run(folder, message=message, notes=prepared.notes)
 
 
-def _run_to_end(config: Any, prepare: Callable[[Any], None], told: CallbackTracker) -> str:
-    """Run; return why it ended before its last step, or nothing. In a notebook Ctrl-C is a reason too."""
+def _run_to_end(config: Any, prepare: Callable[[Any], None], told: CallbackTracker, shown: bool) -> str:
+    """Run; return why it ended before its last step, or nothing. In a notebook Ctrl-C is a reason too.
+
+    With `shown` the reason is logged too, which Python prints where the program has set up no logging.
+    """
     try:
         run(config, prepare)
     except Stopped as stopped:
@@ -144,7 +157,8 @@ def _run_to_end(config: Any, prepare: Callable[[Any], None], told: CallbackTrack
         message = stopped.message.replace("the same command", "the same call")
         if stopped.number == BY_CALLBACK:
             message = message.replace("interrupted", "ended by a callback", 1)
-        logger.warning("%s", message)
+        if shown:
+            logger.warning("%s", message)
         return message
     return ""
 

@@ -15,10 +15,8 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
+from hybridflow.data.plugin import IN_MEMORY, in_memory, shown
 from hybridflow.errors import ConfigError
-
-MODULE = "hybridflow_objects"
-"""Name of the module that exists during a run only, and has its objects."""
 
 
 class Objects:
@@ -37,17 +35,12 @@ class Objects:
         while getattr(self._module, name, found) is not found:
             name += "_"  # two functions of one name
         setattr(self._module, name, found)
-        return f"{MODULE}:{name}"
-
-
-def in_memory(spec: str) -> bool:
-    """Whether a name is that of an object which no other process could import."""
-    return spec.startswith(f"{MODULE}:")
+        return f"{IN_MEMORY}:{name}"
 
 
 def require_here(specs: Sequence[str], key: str, num_workers: int) -> None:
     """Raise ConfigError where a key asks for processes, and they could not import the objects."""
-    names = [spec.partition(":")[2] for spec in specs if in_memory(spec)]
+    names = [shown(spec) for spec in specs if in_memory(spec)]
     if names and num_workers:
         raise ConfigError(
             f"{key}={num_workers}: {', '.join(names)} is defined in a notebook, in a script or inside a "
@@ -72,9 +65,9 @@ def _is_importable(found: Any, module: str, name: str) -> bool:
 @contextmanager
 def named_objects() -> Iterator[Objects]:
     """Give names to objects that are valid inside the context."""
-    module = ModuleType(MODULE, "Functions and classes of the program that called hybridflow.")
-    sys.modules[MODULE] = module
+    module = ModuleType(IN_MEMORY, "Functions and classes of the program that called hybridflow.")
+    sys.modules[IN_MEMORY] = module
     try:
         yield Objects(module)
     finally:
-        del sys.modules[MODULE]
+        del sys.modules[IN_MEMORY]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,15 @@ def train(options: argparse.Namespace) -> int:
     with progress.shown():
         with progress.phase("reading the configuration"):
             from hybridflow.config import RUNS
-            from hybridflow.trainer.main import run
+            from hybridflow.trainer.main import missing_here, run
 
-            configs = _prepared(options, RUNS[options.command])
+            configs = _prepared(options, RUNS[options.command], missing_here)
         for each in configs:
             run(each)
     return 0
 
 
-def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
+def _prepared(options: argparse.Namespace, root: type[Any], missing: Callable[[Any], list[str]]) -> list[Any]:
     """Prepare the configurations of all runs: a mistake in the last one shows before the first one runs."""
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
@@ -62,7 +63,9 @@ def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
     sweep = [options.overrides]
     if options.multirun:
         sweep = expand_sweeps(options.overrides)
-    prepared = [prepare_config(root, overrides, recipe=options.recipe) for overrides in sweep]
+    prepared = [
+        prepare_config(root, overrides, recipe=options.recipe, missing=missing) for overrides in sweep
+    ]
     folders = [each.config.trainer.default_local_dir for each in prepared]
     if len(set(folders)) < len(folders):
         raise ConfigError(
@@ -85,7 +88,12 @@ def config(options: argparse.Namespace) -> int:
     if not (options.recipe or options.overrides or options.explain or options.changed):
         print(to_yaml(root()), end="")
         return 0
-    prepared = prepare_config(root, options.overrides, recipe=options.recipe, runs=False)
+    missing: Callable[[Any], list[str]] | None = None
+    if options.explain:
+        from hybridflow.trainer.main import missing_libraries
+
+        missing = missing_libraries
+    prepared = prepare_config(root, options.overrides, recipe=options.recipe, runs=False, missing=missing)
     _show_notes(prepared.notes)
     if options.explain:
         from hybridflow.cli.explain_view import show_explanation

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -110,12 +111,14 @@ def show_machine(*, as_json: bool = False) -> int:
         print(json.dumps(content, indent=2, ensure_ascii=False))
         return status
     console = Console()
+    console.print(Text(_summary(found)))
     for each in shown:
         table = Table(*each.columns, title=each.title, title_justify="left")
         for row in each.rows:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
-    console.print(_findings_table(found))
+    if found:
+        console.print(_findings_table(found))
     return status
 
 
@@ -181,9 +184,16 @@ def _findings_table(found: list[Finding]) -> Table:
     table = Table("", "what", "found", "what to do", title="What to mend", title_justify="left")
     for each in found:
         table.add_row(each.level, each.check, Text(each.here), Text(each.todo))
-    if not found:
-        table.add_row("", "nothing", "all checks are fine", "")
     return table
+
+
+def _summary(found: list[Finding]) -> str:
+    """Return the line that stands above all tables."""
+    if not found:
+        return "What to mend: nothing, all checks are fine"
+    numbers = Counter(each.level for each in found)
+    parts = [f"{number} {level}" for level, number in numbers.items()]
+    return f"What to mend: {', '.join(parts)} (the last table)"
 
 
 def _machine(facts: Facts) -> Section:

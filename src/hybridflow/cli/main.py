@@ -12,6 +12,7 @@ from hybridflow import __version__
 from hybridflow.cli import commands
 from hybridflow.cli.evaluate import add_evaluation
 from hybridflow.cli.serve import add_serve
+from hybridflow.cli.time_travel import add_time_travel
 from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (
@@ -80,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("run", help="folder of the run")
     view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
     view.set_defaults(body=commands.view)
+    add_time_travel(words)
     return root
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,13 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.needs import uses_agents
 from hybridflow.data.files import Row, Rows, as_list, load_rows
-from hybridflow.data.row_schema import complete_row
+from hybridflow.data.row_schema import PLAIN_PROMPTS, PROMPT_HINT, complete_row, require_prompts
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import GROUND_TRUTH, choose_response, dry_run
 from hybridflow.rewards.early_checks import refuse_model
+
+logger = logging.getLogger(__name__)
 
 GENERATE = "generate"
 SHOWN = 100
@@ -82,8 +85,12 @@ def first_rows(config: PPOConfig, count: int) -> list[Row]:
         rows = Rows([build_task(data.task).rows("train", min(count, data.task.size))], data.task.name)
     else:
         rows = load_rows(as_list(data.train_files), data.cache_dir)
+        require_prompts(rows, data)
         rows.refuse_media()
-    return _usable(rows, count, data)
+    found = _usable(rows, count, data)
+    if isinstance(found[0]["raw_prompt"], str):
+        logger.warning(PLAIN_PROMPTS, rows.source, "go to the model")
+    return found
 
 
 def _usable(rows: Rows, count: int, data: DataConfig) -> list[Row]:
@@ -92,10 +99,11 @@ def _usable(rows: Rows, count: int, data: DataConfig) -> list[Row]:
     for index, row in enumerate(rows):
         if len(found) == count:
             break
+        columns = ", ".join(row)
         try:
             found.append(complete_row(row, index, data))
         except KeyError as error:
-            reason = reason or f"row {index} has no column {error}; the columns: {', '.join(row)}"
+            reason = reason or f"row {index} has no column {error}; its columns: {columns}; {PROMPT_HINT}"
         except (TypeError, ValueError) as error:
             reason = reason or f"row {index}: {error}"
     if not found:

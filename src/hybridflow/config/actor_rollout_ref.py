@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.rollout_skip import RolloutSkipConfig
 from hybridflow.config.schema import group, key
 
 LossAggMode = Literal[
@@ -368,6 +369,12 @@ class RolloutConfig:
     enable_prefix_caching: bool = key(
         True, "Prompts that begin alike share the keys and values of their common beginning."
     )
+    recompute_kv_after_update: bool = key(
+        True,
+        "Keys and values of responses that go on under new weights are computed again; false: they stay as "
+        "the old weights made them, which saves that and makes later log-probs those of neither version. "
+        "false wants the native engine on a pool of its own.",
+    )
     kv_cache: Literal["auto", "slots", "paged"] = key(
         "auto",
         "native: hold keys and values in one slot for each row (slots) or in blocks of 256 tokens (paged); "
@@ -427,6 +434,7 @@ class RolloutConfig:
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
     multi_turn: MultiTurnConfig = group(MultiTurnConfig)
     agent: AgentConfig = group(AgentConfig)
+    skip: RolloutSkipConfig = group(RolloutSkipConfig)
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,17 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         ROLLOUT + r"checkpoint_engine\.update_weights_bucket_megabytes",
         r"actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
+    (ROLLOUT + r"skip_rollout", r"actor_rollout_ref.rollout.skip.enable"),
+    (ROLLOUT + r"skip_(dump_dir)", r"actor_rollout_ref.rollout.skip.\1"),
+    (r"skip\.rollout\.(enable|dump_dir|action|steps|max_dump_step)", r"actor_rollout_ref.rollout.skip.\1"),
     (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
     (ROLLOUT + r"multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     (r"data\.tool_config_path", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     (ROLLOUT + r"response_length", r"data.max_response_length"),
     (ROLLOUT + r"prompt_length", r"data.max_prompt_length"),
     # optimizer
-    (LEARNERS + r"optim\.(warmup_style|lr_scheduler)", r"\1.optim.lr_scheduler_type"),
+    (LEARNERS + r"optim\.(?:warmup_style|lr_scheduler|lr_decay_style)", r"\1.optim.lr_scheduler_type"),
+    (LEARNERS + r"optim\.lr_decay_steps", r"\1.optim.total_training_steps"),
     (LEARNERS + r"optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
     (LEARNERS + r"optim\.clip_grad", r"\1.grad_clip"),
     # where models are spread
@@ -80,6 +84,10 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"reward\.reward_model\.model_path", r"reward.reward_model.model.path"),
     (r"reward\.reward_model\.micro_batch_size", r"reward.reward_model.micro_batch_size_per_gpu"),
     (r"reward\.reward_model\.model\.fsdp_config\.(.+)", r"reward.reward_model.fsdp_config.\1"),
+    # schedules
+    (r"trainer\.v1\.trainer_mode", r"trainer.schedule"),
+    (r"async_training\.staleness_threshold", r"trainer.async.run_ahead"),
+    (r"async_training\.partial_rollout", r"trainer.async.partial_rollout"),
     # checkpoints
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
@@ -100,6 +108,7 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},
     "algorithm.gdpo_reward_weights": {None: []},
+    "trainer.schedule": {"colocate_async": "colocated_async", "separate_async": "fully_async"},
     "algorithm.rollout_correction.rollout_is": dict.fromkeys((False, "none", "null")),
     "algorithm.rollout_correction.rollout_rs": dict.fromkeys((False, "none", "null")),
 }
@@ -113,7 +122,8 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"engine\.dtype", r"engine.mixed_precision.param_dtype"),
     (r"data\.balance_dp_token", r"trainer.balance_batch"),
     (r"trainer\.n_gpus", r"trainer.n_gpus_per_node"),
-    (r"optim\.(?:warmup_style|lr_scheduler)", r"optim.lr_scheduler_type"),
+    (r"optim\.(?:warmup_style|lr_scheduler|lr_decay_style)", r"optim.lr_scheduler_type"),
+    (r"optim\.lr_decay_steps", r"optim.total_training_steps"),
     (r"optim\.(?:warmup_steps_proportion|warmup_steps_ratio)", r"optim.lr_warmup_steps_ratio"),
     (r"optim\.clip_grad", r"trainer.grad_clip"),
     (r"model\.partial_pretrain", r"model.path"),
@@ -126,6 +136,11 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
 # (regular expression of the whole path, the values with which it is another key, that key).
 ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (r"(?:reward\.reward_manager\.name|reward_model\.reward_manager)", ("batch",), r"reward.manager"),
+    (
+        r"actor_rollout_ref\.actor\.use_rollout_log_probs",
+        (True,),
+        r"algorithm.rollout_correction.bypass_mode",
+    ),
     (ROLLOUT + r"dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
     (
         r"((?:actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config|engine)\.model_dtype",

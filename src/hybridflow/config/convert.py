@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from hybridflow.config.tree import keys_of, to_tree, type_hints, type_name
+from hybridflow.config.tree import keys_of, name_of, to_tree, type_hints, type_name
 from hybridflow.errors import ConfigError
 
 C = TypeVar("C")
@@ -32,9 +32,14 @@ def convert(root: type[C], tree: Mapping[str, Any], known_problems: Iterable[str
     value out of bounds.
     """
     problems = list(known_problems)
-    config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
+    config = convert_what_fits(root, tree, problems)
     raise_all(problems)
     return config
+
+
+def convert_what_fits(root: type[C], tree: Mapping[str, Any], problems: list[str]) -> C:
+    """Build `root` as `convert` does, with defaults for what is wrong, and add a line on each."""
+    return _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
 
 
 def raise_all(problems: list[str]) -> None:
@@ -77,23 +82,23 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
         )
         return base
     hints = type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {name_of(f): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems.extend(unknown_key(f"{prefix}{name}", known) for name in tree if name not in fields)
     values: dict[str, Any] = {}
     for name, f in fields.items():
         path = f"{prefix}{name}"
-        default = getattr(base, name)
+        default = getattr(base, f.name)
         if name not in tree:
-            values[name] = copy.deepcopy(default)
-        elif dataclasses.is_dataclass(hints[name]):
-            values[name] = _convert_block(type(default), tree[name], default, path + ".", problems, known)
+            values[f.name] = copy.deepcopy(default)
+        elif dataclasses.is_dataclass(hints[f.name]):
+            values[f.name] = _convert_block(type(default), tree[name], default, path + ".", problems, known)
         else:
-            values[name] = default
+            values[f.name] = default
             try:
-                values[name] = _convert_value(hints[name], tree[name])
-                _check_bounds(values[name], f.metadata)
+                values[f.name] = _convert_value(hints[f.name], tree[name])
+                _check_bounds(values[f.name], f.metadata)
             except _Mismatch as mismatch:
-                wanted = type_name(hints[name]) + _bounds_text(f.metadata)
+                wanted = type_name(hints[f.name]) + _bounds_text(f.metadata)
                 problem = f"{path}: got {_shown(tree[name])}, wanted {wanted}"
                 if str(mismatch):
                     problem += f" ({mismatch})"

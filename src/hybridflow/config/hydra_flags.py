@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.config.recipes import BASES
+from hybridflow.config.recipes import BASES, recipe_names
 from hybridflow.errors import ConfigError
 
 LONG = {
@@ -37,6 +37,10 @@ REFUSED = {
     "--shell-completion": "the command is not run by Hydra, and completes no words",
     "--experimental-rerun": "give the run's config.yaml as `hybridflow train --recipe RUN/config.yaml`",
 }
+NOT_SHIPPED = (
+    "; verl's own YAML files are not part of hybridflow, where every key has its default: leave "
+    "--config-path and --config-name out, and keep the key=value words"
+)
 HELP_FLAGS = ("--help", "-h")
 
 HELP = """\
@@ -101,13 +105,16 @@ def _named_file(given: dict[str, str]) -> str | None:
     name = given.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
     if "--config-name" in given and not name:
         raise ConfigError("--config-name without a name: give the name of a YAML file, or of a recipe")
+    hint = NOT_SHIPPED if "trainer" in name else ""
     if not folders:
+        if hint and name not in (*BASES, *recipe_names()):
+            raise ConfigError(f"--config-name={name}: no recipe is called {name}{hint}")
         return None if name in ("", *BASES) else name
     folder = Path(folders[-1].removeprefix("file://")).expanduser()
     flag = f"--config-path={folders[-1]}"
     if not folder.is_dir():
         raise ConfigError(
-            f"{flag}: there is no folder {folder} (a relative one starts at the working directory)"
+            f"{flag}: there is no folder {folder} (a relative one starts at the working directory){hint}"
         )
     if not name:
         there = ", ".join(sorted(path.stem for path in folder.glob("*.y*ml"))) or "no YAML file"
@@ -117,4 +124,4 @@ def _named_file(given: dict[str, str]) -> str | None:
             return str(folder / f"{name}{suffix}")
     if name in BASES:
         return None
-    raise ConfigError(f"{flag} --config-name={name}: there is no file {folder / name}.yaml")
+    raise ConfigError(f"{flag} --config-name={name}: there is no file {folder / name}.yaml{hint}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,15 +22,16 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridflow.config.checks.algorithm import name_problems
 from hybridflow.config.checks.correction import quote_bounds
 from hybridflow.config.checks.root import check
-from hybridflow.config.convert import convert, raise_all, unknown_key
+from hybridflow.config.convert import convert_what_fits, raise_all, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, delete_path, flatten, is_native, keys_of, set_path, to_tree
-from hybridflow.config.verl_keys import status
+from hybridflow.config.verl_keys import KeyStatus, status
 from hybridflow.errors import ConfigError
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
@@ -66,6 +67,15 @@ def load_config(
     --config-path and --config-name among the overrides name a recipe too. Raises ConfigError that lists every
     unknown, refused and ill-typed key.
     """
+    loaded, problems = _load(root, overrides, recipe, values)
+    raise_all(problems)
+    return loaded
+
+
+def _load(
+    root: type[C], overrides: Sequence[str], recipe: str | Path | None, values: Mapping[str, Any] | None
+) -> tuple[Loaded[C], list[str]]:
+    """Return what `load_config` does, and a line for each wrong key, which has its default."""
     problems: list[str] = []
     overrides, recipe = read_flags(overrides, recipe)
     settings: list[Setting] = []
@@ -82,9 +92,9 @@ def load_config(
             delete_path(tree, setting.path)
         else:
             set_path(tree, setting.path, setting.value)
-    config = convert(root, _plain(tree, problems), problems)
+    config = convert_what_fits(root, _plain(tree, problems), problems)
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
-    return Loaded(config, notes, frozenset(given))
+    return Loaded(config, notes, frozenset(given)), problems
 
 
 def prepare_config(
@@ -96,16 +106,38 @@ def prepare_config(
     runs: bool = True,
     needs_model: bool = True,
     needs_files: bool = True,
+    missing: Callable[[C], list[str]] | None = None,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
-    `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`. Raises
-    ConfigError that lists every problem.
+    `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`.
+    `missing` gives a line for each thing that the run asks for and this machine lacks: problems, or notes
+    where nothing runs. Raises ConfigError that lists every problem.
     """
-    loaded: Loaded[C] = load_config(root, overrides, recipe, values=values)
-    resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model, needs_files=needs_files)
-    return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
+    loaded: Loaded[C]
+    loaded, problems = _load(root, overrides, recipe, values)
+    if problems:
+        # what follows from several keys is not looked at: some have their defaults
+        problems += name_problems(loaded.config)
+        if missing is not None and runs:
+            problems += missing(loaded.config)
+        raise_all(problems)
+    config: C
+    config, notes = resolve(loaded.config, loaded.given)
+    lacking: list[str] = []
+    if missing is not None:
+        lacking = missing(config)
+    notes += check(
+        config,
+        loaded.given,
+        runs=runs,
+        needs_model=needs_model,
+        needs_files=needs_files,
+        known_problems=lacking if runs else (),
+    )
+    if not runs:
+        notes += lacking
+    return Loaded(config, [*loaded.notes, *notes], loaded.given)
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
@@ -201,19 +233,23 @@ def _interpolate(root: type[Any], settings: list[Setting]) -> list[Setting]:
 def _normalise(
     root: type[Any], settings: list[Setting], problems: list[str]
 ) -> tuple[list[Setting], list[str]]:
+    """Return the settings under the names that keys have here, and notes; of one key the last setting counts,
+    so a value that is replaced later is not judged.
+    """
+    fates = [_fate(root, setting) for setting in settings]
     accepted: list[Setting] = []
     notes: dict[str, None] = {}
+    refused: dict[str, list[str]] = {}
     known = [*keys_of(root), *blocks_of(root)]
-    for setting in settings:
-        if setting.delete and (is_native(root, setting.path) or setting.path in known):
-            accepted.append(setting)
+    for setting, result, place in zip(settings, fates, _replacements(settings, fates), strict=True):
+        if place is not None:
+            notes |= dict.fromkeys(_lost(setting, settings[place], result.path))
             continue
-        result = status(root, setting.path, setting.value)
         shown = f"{setting.path}={_shown(setting.value)}"
         if result.kind == "unknown":
             problems.append(unknown_key(setting.path, known))
         elif result.kind == "refused":
-            problems.append(f"{shown}: {result.reason}")
+            refused.setdefault(result.reason, []).append(shown)
         elif result.kind == "no effect":
             notes[f"{shown} has no effect: {result.reason}"] = None
         elif result.kind == "alias" and result.path == setting.path:
@@ -221,12 +257,56 @@ def _normalise(
             accepted.append(Setting(setting.path, result.value))
         elif result.kind == "alias":
             notes[f"{setting.path} is now {result.path}"] = None
-            # null in an old key means that the new one decides
-            if setting.delete or result.value is not None:
+            if not _leaves_open(setting, result):
                 accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
+    # a reason that many keys share is said once
+    problems.extend(f"{', '.join(shown)}: {reason}" for reason, shown in refused.items())
     return accepted, list(notes)
+
+
+def _fate(root: type[Any], setting: Setting) -> KeyStatus:
+    if setting.delete and (is_native(root, setting.path) or setting.path in blocks_of(root)):
+        return KeyStatus("native", setting.path)
+    return status(root, setting.path, setting.value)
+
+
+def _leaves_open(setting: Setting, result: KeyStatus) -> bool:
+    """Whether an older name is null: then the key's own name decides."""
+    return result.kind == "alias" and not setting.delete and result.value is None
+
+
+def _replacements(settings: list[Setting], fates: list[KeyStatus]) -> list[int | None]:
+    """Return, for each setting, the place of the last one that sets the same key, by whatever name, or that
+    deletes it; None for a setting that counts.
+    """
+    by_name: dict[str, int] = {}
+    by_key: dict[str, int] = {}
+    deleted: dict[str, int] = {}
+    replaced: list[int | None] = []
+    for place in reversed(range(len(settings))):
+        name = settings[place].path
+        key = fates[place].path
+        blocks = (later for path, later in deleted.items() if key.startswith(f"{path}."))
+        replaced.append(by_name.get(name, by_key.get(key, next(blocks, None))))
+        by_name.setdefault(name, place)
+        if not _leaves_open(settings[place], fates[place]):
+            by_key.setdefault(key, place)
+        if settings[place].delete:
+            deleted.setdefault(key, place)
+    return replaced[::-1]
+
+
+def _lost(setting: Setting, later: Setting, key: str) -> Iterator[str]:
+    """Give the note on a value that is lost to another name of the same key."""
+    null = setting.value is None and not setting.delete
+    if later.path == setting.path or later.delete or null or setting.value == later.value:
+        return
+    yield (
+        f"{setting.path}={_shown(setting.value)} and {later.path}={_shown(later.value)} both set {key}: the "
+        f"last one counts, {_shown(later.value)}"
+    )
 
 
 def _shown(value: Any) -> str:

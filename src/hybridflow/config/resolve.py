@@ -9,6 +9,7 @@ decided where torch is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from hybridflow.config.checks.cluster import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value, with_values
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
@@ -65,6 +67,7 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     config = with_values(config, _environment_rows(config))
     config = with_values(config, _model_reward(config))
     config = with_values(config, _mini_batch(config, given, notes))
+    config = with_values(config, _schedule(config, given))
     config = _followed(config, PPO_FOLLOWS)
     values = _ppo(config) | _paper_bounds(config, given, notes)
     for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model"):
@@ -121,6 +124,27 @@ def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
         "trainer.logger": _as_list(trainer.logger),
         "trainer.controller": resolved_controller(trainer),
     }
+
+
+def _schedule(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
+    """How far generation runs ahead and how old a token may be, where the user left them out.
+
+    Under sync both are 0. An exact schedule knows how old its tokens are; the others may wait three times as
+    long for a slow group as they run ahead.
+    """
+    keys = config.trainer.async_
+    schedule = config.trainer.schedule
+    values: dict[str, Any] = {}
+    ahead = keys.run_ahead
+    if schedule == "sync" and "trainer.async.run_ahead" not in given:
+        ahead = 0.0
+    values["trainer.async.run_ahead"] = ahead
+    if keys.max_staleness is None and math.isfinite(ahead):
+        times = 1 if schedule in EXACT_SCHEDULES else 3
+        if schedule == "sync":
+            times = 0
+        values["trainer.async.max_staleness"] = math.ceil(times * ahead)
+    return values
 
 
 def _mini_batch(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:

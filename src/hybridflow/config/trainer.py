@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridflow.config.schema import key
+from hybridflow.config.schema import group, key
 
 Tracker = Literal[
     "console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab", "trackio", "clearml", "weave"
@@ -113,9 +113,51 @@ class BaseTrainerConfig:
     )
 
 
+ScheduleName = Literal["sync", "one_step_off", "exact_async", "fully_async", "colocated_async"]
+EXACT_SCHEDULES = ("one_step_off", "exact_async")
+"""Schedules in which each batch is generated whole under one version of the weights."""
+
+
+@dataclass(frozen=True)
+class AsyncConfig:
+    """How far generation may run ahead of training; read by the schedules other than sync.
+
+    Staleness is how many training steps lie between the weights that sampled a token and those it trains.
+    """
+
+    run_ahead: float = key(
+        1.0,
+        "Steps that generation runs ahead of training; it sets the mean staleness. A fraction is a part of a "
+        "step's groups. exact_async takes whole steps, one_step_off 1. 0: nothing is generated ahead.",
+        minimum=0,
+    )
+    max_staleness: int | None = key(
+        None,
+        "Largest staleness of any token that is trained; it always holds: a step waits for groups that would "
+        "pass it. null: run_ahead for the exact schedules, three times that, rounded up, for the others.",
+        minimum=0,
+    )
+    partial_rollout: bool = key(
+        True,
+        "New weights are taken between two tokens of a response that goes on; false: once all responses that "
+        "were begun are whole. The exact schedules never change weights within a response.",
+    )
+    max_concurrent_groups: int | None = key(
+        None, "Most groups that are generated at once; null: as many as run_ahead admits.", minimum=1
+    )
+
+
 @dataclass(frozen=True)
 class TrainerConfig(BaseTrainerConfig):
     """A PPO run: pools of devices, validation by generated answers, and samples."""
+
+    schedule: ScheduleName = key(
+        "sync",
+        "When batches are generated: sync between two updates; one_step_off and exact_async beside training, "
+        "each batch whole under one version of the weights, whatever the timing; fully_async and "
+        "colocated_async as fast as run_ahead and max_staleness allow.",
+    )
+    async_: AsyncConfig = group(AsyncConfig)
 
     resource_pools: dict[str, list[int]] = key(
         {},
@@ -135,6 +177,11 @@ class TrainerConfig(BaseTrainerConfig):
         "null: PPOStep.",
     )
     critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
+    keep_rows: bool = key(
+        False,
+        "Write the rows of each step, as they were trained, into rows/ of the run folder, for `hybridflow "
+        "diff`, `replay` and `reverify`.",
+    )
     rollout_data_dir: str | None = key(
         None, "Folder into which the samples of each step are written as JSON lines; null: none."
     )

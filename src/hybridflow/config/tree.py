@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import keyword
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,16 @@ def type_hints(cls: type) -> dict[str, Any]:
     if cls not in _HINTS:
         _HINTS[cls] = get_type_hints(cls)
     return _HINTS[cls]
+
+
+def field_of(name: str) -> str:
+    """Return the name of the field that holds a key: a word of Python's own has `_` behind it (`async_`)."""
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def name_of(f: dataclasses.Field[Any]) -> str:
+    """Return a field's name as users write it; the inverse of `field_of`."""
+    return f.name.removesuffix("_")
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,14 @@ def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
 def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
     hints = type_hints(cls)
     for f in dataclasses.fields(cls):
-        path = f"{prefix}{f.name}"
+        path = f"{prefix}{name_of(f)}"
         value = getattr(instance, f.name)
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(type(value), value, path + ".")
         else:
             declared = dict(f.metadata)
             if declared.get("symbol") and not declared["argument"]:
-                declared["argument"] = f.name
+                declared["argument"] = name_of(f)
             if declared.get("otherwise"):
                 declared["otherwise"] = prefix + declared["otherwise"]
             yield KeyInfo(path, hints[f.name], value, declared.pop("meaning", ""), **declared)
@@ -119,9 +130,9 @@ def to_tree(config: Any) -> dict[str, Any]:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
-            tree[f.name] = to_tree(value)
+            tree[name_of(f)] = to_tree(value)
         else:
-            tree[f.name] = copy.deepcopy(value)
+            tree[name_of(f)] = copy.deepcopy(value)
     return tree
 
 
@@ -170,7 +181,7 @@ def get_value(config: Any, path: str) -> Any:
         if isinstance(config, Mapping):
             config = config[name]
         else:
-            config = getattr(config, name)
+            config = getattr(config, field_of(name))
     return config
 
 
@@ -181,9 +192,9 @@ def with_values(config: C, values: Mapping[str, Any]) -> C:
     for path, value in values.items():
         head, _, rest = path.partition(".")
         if rest:
-            nested.setdefault(head, {})[rest] = value
+            nested.setdefault(field_of(head), {})[rest] = value
         else:
-            changes[head] = value
+            changes[field_of(head)] = value
     for head, inner in nested.items():
         changes[head] = with_values(getattr(config, head), inner)
     changed: C = dataclasses.replace(config, **changes)  # type: ignore[type-var]

@@ -116,9 +116,16 @@ HYDRA: tuple[Rule, ...] = (
     ),
 )
 
+NO_WSD = "it is read only with the schedule WSD, which this version does not have"
 OPTIMIZER: tuple[Rule, ...] = (
     only(r"(.+\.)?optim\.optimizer", (None, "AdamW"), "the optimizer is AdamW"),
     only(r"(.+\.)?optim\.optimizer_impl", (None, "torch.optim"), "the optimizer is torch's AdamW"),
+    off(
+        r"(.+\.)?optim\.override_optimizer_config\.(optimizer_offload_fraction|optimizer_cpu_offload)",
+        "set optimizer_offload=true in the fsdp_config of the same role (engine.optimizer_offload of a "
+        "supervised run), which keeps the whole state in CPU memory between steps",
+    ),
+    ignored(r"(.+\.)?optim\.override_optimizer_config\.overlap_cpu_optimizer_d2h_h2d", RESULTS_SAME),
     off(
         r"(.+\.)?optim\.override_optimizer_config(\..+)?",
         "set betas, eps and weight_decay of the optim block",
@@ -128,7 +135,23 @@ OPTIMIZER: tuple[Rule, ...] = (
         (None, False),
         "the schedule counts optimizer steps from 1, so that no step of a warm-up has learning rate 0",
     ),
-    off(r"(.+\.)?optim\.init_lr_ratio", "a warm-up starts at lr / lr_warmup_steps: leave it out"),
+    off(
+        r"(.+\.)?optim\.(init_lr_ratio|lr_warmup_init)",
+        "a warm-up starts at lr / lr_warmup_steps: leave it out",
+    ),
+    off(r"(.+\.)?optim\.min_lr", "set min_lr_ratio of the same block to min_lr / lr"),
+    Rule(
+        r"(.+\.)?optim\.weight_decay_incr_style",
+        (None, "constant"),
+        "weight_decay stays as it is",
+        "weight_decay stays as it is all through the run: leave it out",
+    ),
+    ignored(r"(.+\.)?optim\.(lr_wsd_decay_style|lr_wsd_decay_steps)", NO_WSD),
+    off(
+        r"(.+\.)?optim\.use_checkpoint_opt_param_scheduler",
+        "the learning rate follows from the keys and the step, after a resume too: leave it out, and give a "
+        "resumed run the keys of its first start",
+    ),
 )
 
 PROFILERS: tuple[Rule, ...] = (

@@ -27,6 +27,7 @@ from hybridflow.config.verl_rule import (
     seed,
     sharding,
 )
+from hybridflow.config.verl_rules_schedules import OWN_DEVICES, SCHEDULES
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
 ACTOR = r"actor_rollout_ref\.actor\."
@@ -39,10 +40,6 @@ DISTILLATION = "set algorithm.adv_estimator=on_policy_distillation and distillat
 DISTILLATION_LOSS = (
     "distillation here is an advantage estimator, the reverse KL of each sampled token (k1 as a policy "
     f"gradient), and has no other loss: {DISTILLATION}, and leave distillation.distillation_loss out"
-)
-SYNCHRONOUS = (
-    "the trainer of this version is synchronous, and asynchronous training is not in it: leave it out, or "
-    "set trainer.v1.trainer_mode=sync"
 )
 ONE_MODEL_LAYOUT = (
     "this model is sharded as the actor is: set the key in actor_rollout_ref.actor.fsdp_config, or leave it "
@@ -157,6 +154,31 @@ ENGINE: tuple[Rule, ...] = (
         "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "
         "the same role",
     ),
+    Rule(
+        r"reward\..+\.megatron\.tensor_model_parallel_size",
+        OFF_OR_ONE,
+        "each layer is whole on each process",
+        "this model is divided as the actor is, over all of its processes: leave it out",
+    ),
+    Rule(
+        r".+\.megatron\.tensor_model_parallel_size",
+        OFF_OR_ONE,
+        "each layer is whole on each process",
+        "FSDP2 shards the model over all processes, so leave it out; to cut each layer too, set "
+        "fsdp_config.tensor_parallel_size of the same role",
+    ),
+    Rule(
+        r".+\.megatron\.context_parallel_size",
+        OFF_OR_ONE,
+        "each row is whole on one process",
+        "set ulysses_sequence_parallel_size of the same role, which cuts rows among processes",
+    ),
+    Rule(
+        r".+\.megatron\.\w*(pipeline|expert)\w*",
+        OFF_OR_ONE,
+        "FSDP2 shards the model over all processes",
+        "FSDP2 has no stages and no groups of experts, and shards the model over all processes: leave it out",
+    ),
     only(
         r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2, and Megatron comes in a later version"
     ),
@@ -173,8 +195,7 @@ ENGINE: tuple[Rule, ...] = (
         r"actor_rollout_ref\.hybrid_engine",
         (None, True),
         "it is always on",
-        "generation shares the processes of training; trainer.placement.rollout gives it a pool of its own: "
-        "leave it out",
+        f"generation shares the processes of training unless it has a pool of its own: {OWN_DEVICES}",
     ),
     ignored(r".+\.nccl_timeout", "trainer.worker_timeout bounds every call"),
 )
@@ -199,7 +220,8 @@ ROLLOUTS: tuple[Rule, ...] = (
     ignored(ROLLOUT + r"(layered_summon|multi_stage_wake_up|disable_log_stats)", RESULTS_SAME),
     off(
         ROLLOUT + r"swap_space",
-        "set actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space, with rollout.name=vllm",
+        "the native engine has no swap space: leave it out; with rollout.name=vllm, set "
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
     ),
     ignored(
         ROLLOUT + r"checkpoint_engine\..+",
@@ -217,7 +239,8 @@ ROLLOUTS: tuple[Rule, ...] = (
     seed(ROLLOUT + r"seed"),
     off(
         ROLLOUT + r"over_sample_rate",
-        "algorithm.filter_groups.enable=true generates on until a batch is full",
+        "no response is started to be dropped: leave it out; trainer.schedule=fully_async trains on the "
+        "groups that are done while slow ones go on",
     ),
     off(ROLLOUT + r"limit_images", "models are text models in this version: leave it out"),
     only(
@@ -237,11 +260,8 @@ ROLLOUTS: tuple[Rule, ...] = (
         "traces come in a later version; trainer.rollout_data_dir writes the samples of each step",
     ),
     ignored(ROLLOUT + r"trace\..+", "it is read only with trace.backend, which is off"),
-    off(
-        ROLLOUT + r"(skip_rollout|skip\.enable)",
-        "replaying stored rollouts comes in a later version: leave it out",
-    ),
-    ignored(ROLLOUT + r"(skip_dump_dir|skip\..+)", "it is read only with skip_rollout, which is off"),
+    only(ROLLOUT + r"skip\.steps", (None, []), "every step is dumped and read back"),
+    ignored(ROLLOUT + r"skip\.max_dump_step", "every step is dumped; repeat takes those that are there"),
     off(
         ROLLOUT + r"prometheus\.enable",
         "it comes in a later version; trainer.logger=[console,tensorboard] shows metrics",
@@ -312,6 +332,12 @@ REWARD: tuple[Rule, ...] = (
 )
 
 ALGORITHM: tuple[Rule, ...] = (
+    Rule(
+        r"actor_rollout_ref\.actor\.tis_imp_ratio_cap",
+        (*OFF, -1),
+        "the correction is off",
+        "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold to this number",
+    ),
     ignored(r"algorithm\.filter_groups\.max_inflight_gen_batches", "one generation batch runs at a time"),
     Rule(
         CORRECTION + r"rollout_is_mode",
@@ -340,9 +366,7 @@ TRAINER: tuple[Rule, ...] = (
         r"trainer\.ray_wait_register_center_timeout", "trainer.startup_timeout bounds the start of workers"
     ),
     ignored(r"trainer\.use_legacy_worker_impl", "there is one implementation of the workers"),
-    ignored(r"trainer\.use_v1", "there is one trainer, which is synchronous"),
-    Rule(r"trainer\.v1\.trainer_mode", (None, "sync"), "the trainer is synchronous", SYNCHRONOUS),
-    ignored(r"trainer\.v1\..+", "it is read only by asynchronous trainers, and this trainer is synchronous"),
+    ignored(r"trainer\.use_v1", "there is one trainer, and trainer.schedule says when it generates"),
     off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
     off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version: leave it out"),
     off(r"global_profiler\.(tool|steps)", "profilers come in a later version: leave it out"),
@@ -382,7 +406,6 @@ REST: tuple[Rule, ...] = (
         r"distillation\.(teacher_key|n_gpus_per_node|nnodes|num_workers)",
         "there is one teacher, and trainer.placement says where it computes",
     ),
-    Rule(r"async_training(\..+)?", (), "", SYNCHRONOUS),
     Rule(
         r"resource_pool(\..+)?",
         (),
@@ -400,6 +423,7 @@ PPO_RULES: tuple[Rule, ...] = (
     *DATA,
     *REWARD,
     *ALGORITHM,
+    *SCHEDULES,
     *TRAINER,
     *PROFILERS,
     *REST,

@@ -33,6 +33,18 @@ T = TypeVar("T")
 PLUGIN = "hybridflow_plugin_"
 """How the name of a module begins that was loaded from a file."""
 WANTED = "wanted path/to/file.py:name or package.module:name"
+IN_MEMORY = "hybridflow_objects"
+"""Name of the module that exists during a program's run only, and has its functions and classes."""
+
+
+def in_memory(spec: str) -> bool:
+    """Whether a name is that of an object which no other process could import."""
+    return spec.startswith(f"{IN_MEMORY}:")
+
+
+def shown(spec: str) -> str:
+    """Return a name as messages give it: the object's own where it is one of the program."""
+    return spec.removeprefix(f"{IN_MEMORY}:")
 
 
 def load_object(spec: str, *, key: str) -> Any:
@@ -64,7 +76,7 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with blaming(f"{key}: {spec}"):
+        with blaming(f"{key}: {shown(spec)}"):
             return function(*args, **kwargs)
 
     return call
@@ -130,9 +142,21 @@ def load_module(location: str, *, key: str) -> ModuleType:
 def load_class(name: str, *, key: str) -> Any:
     """Return what is named as "package.module.Class", verl's form, or as `load_object` has it."""
     if name.startswith("verl."):
-        raise ConfigError(f"{key}: {name}: put hybridflow in the place of verl: hybridflow.…")
+        raise ConfigError(f"{key}: {name}: {_instead_of_verls(name)}")
     location, _, last = name.rpartition(":" if ":" in name else ".")
     return load_object(f"{location}:{last}", key=key)
+
+
+def _instead_of_verls(name: str) -> str:
+    """Return what to do about the name of a class of verl."""
+    ours = f"hybridflow.{name.removeprefix('verl.')}"
+    try:
+        found = importlib.util.find_spec(ours.rpartition(".")[0]) is not None
+    except ModuleNotFoundError:
+        found = False
+    if found:
+        return f"put hybridflow in the place of verl: {ours}"
+    return f"there is no {ours} to take its place: name a class of your own"
 
 
 def load_entries(path: str, under: str | None, wanted: str, *, key: str) -> list[dict[str, Any]]:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from filelock import FileLock, Timeout
 from fsspec.utils import get_protocol
+from huggingface_hub import constants, get_session
+from huggingface_hub.file_download import repo_folder_name
 
 from hybridflow.errors import ConfigError, DataError, ModelError, install_extra
 
@@ -28,6 +31,11 @@ LOCK_SECONDS = 3600.0
 
 MODELSCOPE = ("HYBRIDFLOW_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
 """Environment variables that take models from ModelScope; the second is verl's."""
+
+HUB_WAITS = (1.0, 2.0, None)
+"""Seconds after each attempt to reach the hub; None ends them."""
+HUB_SECONDS = 10.0
+"""How long one attempt may take."""
 
 _TRUE = ("1", "true", "yes")
 _VERSION_KEYS = (
@@ -138,6 +146,31 @@ def hub_folder(name: str) -> str:
         return str(snapshot_download(name))
     except Exception as error:  # the client raises many kinds for one fact: no such model, or no way to it
         raise ModelError(f"ModelScope could not give {name}: {type(error).__name__}: {error}") from error
+
+
+def require_hub(name: str) -> None:
+    """Raise ModelError where `name` is neither in the hub's cache nor can the hub be reached.
+
+    The hub's own client repeats each of its requests for 23 s, and asks for several files. It does not ask
+    with HF_HUB_OFFLINE=1, so neither is it done here.
+    """
+    cached = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    if constants.HF_HUB_OFFLINE or cached.exists():
+        return
+    logger.info("there is no folder %s here: it is taken for a name on the model hub", name)
+    for wait in HUB_WAITS:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+            return
+        except Exception as error:  # each version of the hub's client has its own kinds
+            reason = f"{type(error).__name__}: {error}"
+        if wait is not None:
+            logger.warning("%s cannot be reached (%s): again in %g s", constants.ENDPOINT, reason, wait)
+            time.sleep(wait)
+    raise ModelError(
+        f"there is no folder {name} (looked in {Path.cwd()}), and {constants.ENDPOINT} cannot be reached to "
+        f"look for a model of that name ({reason}): give the path of a model folder, or go online"
+    )
 
 
 def _modelscope_variable() -> str | None:

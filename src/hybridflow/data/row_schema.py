@@ -13,13 +13,37 @@ from hybridflow.data.messages import choose_column, messages_column, prompt_of
 logger = logging.getLogger(__name__)
 
 UNKNOWN_SOURCE = "unknown"
+READ_BY_THE_RUN = (
+    "data_source",
+    "reward_model",
+    "extra_info",
+    "index",
+    "raw_prompt",
+    "messages",
+    "seed",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+)
+"""Columns, or entries of extra_info, that the run itself reads."""
+
+PROMPT_HINT = (
+    "set data.prompt_key to the column of the prompts, and data.wrap_prompts=true where these are questions "
+    "as plain text"
+)
+PLAIN_PROMPTS = (
+    "the prompts of %s are plain text and %s as they stand, without the chat template of the tokenizer: "
+    "where they are not templated already, set data.wrap_prompts=true to make each a user's message"
+)
+"""What is said of prompts that are texts; the source, and what becomes of them."""
 
 
 def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     """The row with every field of the schema present and of the right kind.
 
-    These are data_source, reward_model, extra_info, index and raw_prompt (see `PromptRow`). Raises TypeError,
-    ValueError or KeyError where a field is of another kind or the row has no prompt.
+    These are data_source, reward_model, extra_info, index and raw_prompt (see `PromptRow`). A column
+    that the run does not read itself is also an entry of extra_info, unless that has one of its name. Raises
+    TypeError, ValueError or KeyError where a field is of another kind or the row has no prompt.
     """
     row["data_source"] = source_of(row, config)
     reward_model = row.get("reward_model")
@@ -32,17 +56,20 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise TypeError(f"extra_info is {type(extra_info).__name__}, wanted an object")
-    extra_info = dict(extra_info or {})
+    prompt_column = choose_column(row, config.prompt_key)
+    read = (*READ_BY_THE_RUN, config.reward_fn_key, prompt_column)
+    columns = {name: value for name, value in row.items() if name not in read}
+    extra_info = {**columns, **(extra_info or {})}
     if extra_info.get("index") is None:
         extra_info["index"] = index
     row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
-    row["raw_prompt"] = prompt_of(row[choose_column(row, config.prompt_key)], wrap=config.wrap_prompts)
+    row["raw_prompt"] = prompt_of(row[prompt_column], wrap=config.wrap_prompts)
     return row
 
 
 def require_prompts(rows: Rows, config: DataConfig) -> None:
     """Raise DataError where a column is missing that the keys name."""
-    rows.require(choose_column(rows.columns, config.prompt_key), hint="set data.prompt_key")
+    rows.require(choose_column(rows.columns, config.prompt_key), hint=PROMPT_HINT)
     if config.reward_fn_key != "data_source":
         rows.require(config.reward_fn_key, hint="set data.reward_fn_key")
 
@@ -94,12 +121,12 @@ def source_of(row: Row, config: DataConfig) -> str:
 def note_missing_columns(source: str, columns: Sequence[str], config: DataConfig) -> None:
     """Log what follows from columns that the data lacks and need not have."""
     if config.reward_fn_key not in columns:
-        logger.warning(
+        logger.info(
             "%s has no column data_source (data.reward_fn_key): its rows count as %r", source, UNKNOWN_SOURCE
         )
     if "reward_model" in columns:
         return
     if "answer" in columns:
-        logger.warning("%s has no column reward_model: the column answer is the ground truth", source)
+        logger.info("%s has no column reward_model: the column answer is the ground truth", source)
     else:
         logger.warning("%s has no column reward_model: the rows have no ground truth", source)

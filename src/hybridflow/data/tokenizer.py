@@ -18,7 +18,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from hybridflow.config.checks.model import TOKENIZER_FILES
 from hybridflow.config.checks.paths import is_written_as_path
 from hybridflow.data.messages import Message
-from hybridflow.data.remote import hub_folder
+from hybridflow.data.remote import hub_folder, require_hub
+from hybridflow.data.row_schema import PLAIN_PROMPTS
 from hybridflow.errors import DataError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def _check_folder(path: str) -> None:
             "Qwen/Qwen2.5-0.5B"
         )
     else:
-        logger.info("%s is no folder here, so it is taken for a name on the model hub", path)
+        require_hub(path)
 
 
 def check_template(tokenizer: Tokenizer, source: str, first: object, *, wrap: bool, use: str) -> None:
@@ -86,13 +87,7 @@ def check_template(tokenizer: Tokenizer, source: str, first: object, *, wrap: bo
                 "beside it, or give prompts as strings that are already templated"
             )
     elif template and not any(token and token in first for token in tokenizer.all_special_tokens):
-        logger.warning(
-            "the prompts of %s are plain text and %s as they stand, without the chat template of the "
-            "tokenizer: where they are not templated already, set data.wrap_prompts=true to make each a "
-            "user's message",
-            source,
-            use,
-        )
+        logger.warning(PLAIN_PROMPTS, source, use)
 
 
 def render_chat(

@@ -232,7 +232,7 @@ def generation_needs(
     cache = rows * slot * (2 * size.num_layers + 1) * heads * size.head_dim * size.itemsize
     how = (
         f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × "
-        f"{size.head_dim}"
+        f"{size.head_dim} × {size.itemsize} bytes"
     )
     parts.append(Part("KV cache, at most", cache, how, False))
     between = weights if standing else 0

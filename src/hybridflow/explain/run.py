@@ -22,6 +22,8 @@ from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
 from hybridflow.explain.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
+from hybridflow.explain.schedule import schedule_lines
+from hybridflow.models.build import resolve_dtype
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
@@ -33,12 +35,23 @@ from hybridflow.trainer.sft.build import sizes as sft_sizes
 def explain_run(
     config: PPOConfig | SFTConfig, num_train_rows: int | None = None, columns: Collection[str] | None = None
 ) -> list[Line]:
-    """Return the sizes of a step, the processes, their rows, and their memory for models on this machine.
+    """Return the sizes of a step, its schedule, the processes, their rows and memory for models on this
+    machine.
 
     Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.
     """
     plan = Plan.of(config)
-    return [*explain(config, num_train_rows, columns), *_processes(plan), *_rows(plan), *_memory(plan)]
+    schedule: list[Line] = []
+    if isinstance(config, PPOConfig):
+        schedule = list(schedule_lines(config))
+    return [
+        _device_line(plan),
+        *explain(config, num_train_rows, columns),
+        *schedule,
+        *_processes(plan),
+        *_rows(plan),
+        *_memory(plan),
+    ]
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,21 @@ class Plan:
         if named == "cuda":
             return torch.device("cuda")
         return resolve_device(named)
+
+
+def _device_line(plan: Plan) -> Line:
+    """Give the line on the device and the dtype that the estimate of memory is for."""
+    dtypes = {
+        engine.role: str(resolve_dtype(compute_dtype(engine.fsdp, engine.model), plan.device))
+        for engine in plan.engines.values()
+    }
+    shown = ", ".join(f"{role} {dtype}" for role, dtype in dtypes.items())
+    if len(set(dtypes.values())) == 1:
+        shown = next(iter(dtypes.values()))
+    how = f"trainer.device={plan.config.trainer.device}: memory is estimated for it"
+    if plan.device.type == "cpu":
+        how += "; set trainer.device=cuda to plan for a GPU, which need not be in this machine"
+    return Line("device and dtype", f"{plan.device.type}, {shown.replace('torch.', '')}", how)
 
 
 def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:

@@ -30,7 +30,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.merger.source import Source, folder_dtype
 from hybridflow.models.adapter_folder import CONFIG, PREFIX, WEIGHTS
 from hybridflow.models.build import build_policy
-from hybridflow.models.export import save_hf
+from hybridflow.models.export import give_usual_modes, save_hf
 from hybridflow.models.lora import LoraSettings, adapter_part, add_lora, fold_adapters, load_with_peft
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import difference, probe_log_probs, probe_tolerance
@@ -94,6 +94,7 @@ def merge(
                 and not (final / path.name).exists()
             ):
                 (shutil.copytree if path.is_dir() else shutil.copy2)(path, final / path.name)
+        give_usual_modes(final)
         os.replace(final, target)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write {target}: {error}") from error

@@ -25,7 +25,7 @@ from transformers import (
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.data.plugin import load_module
-from hybridflow.data.remote import hub_folder
+from hybridflow.data.remote import hub_folder, require_hub
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ModelError
 from hybridflow.models.liger import patch_liger, use_liger_kernels
@@ -140,6 +140,8 @@ def load_config(
             f"model path {path!r} is no folder: give a Hugging Face model folder or a hub name such as "
             "Qwen/Qwen2.5-0.5B-Instruct"
         )
+    else:
+        require_hub(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -61,6 +62,19 @@ def save_hf(policy: Exported, folder: Path, *, dtype: torch.dtype | None = None)
     else:
         with without_progress_bars():
             policy.hf.save_pretrained(folder)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Give the weight files of a folder the mode of any new file, which the umask says.
+
+    safetensors writes them so that only their owner can read them.
+    """
+    new = folder / ".new"
+    new.touch()
+    mode = stat.S_IMODE(new.stat().st_mode)
+    new.unlink()
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(mode)
 
 
 def save_config(policy: Exported, folder: Path) -> None:

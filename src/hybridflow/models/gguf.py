@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import build_policy
+from hybridflow.models.export import give_usual_modes
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_log_probs
 from hybridflow.models.progress import without_progress_bars
@@ -124,6 +125,7 @@ def _write(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: Dt
     plain.generation_config = model.generation_config
     with without_progress_bars():
         plain.to(getattr(torch, dtype)).save_pretrained(folder)
+    give_usual_modes(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -63,9 +63,10 @@ def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
 
 def quieten_third_parties() -> None:
     """Let talkative libraries report only errors; their own environment variables win where they are set."""
-    # transformers gives its own logger a handler and a level when it is first imported, so the variables must
-    # stand before that
+    # transformers and huggingface_hub give their loggers a handler and a level when they are first imported,
+    # so the variables must stand before that
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # in a log file a bar is a thousand lines; on a terminal a long download must show that it moves

@@ -88,6 +88,20 @@ class Metrics:
             merged.update(part)
         return merged
 
+    def state_dict(self) -> dict[str, tuple[str, float, float]]:
+        """Return kind, value and denominator of each metric, as plain data."""
+        parts = [part for metric in self._metrics.values() for part in (metric.value, metric.denominator)]
+        values = _read(parts)
+        kinds = [metric.kind for metric in self._metrics.values()]
+        return dict(zip(self._metrics, zip(kinds, values[0::2], values[1::2])))
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, tuple[Kind, float, float]]) -> Metrics:
+        """Return the metrics of which `state_dict` was taken."""
+        metrics = cls()
+        metrics._metrics = {name: Metric(*parts) for name, parts in state.items()}
+        return metrics
+
     def average_sums(self, names: Iterable[str]) -> None:
         """Close a mini-batch: each of these sums becomes one observation of a mean over mini-batches."""
         for name in names:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console, RenderableType
@@ -46,12 +46,13 @@ WIDE_ENOUGH_FOR_BAR = 100
 
 @dataclass(eq=False)
 class Phase:
-    """Something that the run is doing, with a count where it consists of equal parts."""
+    """Something that a thread of the run is doing, with a count where it consists of equal parts."""
 
     words: str
     started: float
     done: int = 0
     total: int | None = None
+    thread: int = field(default_factory=threading.get_ident)
 
     def __str__(self) -> str:
         if self.total is None:
@@ -131,25 +132,36 @@ class Progress:
         Where an exception ends the loop, a generator of results is closed at once, so that whoever makes them
         can be used again.
         """
+        own = threading.get_ident()
         with self._lock:
-            phase = next(reversed(self._phases), Phase("", self.clock()))
+            mine = (phase for phase in reversed(self._phases) if phase.thread == own)
+            phase = next(mine, Phase("", self.clock()))
         phase.done = done
         phase.total = total
         try:
             while True:
-                self.can_break_off = True
-                try:
-                    item = next(items)
-                except StopIteration:
+                with self.breakable():
+                    item = next(items, _END)
+                if item is _END:
                     return
-                finally:
-                    self.can_break_off = False
                 phase.done += 1
                 yield item
                 self.between_items()
         finally:
             if isinstance(items, Generator):
                 items.close()
+
+    @contextmanager
+    def breakable(self) -> Iterator[None]:
+        """Say that a signal's exception does no harm in this context; it comes in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.can_break_off = True
+        try:
+            yield
+        finally:
+            self.can_break_off = False
 
     @contextmanager
     def steps(self, total: int) -> Iterator[None]:
@@ -164,17 +176,24 @@ class Progress:
             self.has_trained = True
 
     def describe(self) -> str:
-        """Return in one line what is being done: step, phases from outer to inner, time of the innermost."""
+        """Return in one line what is being done: step, phases from outer to inner, time of the innermost; and
+        what other threads do beside it.
+        """
         with self._lock:
             phases = list(self._phases)
-        parts = [str(phase) for phase in phases]
+        by_thread: dict[int, list[Phase]] = {}
+        for phase in phases:
+            by_thread.setdefault(phase.thread, []).append(phase)
+        lines = []
         if self.step is not None:
-            parts.insert(0, f"step {self.step}/{self.total_steps}")
-        if not parts:
-            return ""
-        if not phases:
-            return parts[0]
-        return f"{' · '.join(parts)} · {duration(self.clock() - phases[-1].started)}"
+            lines.append(f"step {self.step}/{self.total_steps}")
+        for own in by_thread.values():
+            parts = [*map(str, own), duration(self.clock() - own[-1].started)]
+            lines.append(" · ".join(parts))
+        first, beside = lines[:2], lines[2:]
+        if self.step is None:
+            first, beside = lines[:1], lines[1:]
+        return " | beside it: ".join([" · ".join(first), *beside])
 
     def place(self) -> str:
         """Return where the run is: "in step 3/8", "after step 3/8" or "while loading the model"."""
@@ -301,6 +320,9 @@ class _Heartbeat(logging.Handler):
         if now - self.progress.last_output < longest - 1.0:
             return
         logger.info(self.progress.describe() or "working")
+
+
+_END: Any = object()
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ from hybridflow.observability.progress import Progress
 WORDS = {
     "gen": "generating",
     "reward": "scoring",
+    "wait_for_rollouts": "waiting for rollouts",
     "old_log_prob": "computing log-probs",
     "ref": "computing log-probs of the reference",
     "teacher": "computing log-probs of the teacher",

@@ -37,10 +37,9 @@ def write(
         {
             "format": _FORMAT,
             "num_rows": num_rows,
-            "non_tensor_batch": {name: _plain(column, f"field {name!r}") for name, column in columns.items()},
-            "meta_info": {name: _plain(value, f"meta_info[{name!r}]") for name, value in meta.items()},
-        },
-        ensure_ascii=False,
+            "non_tensor_batch": {name: plain(column, f"field {name!r}") for name, column in columns.items()},
+            "meta_info": {name: plain(value, f"meta_info[{name!r}]") for name, value in meta.items()},
+        }
     )
     folder.mkdir(parents=True, exist_ok=True)
     # a copy of its own for each tensor: safetensors refuses memory that two names share
@@ -66,20 +65,21 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[Any]], dict[st
     return tensors, meta["non_tensor_batch"], meta["meta_info"], int(meta["num_rows"])
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str) -> Any:
+    """Return a value in JSON's types; BatchError, which begins with `cannot save WHERE`, for others."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic | np.ndarray):
-        return _plain(value.tolist(), where)
+        return plain(value.tolist(), where)
     if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
+        return [plain(item, where) for item in value]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise BatchError(
                     f"cannot save {where}: JSON has no keys of type {type(key).__name__} ({key!r})"
                 )
-        return {key: _plain(item, where) for key, item in value.items()}
+        return {key: plain(item, where) for key, item in value.items()}
     raise BatchError(
         f"cannot save {where}: JSON cannot hold a {type(value).__name__}; drop the field (pop) or turn it "
         "into plain values"

@@ -11,7 +11,7 @@ from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.cache import CachedScorer
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import Scorer
-from hybridflow.rewards.resolve import describe, resolve
+from hybridflow.rewards.resolve import describe, has_file, resolve
 
 
 def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
@@ -31,4 +31,6 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
         scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
     if config.cache_size:
         scorer = CachedScorer(scorer, config.cache_size)
-    return RewardManager(scorer, on_error=config.on_error, function=describe(config))
+    return RewardManager(
+        scorer, on_error=config.on_error, function=describe(config), has_file=has_file(config)
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.data.plugin import awaited
 from hybridflow.errors import HybridFlowError
-from hybridflow.rewards.load import MESSAGES, TOKENS, takes
+from hybridflow.rewards.load import MESSAGES, PROMPT, TOKENS, takes
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result, token_scores_of
 from hybridflow.rewards.table import RewardFunction
@@ -93,4 +93,6 @@ def arguments_of(function: RewardFunction, request: ScoreRequest) -> dict[str, A
         arguments[TOKENS] = list(request.response_ids)
     if takes(function, MESSAGES):
         arguments[MESSAGES] = list(request.messages)
+    if takes(function, PROMPT):
+        arguments[PROMPT] = request.prompt
     return arguments

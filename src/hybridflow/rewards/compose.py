@@ -28,7 +28,9 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import (
     DEFAULT_NAMES,
     MESSAGES,
+    PROMPT,
     TOKENS,
+    WHERE_NAMED,
     is_async,
     is_path,
     load_builtin,
@@ -164,22 +166,28 @@ def compose(terms: Sequence[Term]) -> RewardFunction:
         chosen = zip(functions, wanted(known), strict=True)
         return [function(**_taken(function, row)) if now else _LEFT_OUT for (_, function), now in chosen]
 
-    def compute_score(messages: Any = (), response_ids: Any = (), **row: Any) -> dict[str, Any]:
-        row |= {MESSAGES: messages, TOKENS: response_ids}
+    def compute_score(
+        messages: Any = (), response_ids: Any = (), raw_prompt: Any = None, **row: Any
+    ) -> dict[str, Any]:
+        row |= {MESSAGES: messages, TOKENS: response_ids, PROMPT: raw_prompt}
         results = wave(row, [])
         if _LEFT_OUT in results:
             results = merged(results, wave(row, results))
         return total(results)
 
-    async def compute_score_async(messages: Any = (), response_ids: Any = (), **row: Any) -> dict[str, Any]:
-        row |= {MESSAGES: messages, TOKENS: response_ids}
+    async def compute_score_async(
+        messages: Any = (), response_ids: Any = (), raw_prompt: Any = None, **row: Any
+    ) -> dict[str, Any]:
+        row |= {MESSAGES: messages, TOKENS: response_ids, PROMPT: raw_prompt}
         results = await asyncio.gather(*map(_awaited, wave(row, [])))
         if _LEFT_OUT in results:
             results = merged(results, await asyncio.gather(*map(_awaited, wave(row, results))))
         return total(results)
 
-    def compute_score_alone(messages: Any = (), response_ids: Any = (), **row: Any) -> Any:
-        return compute_score_async(messages, response_ids, **row)
+    def compute_score_alone(
+        messages: Any = (), response_ids: Any = (), raw_prompt: Any = None, **row: Any
+    ) -> Any:
+        return compute_score_async(messages, response_ids, raw_prompt, **row)
 
     if not any(is_async(function) for _, function in functions):
         return compute_score
@@ -193,8 +201,8 @@ _LEFT_OUT = object()
 
 
 def _taken(function: RewardFunction, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function gets of the row: the tokens and the messages only where it names them."""
-    without = [name for name in (TOKENS, MESSAGES) if not takes(function, name)]
+    """Return what a function gets of the row: tokens, messages and prompt only where it names them."""
+    without = [name for name in WHERE_NAMED if not takes(function, name)]
     return {name: value for name, value in row.items() if name not in without}
 
 

@@ -156,9 +156,10 @@ def _request(
     if not isinstance(extra_info, Mapping):
         extra_info = {}
     prompt = row.get("raw_prompt") or []
+    before = prompt
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    messages = [*prompt, {"role": "assistant", "content": text}]
+        before = [{"role": "user", "content": prompt}]
+    messages = [*before, {"role": "assistant", "content": text}]
     if is_conversation:
         extra_info = {**extra_info, "num_turns": 1, "messages": messages}
-    return ScoreRequest(source, text, truth, dict(extra_info), messages=messages)
+    return ScoreRequest(source, text, truth, dict(extra_info), messages=messages, prompt=prompt)

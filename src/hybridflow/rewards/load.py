@@ -13,9 +13,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hybridflow.data.plugin import load_module, load_object
+from hybridflow.data.plugin import load_module, load_object, shown
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import table
+from hybridflow.rewards.columns import (
+    COMPLETIONS,
+    check_options_of,
+    with_columns,
+    with_columns_of_one,
+)
 from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
 
@@ -25,6 +31,9 @@ CALLED_WITH_LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_in
 TOKENS = "response_ids"
 MESSAGES = "messages"
 """Arguments that a function gets where it names them: what was sampled, and the whole conversation."""
+PROMPT = "raw_prompt"
+"""The row's messages or text, for functions of lists by column (`columns.py`)."""
+WHERE_NAMED = (TOKENS, MESSAGES, PROMPT)
 ALSO_CALLED = {"response": "solution_str"}
 """Other names of arguments."""
 
@@ -54,6 +63,7 @@ def load_user_function(
 ) -> RewardFunction:
     """Load a user's function and bind its options; `path` may carry the name ("file.py:name").
 
+    One that names `completions` gets lists and the columns of the data by name (`columns.py`).
     Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
     imported.
     """
@@ -69,7 +79,11 @@ def load_user_function(
         # where there is no such name, the message lists what the file does define
         function = getattr(module, name, None) or load_object(f"{path}:{name}", key=key)
     if not callable(function):
-        raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
+        raise ConfigError(f"{key}: {shown(path)} names a {type(function).__name__}, wanted a function")
+    if takes(function, COMPLETIONS):
+        check_options_of(function, options, key)
+        shape = with_columns if called_with == CALLED_WITH_LISTS else with_columns_of_one
+        return _bound(shape(function, is_coroutine=is_async(function)), options)
     names = _names(function, called_with)
     _check_signature(function, path, options, key, called_with, names)
     if called_with == CALLED_WITH:
@@ -153,10 +167,12 @@ def _check_signature(
     try:
         signature.bind(**{**options, **names})
     except TypeError as error:
+        defined = f"{getattr(function, '__name__', 'function')}{signature}"
         words = ", ".join(f"{name}=" for name in (*called_with, *options))
         raise ConfigError(
-            f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
-            f"called with {words} ({error}); name some of these, or {TOKENS}= or {MESSAGES}=, and no other "
+            f"{key}: {shown(path)} is defined as {defined}, "
+            f"but is called with {words} ({error}); name some of these, or {TOKENS}= or "
+            f"{MESSAGES}=, and no other "
             "parameter without a default"
         ) from error
     if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:

@@ -18,6 +18,9 @@ from hybridflow.rewards.request import OpenScoring, Outcome, Scorer, ScoreReques
 
 logger = logging.getLogger(__name__)
 
+MAX_RESPONSE = 200
+"""Characters that are shown of a response."""
+
 OnError = Literal["raise", "zero", "drop"]
 
 
@@ -41,15 +44,21 @@ class ScoredBatch:
 class RewardManager:
     """The scores of rows by one reward function, with `reward.on_error` applied to the rows where it fails.
 
-    `function` describes the reward function in messages.
+    `function` describes the reward function in messages; `has_file` says whether a command could load it.
     """
 
     def __init__(
-        self, scorer: Scorer, *, on_error: OnError = "raise", function: str = "the reward function"
+        self,
+        scorer: Scorer,
+        *,
+        on_error: OnError = "raise",
+        function: str = "the reward function",
+        has_file: bool = True,
     ) -> None:
         self._scorer = scorer
         self._on_error = on_error
         self._function = function
+        self._has_file = has_file
         self._shown = False
 
     def add_scorer(self, around: Callable[[Scorer], Scorer]) -> None:
@@ -77,7 +86,7 @@ class RewardManager:
             first = outcomes[failed[0]]
             report = self._report(failed[0], rows[failed[0]], first)
             if self._on_error == "raise":
-                raise RewardError(self._refusal(report, first))
+                raise RewardError(self._refusal(report, first, rows[failed[0]].solution_str))
             self._warn(report, len(failed), len(rows))
         dropped = [""] * len(rows)
         if self._on_error == "drop":
@@ -109,12 +118,15 @@ class RewardManager:
             f"({outcome.error}):\n{outcome.detail}"
         )
 
-    def _refusal(self, report: str, outcome: Outcome) -> str:
+    def _refusal(self, report: str, outcome: Outcome, response: str) -> str:
         longer = ""
         if outcome.error == "timeout":
             longer = "raise reward.timeout; "
+        trial = "`hybridflow reward-test` tries it on a few rows"
+        if not self._has_file:
+            trial = f"call it with this row's response, {response[:MAX_RESPONSE]!r}"
         return (
-            f"{report}\nMend the function ({longer}`hybridflow reward-test` tries it on a few rows), or let "
+            f"{report}\nMend the function ({longer}{trial}), or let "
             "the run go on: reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of "
             "the loss"
         )

@@ -19,6 +19,8 @@ class ScoreRequest:
     """Ids of the tokens that the policy sampled, in the order of its calls; empty where not known."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The conversation with the response, for reward models, judges and functions that name it."""
+    prompt: Any = None
+    """The row's prompt, a text or messages, where it is known."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridflow.config.checks.reward import CUSTOM, reward_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.reward import RewardConfig
+from hybridflow.data.plugin import in_memory, shown
 from hybridflow.rewards.compose import compose, load_terms
 from hybridflow.rewards.load import (
     CALLED_WITH,
@@ -46,10 +47,19 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
 def describe(config: RewardConfig) -> str:
     """Describe the chosen function in a few words, for messages."""
     if config.terms:
-        return "reward.terms " + " + ".join(str(term.get("name")) for term in config.terms)
+        return "reward.terms " + " + ".join(shown(str(term.get("name"))) for term in config.terms)
     custom = config.custom_reward_function
     if custom.path:
         if ":" in custom.path:
             return custom.path
         return f"{custom.path}:{custom.name}"
+    if in_memory(config.function):
+        return f"the reward function {shown(config.function)}"
     return f"reward.function={config.function}"
+
+
+def has_file(config: RewardConfig) -> bool:
+    """Whether a command could load the chosen function: it is built in, or of a file or a module."""
+    return not any(
+        in_memory(str(name)) for name in [config.function, *(term.get("name") for term in config.terms)]
+    )

@@ -1,6 +1,6 @@
 """An engine whose session is stepped in turns, so that other work of its process comes between them.
 
-    submit, abort, park (any thread) ──► Inbox ──take──► Turns ──► session ──► outputs
+    submit, abort, park, rest (any thread) ──► Inbox ──take──► Turns ──► session ──► outputs
                                                  └── all ranks of a replica hear the same news
 
 Weights change between two turns, and all collectives of a process stay in the thread that takes the turns.
@@ -30,6 +30,8 @@ class News:
     aborted: tuple[int, ...] = ()
     parks: int = 0
     """Number of the session that is to end, with what it has begun kept for the next one; 0: none."""
+    rests: int = 0
+    """Number of the session whose turn is to end, while what runs stays in the engine; 0: none."""
     over: bool = False
     """Whether the time of the turn is up."""
 
@@ -65,10 +67,16 @@ class Inbox:
             self._news = replace(self._news, parks=session)
             self._changed.notify_all()
 
+    def rest(self, session: int) -> None:
+        """Have the turn of the session of this number end before its next step; the session stays open."""
+        with self._changed:
+            self._news = replace(self._news, rests=session)
+            self._changed.notify_all()
+
     def forget(self) -> None:
         """Forget the requests that came, and the wishes to end some."""
         with self._changed:
-            self._news = News(parks=self._news.parks)
+            self._news = News(parks=self._news.parks, rests=self._news.rests)
 
     def take(self, seconds: float) -> News:
         """Return what came since the last call, and wait for it at most `seconds`."""
@@ -131,6 +139,8 @@ class Turns:
                 yield from self._heed(session, news)
                 if news.parks == number:
                     self._park(session)
+                    return
+                if news.rests == number:
                     return
                 if not session.idle:
                     yield from self._answered(session.step())

@@ -19,9 +19,10 @@ from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package
+from hybridflow.errors import ConfigError
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
-from hybridflow.observability.trackers.build import check_trackers
+from hybridflow.observability.trackers.build import check_trackers, tracker_problems
 from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
 from hybridflow.trainer.command import ends_in_status
@@ -79,6 +80,37 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     return metrics
 
 
+def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
+    """Return a line for each library that a run needs and this environment lacks: those of its engine, of its
+    device and of its trackers.
+    """
+    found = []
+    try:
+        check_package(config.trainer.device)
+    except ConfigError as error:
+        found.append(str(error))
+    if isinstance(config, PPOConfig):
+        try:
+            check_installed(config.actor_rollout_ref.rollout)
+        except ConfigError as error:
+            found.append(str(error))
+    return [*found, *tracker_problems(config.trainer.logger)]
+
+
+def missing_here(config: PPOConfig | SFTConfig) -> list[str]:
+    """Return the missing libraries, and what the cluster lacks, as far as the keys and this machine tell."""
+    found = missing_libraries(config)
+    if config.trainer.controller != "ray":
+        return found
+    try:
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)
+    except ConfigError as error:
+        found.append(str(error))
+    return found
+
+
 def _load_build(config: PPOConfig | SFTConfig) -> Callable[..., AbstractContextManager[Trainer[Any, Any]]]:
     """Import the function that builds such a run."""
     if isinstance(config, PPOConfig):
@@ -101,7 +133,7 @@ def command(module: str, schema: type[C]) -> Callable[..., int]:
             sys.stdout.write(help_text(module))
             return 0
         setup_logging()
-        prepared = prepare_config(schema, words)
+        prepared = prepare_config(schema, words, missing=missing_here)
         for note in prepared.notes:
             sys.stderr.write(f"note: {note}\n")
         run(prepared.config)

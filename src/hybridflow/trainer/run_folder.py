@@ -22,7 +22,7 @@ KEY = "trainer.default_local_dir"
 
 class RunFolder:
     """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `failures.json`, `samples/`,
-    `validation/`, `nonfinite/`, `reference/`, `summary.json`, `report.html` and `global_step_N/`.
+    `validation/`, `rows/`, `nonfinite/`, `reference/`, `summary.json`, `report.html` and `global_step_N/`.
     """
 
     def __init__(self, path: str | Path) -> None:

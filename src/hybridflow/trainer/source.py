@@ -7,6 +7,7 @@ A source owns its data and whatever makes rows of it. It never sees the step tha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -42,8 +43,8 @@ class Resumable(Protocol):
 class BatchSource(Resumable, Protocol):
     """Batches for the steps of a run, made with weights that the trainer publishes.
 
-    `version` is the number of training steps whose weights have been published. `state_dict` is asked after
-    `publish`, and says where a run goes on that has trained on the batches so far and on nothing else.
+    `version` is the number of training steps whose weights have been published. `state_dict` says where a run
+    goes on that has trained so many steps and no more: from one `publish` to the next one it says the same.
     """
 
     def next(self, step: int) -> TrainBatch:
@@ -72,6 +73,7 @@ class LoaderSource(Generic[Row]):
     def __init__(self, loader: StatefulLoader[Row]) -> None:
         self.loader = loader
         self._batches: Generator[list[Row], None, None] | None = None
+        self._published: dict[str, Any] = {}
 
     def batches(self) -> Iterator[list[Row]]:
         """Return the one iterator over the loader's batches, kept so that read-ahead processes start once."""
@@ -80,23 +82,36 @@ class LoaderSource(Generic[Row]):
         return self._batches
 
     def publish(self, version: int) -> None:
-        """Do nothing: rows that are only read need no weights."""
+        """Note the place in the data: rows that are only read need no weights."""
+        self._published = copy.deepcopy(self.place())
 
     def validating(self, version: int) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place of the loader, as plain data."""
+    def place(self) -> dict[str, Any]:
+        """Return where the next row is read, as plain data."""
         return self.loader.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data at the last `publish`, as plain data."""
+        return self._published or self.place()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self.close()
-        self.loader.load_state_dict(state)
+        self._published = {}
+        self.go_to(state)
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Read the next row at a place that `place` has given."""
+        self._end_reading()
+        self.loader.load_state_dict(place)
 
     def close(self) -> None:
         """End the processes that read ahead."""
+        self._end_reading()
+
+    def _end_reading(self) -> None:
         if self._batches is not None:
             self._batches.close()
         self._batches = None

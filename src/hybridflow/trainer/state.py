@@ -46,26 +46,27 @@ class RunState:
     """True: a signal has ended the run before the validation of its last step."""
     saves: RunSaves = field(default_factory=RunSaves)
     _finished: dict[str, Any] = field(default_factory=dict)
-    """What the driver saves of the step that `finish` was told last."""
+    """What the driver saves of the step that `finish` was told last, beside the source's part."""
 
     def finish(self, step: int) -> None:
         """Note that a step is done: until the next one changes weights, `save` saves the run as it is now,
         also where the next one has taken prompts already.
         """
         self.step = step
-        self._finished = copy.deepcopy(self._drivers_part())
+        self._finished = copy.deepcopy(self._trainers_part())
 
-    def _drivers_part(self) -> dict[str, Any]:
+    def _trainers_part(self) -> dict[str, Any]:
         own = {"kind": self.kind, "step": self.step, "seed": self.seed}
         further = {name: part.state_dict() for name, part in self.parts.items()}
-        return {DATA: self.source.state_dict(), TRAINER: {**own, **further}}
+        return {**own, **further}
 
     def save(self, store: CheckpointStore) -> Path:
         """Save the last whole step; gives where its checkpoint is or, with `async_save`, will be."""
-        state = self._finished
-        if not state or state[TRAINER]["step"] != self.step:
-            state = self._drivers_part()
-        state = {**state, TRAINER: {**state[TRAINER], "validation_due": self.validation_due}}
+        trainer = self._finished
+        if not trainer or trainer["step"] != self.step:
+            trainer = self._trainers_part()
+        trainer = {**trainer, "validation_due": self.validation_due}
+        state = {DATA: self.source.state_dict(), TRAINER: trainer}
         with_weights = "hf_model" in self.engines[ACTOR].contents.save_contents
         folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
         path = self.saves.save(store, self.step, state, self.engines, folders)

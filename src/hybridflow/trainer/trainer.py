@@ -8,7 +8,7 @@ BatchSource ──next(step)──► rows ──► step ──► metrics ─�
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -56,6 +56,10 @@ def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
+def _no_context(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass
 class Trainer(Generic[Source, Step]):
     """Owns the loop and nothing else: the parts are built by `ppo/build.py` and `sft/build.py`."""
@@ -81,8 +85,10 @@ class Trainer(Generic[Source, Step]):
     """Validate before the first step."""
     only_validates: bool = False
     """Validate once, and train nothing."""
+    keeping: Callable[[TrainBatch, int], AbstractContextManager[None]] = _no_context
+    """Context around the step that learns from a batch: what is there to be trained again is written here."""
     after_update: Callable[[DataProto], None] = _nothing
-    """Called with each batch whose weights are published: a curriculum sampler learns from it."""
+    """Called with each batch that was trained, before `publish`: a curriculum sampler learns from it."""
     log_samples: Callable[[DataProto, Mapping[str, float], int], dict[str, float]] = _no_metrics
     """Called with each batch, its metrics and its step, to keep samples; gives further metrics."""
 
@@ -138,10 +144,11 @@ class Trainer(Generic[Source, Step]):
         with self.timer("step"):
             with self.signals.leavable():
                 made = self.source.next(step)
-            batch, metrics = self.step(made.rows, step)
+            with self.keeping(made, step):
+                batch, metrics = self.step(made.rows, step)
+            self.after_update(batch)
             with self.timer("update_weights"):
                 self.source.publish(step)
-            self.after_update(batch)
             self.state.finish(step)
             progress.finished_step = step
             validation = self._validate_after(step)

@@ -6,6 +6,8 @@ other processes             `RolloutGroup.update_from` pushes weights before a s
 engine with own weights     the same call pushes weights into the engine, wherever it is (vLLM, SGLang)
 
 Requests come and outputs go beside the ordered calls; the engine itself is stepped inside of one, `serve`.
+They have a channel: those of one are set aside, with what they have begun, while those of the other are
+served.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.exact import ExactRollout
 
+CHANNELS = 2
+"""Number of channels: the first for requests that are served without an end, the second for a list of them
+that is answered in between.
+"""
 Finished = Callable[[GenerationOutput], None]
 """Called with each output as soon as it is there."""
 
@@ -54,7 +60,8 @@ class RolloutWorker(ExactRollout):
 
     `pushed` is set where the weights are the engine's own and come from the actor's ranks, `owned` where they
     come from the policy in this process; neither where the engine shares the actor's module. `ranks` generate
-    together; the first of them is sent the requests.
+    together; the first of them is sent the requests. With `recomputes`, keys and values of requests that run
+    while the weights change are computed again; without, they stay as the old weights made them.
     """
 
     def __init__(
@@ -63,40 +70,52 @@ class RolloutWorker(ExactRollout):
         pushed: RemotePush | StagedPush | None = None,
         owned: LocalPush | None = None,
         ranks: ReplicaRanks | None = None,
+        recomputes: bool = True,
     ) -> None:
         self.engine = engine
         self.pushed = pushed
         self.owned = owned
         self.ranks = ranks or ReplicaRanks()
-        self._turns = Turns(self.ranks)
+        self.recomputes = recomputes
+        self._turns = tuple(Turns(self.ranks) for _ in range(CHANNELS))
         self._session = 0
         # outputs with the numbers of their sessions; None ends a turn
         self._outbox: queue.SimpleQueue[tuple[int, GenerationOutput | None]] = queue.SimpleQueue()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest], channel: int = 0) -> None:
         """Have requests join before the next step, all before the same one."""
-        self._turns.inbox.submit(requests)
+        self._turns[channel].inbox.submit(requests)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def abort(self, request_ids: Sequence[int]) -> None:
+    def abort(self, request_ids: Sequence[int], channel: int = 0) -> None:
         """Have requests end with what they have; unknown ones are passed over."""
-        self._turns.inbox.abort(request_ids)
+        self._turns[channel].inbox.abort(request_ids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def park(self, session: int) -> None:
+    def park(self, session: int, channel: int = 0) -> None:
         """Have the session of this number end before its next step; its requests go on in the next one."""
-        self._turns.inbox.park(session)
+        self._turns[channel].inbox.park(session)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def num_waiting(self) -> int:
+    def rest(self, session: int, channel: int = 0) -> None:
+        """Have the session of this number stand before its next step, so that its weights may change: it is
+        parked where keys and values are to be computed again, and else only its turn ends.
+        """
+        if self.recomputes:
+            self._turns[channel].inbox.park(session)
+        else:
+            self._turns[channel].inbox.rest(session)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def num_waiting(self, channel: int = 0) -> int:
         """Return how many requests have no room in the engine now."""
-        return self._turns.num_waiting
+        return self._turns[channel].num_waiting
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def forget(self) -> None:
+    def forget(self, channel: int = 0) -> None:
         """Forget the requests that wait for a session."""
-        self._turns.inbox.forget()
+        self._turns[channel].inbox.forget()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
     def collect(self, session: int, seconds: float) -> Collected:
@@ -119,6 +138,7 @@ class RolloutWorker(ExactRollout):
     def serve(
         self,
         session: int,
+        channel: int = 0,
         *,
         closed: bool,
         seconds: float,
@@ -133,34 +153,36 @@ class RolloutWorker(ExactRollout):
         there have been, and how many there will be (None: nobody knows).
         """
         leads = self.ranks.rank == 0  # the outputs of the others are the same
+        turns = self._turns[channel]
         try:
             if session != self._session:
                 self._begin(session)
-            elif self._turns.finished:
-                return self._served()
-            turn = self._turns.turn(self.engine, session, closed=closed, seconds=seconds)
+            elif turns.finished:
+                return self._served(turns)
+            turn = turns.turn(self.engine, session, closed=closed, seconds=seconds)
             for output in progress.results(turn, awaited[1], done=awaited[0]):
                 if leads and finished is None:
                     self._outbox.put((session, output))
                 elif leads and finished is not None:
                     finished(output)
         finally:
-            if self._turns.finished:
+            if turns.finished:
                 self.engine.sleep()
             if leads and finished is None:
                 self._outbox.put((session, None))
-        return self._served()
+        return self._served(turns)
 
     def _begin(self, session: int) -> None:
         """Wake the engine, on all ranks: those without a request send their shards to the others."""
-        if not self._turns.finished:  # the one before was broken off, and others may have slept since
-            self._turns.end()
-            self.engine.sleep()
+        for turns in self._turns:
+            if not turns.finished:  # the one before was broken off, and others may have slept since
+                turns.end()
+                self.engine.sleep()
         self._session = session
         self.engine.wake_up()
 
-    def _served(self) -> Served:
-        return Served(self._turns.finished, self.engine.policy_version, self.engine.stats)
+    def _served(self, turns: Turns) -> Served:
+        return Served(turns.finished, self.engine.policy_version, self.engine.stats)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:

@@ -56,7 +56,7 @@ def build_rollout_worker(
         build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model)
     )
     if actor_engine is None:
-        return _standalone(build, model, lora, replica)
+        return _standalone(build, model, lora, replica, recomputes=config.recompute_kv_after_update)
     policy = actor_engine.policy
     if replica.size == 1 and actor_engine.layout.world_size == 1:
         shared = None
@@ -89,6 +89,8 @@ def _standalone(
     model: dict[str, Any],
     lora: LoraSettings | None,
     replica: ReplicaRanks,
+    *,
+    recomputes: bool,
 ) -> RolloutWorker:
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
@@ -112,7 +114,7 @@ def _standalone(
             own.copy_(holding.part(name, whole[name].detach()))
         policy = twin.policy
     engine = build(policy, replica=replica)
-    return RolloutWorker(engine, RemotePush(policy, holding), ranks=replica)
+    return RolloutWorker(engine, RemotePush(policy, holding), ranks=replica, recomputes=recomputes)
 
 
 def _with_own_weights(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 COMMON = (
     "model: 'Model | None' = None, tokenizer: 'Any' = None, {}dataset: 'Dataset | None' = None, val_dataset: "
     "'Dataset | None' = None, output_dir: 'str | os.PathLike[str] | None' = None, resume: 'bool | str | "
-    "os.PathLike[str] | None' = None, callbacks: 'Sequence[Any]' = (), overrides: 'Overrides' = (), "
+    "os.PathLike[str] | None' = None, callbacks: 'Callbacks' = (), overrides: 'Overrides' = (), "
     "progress: 'bool' = True) -> 'Run'"
 )
 REWARDS = (

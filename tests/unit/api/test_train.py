@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from hybridflow.api.datasets import Rows, files_or_rows
 from hybridflow.api.objects import named_objects
 from hybridflow.cli.main import main
 from hybridflow.config.tree import flatten
-from hybridflow.errors import CheckpointError, ConfigError, DataError, Stopped
+from hybridflow.errors import CheckpointError, ConfigError, DataError, RewardError, Stopped
 
 FILE = """
 def share(data_source, solution_str, ground_truth, extra_info):
@@ -89,7 +90,11 @@ def test_the_bits_are_those_of_the_command(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"reward": lambda prompts, completions: 0.0}, ConfigError, r"defined as <lambda>\(prompts, compl"),
+        (
+            {"reward": lambda text, truth: 0.0},
+            ConfigError,
+            r"reward: _lambda_ is defined as <lambda>\(text, tr",
+        ),
         ({"reward": 3}, ConfigError, "reward: got int, wanted a function"),
         ({"reward": []}, ConfigError, "reward is an empty list"),
         ({"reward": [(digits, "much")]}, ConfigError, "wanted a pair of a reward and its weight"),
@@ -109,7 +114,7 @@ def test_the_bits_are_those_of_the_command(
         ({"overrides": ["trainer.seed=x"]}, ConfigError, "trainer.seed: got 'x'"),
         ({"callbacks": [Callback]}, ConfigError, r"wanted an object: Callback\(\)"),
         ({"callbacks": [3]}, ConfigError, "callbacks: got int"),
-        ({"callbacks": Callback()}, ConfigError, "got Callback, wanted a list of callbacks"),
+        ({"callbacks": 3}, ConfigError, "callbacks: got int, wanted .*, or a list of these"),
         ({"callbacks": [lambda step: None]}, ConfigError, r"wanted on_step_end\(step, metrics\)"),
         ({"resume": "nowhere"}, ConfigError, "there is no folder nowhere"),
         ({"model": 5}, ConfigError, "got int, wanted a folder or a hub name"),
@@ -174,6 +179,35 @@ def test_rewards_of_all_kinds_are_summed_with_their_weights(model: Path, tmp_pat
         assert row["score"] == pytest.approx(
             row["digits"] + 0.5 * row["long"] + row["share"] - 0.01 * row["length"], abs=1e-6
         )
+
+
+def test_a_function_of_completions_gets_lists_and_the_columns_of_the_data(
+    model: Path, tmp_path: Path
+) -> None:
+    seen = []
+
+    def right(prompts: Any, completions: Any, target: Any, **columns: Any) -> list[float]:
+        seen.append((prompts, completions, target, sorted(columns)))
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    rows = [{**row, "target": number, "hard": number > 3} for number, row in enumerate(ROWS)]
+    run = train(model, tmp_path / "run", reward=[(right, 0.5), digits], dataset=rows)
+    assert {row["right"] == len(row["response"]) for row in run.samples} == {True}
+    for prompts, completions, target, columns in seen:
+        assert prompts == [rows[target[0]]["prompt"]]
+        assert [message["role"] for message in completions[0]] == ["assistant"]
+        assert {"answer", "hard", "index", "ground_truth", "data_source"} <= set(columns)
+
+
+def test_a_function_that_raises_is_named_as_its_cell_has_it(model: Path, tmp_path: Path) -> None:
+    def broken(response: str) -> float:
+        raise ValueError("out of luck")
+
+    with pytest.raises(RewardError, match="the reward function broken failed on row") as caught:
+        train(model, tmp_path / "run", reward=broken)
+    message = str(caught.value)
+    assert "call it with this row's response, '" in message and "out of luck" in message
+    assert "reward-test" not in message and "hybridflow_objects:" not in message
 
 
 @pytest.mark.slow
@@ -295,14 +329,32 @@ def test_a_save_beside_the_run_becomes_whole_when_callbacks_end_it(
     assert Run.open(tmp_path / "run").checkpoint == tmp_path / "run" / "global_step_1"
 
 
-def test_a_second_run_of_a_process_says_where_it_was_ended(model: Path, tmp_path: Path) -> None:
+def test_a_second_run_of_a_process_says_where_it_was_ended(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class AtOnce(Callback):
         def on_run_start(self, folder: Path, total_steps: int) -> bool:
             return True
 
     train(model, tmp_path / "first", val_dataset=None)
-    run = train(model, tmp_path / "second", callbacks=[AtOnce()])
+    run = train(model, tmp_path / "second", callbacks=AtOnce(), progress=True)
     assert run.message.startswith("ended by a callback before the first step; there is no checkpoint yet")
+    assert caplog.messages.count(run.message) == 1
+
+
+def test_a_function_alone_ends_a_run_that_prints_nothing(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script without logging
+    run = train(
+        model,
+        tmp_path / "run",
+        callbacks=lambda step, metrics: metrics["critic/score/mean"] > -1,
+        progress=False,
+    )
+    assert run.message.startswith("ended by a callback after step 1/2")
+    shown = capfd.readouterr()
+    assert "ended by a callback" not in shown.out + shown.err
 
 
 @pytest.mark.slow

@@ -34,6 +34,9 @@ WORDS = (
     "reward-test",
     "try",
     "view",
+    "diff",
+    "replay",
+    "reverify",
 )
 PROBED = doctor_facts.Probe({"torch": "2.13.0", "threads": 1, "vectors": "AVX2", "cards": [], "failed": {}})
 NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32) + 32

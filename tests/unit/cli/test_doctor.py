@@ -216,6 +216,27 @@ def test_json_holds_findings_and_tables(
     assert machine["torch"] and machine["CUDA"].startswith("none")
 
 
+@pytest.mark.parametrize(
+    ("found", "first"),
+    [
+        ([], "What to mend: nothing, all checks are fine"),
+        ([doctor_checks.Finding("warn", "clock", "1970", "set it")], "What to mend: 1 warn (the last table)"),
+    ],
+)
+def test_the_first_line_says_whether_there_is_anything_to_mend(
+    found: list[doctor_checks.Finding],
+    first: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    well(monkeypatch)
+    monkeypatch.setattr(doctor, "findings", lambda facts: found)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0] == first
+    assert ("set it" in shown) == bool(found)
+
+
 def test_a_check_that_breaks_is_a_line_and_the_rest_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

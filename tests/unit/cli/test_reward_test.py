@@ -167,3 +167,20 @@ def test_without_generation_it_needs_no_torch(words: list[str]) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert run.returncode == 0, run.stderr
     assert "5 of 5 rows scored" in run.stdout and after - before < CPU_SECONDS
+
+
+def test_rows_of_another_layout_are_named_with_the_remedy(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "2 + 2 = ?", "answer": "4"}\n')
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    said = " ".join((shown.out + shown.err).split())
+    assert "train.jsonl has no column prompt; its columns: question, answer; set data.prompt_key" in said
+    assert "extra_info" not in said
+    assert main([*words, "data.prompt_key=question", "reward.function=gsm8k"]) == 0
+    assert "set data.wrap_prompts=true" in " ".join(capsys.readouterr().err.split())
+    wrapped = [*words, "data.prompt_key=question", "data.wrap_prompts=true", "reward.function=gsm8k"]
+    assert main(wrapped) == 0
+    shown = capsys.readouterr()
+    assert "1 of 1 rows scored" in shown.out and "wrap_prompts" not in shown.err

@@ -11,6 +11,8 @@ from hybridflow.config.load import prepare_config
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.name=vllm"
 SGLANG = f"{ROLLOUT}.name=sglang"
+KEPT = f"{ROLLOUT}.recompute_kv_after_update=false"
+APART = ("trainer.resource_pools={train: [1], gen: [1]}", "trainer.placement={rollout: gen}")
 TWO = "trainer.n_gpus_per_node=2"
 
 
@@ -55,6 +57,8 @@ TWO = "trainer.n_gpus_per_node=2"
         ([SGLANG, f"{ROLLOUT}.engine_kwargs.sglang.sampling_backend=flashinfer"], "set by hybridflow itself"),
         ([SGLANG, f"{ROLLOUT}.server.enable=false"], "which is always a server"),
         ([SGLANG, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
+        ([VLLM, KEPT], "takes new weights while nothing runs: set actor_rollout_ref.rollout.name=native"),
+        ([KEPT], "set trainer.placement.rollout to a pool of its own"),
     ],
 )
 def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
@@ -108,3 +112,8 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     )
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)
+
+
+def test_keys_and_values_may_be_kept_on_a_pool_of_its_own(base: list[str]) -> None:
+    prepared = prepare_config(PPOConfig, [*base, TWO, *APART, KEPT])
+    assert not prepared.config.actor_rollout_ref.rollout.recompute_kv_after_update

@@ -48,6 +48,9 @@ def test_a_name_alone_is_a_recipe_and_verls_own_name_means_the_defaults() -> Non
 WRONG = [
     (["--config-path={tmp}/none", "--config-name=mine"], "there is no folder"),
     (["--config-path={tmp}", "--config-name=mine"], "there is no file"),
+    (["--config-path={tmp}/none", "--config-name=ppo_megatron_trainer.yaml"], "YAML files are not part of"),
+    (["--config-path={tmp}", "--config-name=ppo_megatron_trainer"], "YAML files are not part of"),
+    (["--config-name=ppo_megatron_trainer"], "YAML files are not part of"),
     (["--config-path={tmp}"], "without --config-name"),
     (["--config-name"], "--config-name without a name"),
     (["--config-name=ppo_megatron_trainer"], "no recipe is called ppo_megatron_trainer"),

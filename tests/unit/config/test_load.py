@@ -301,3 +301,43 @@ def test_prepared_runs_are_resolved_and_checked(tmp_path: Path) -> None:
     assert prepared.config.actor_rollout_ref.actor.ppo_mini_batch_size == 64
     assert any("ppo_mini_batch_size=64" in note for note in prepared.notes)
     assert prepared.config.critic.enable is False
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.strategy=fsdp2"),
+        ("actor.strategy=megatron", "actor_rollout_ref.actor.strategy=fsdp2"),
+        ("trainer.profile_steps=[1]", "trainer.profile_steps=null"),
+        ("actor_rollout_ref.actor.strategy=megatron", "~actor_rollout_ref.actor.strategy"),
+        ("actor_rollout_ref.actor.strategy=megatron", "~actor_rollout_ref.actor"),
+    ],
+)
+def test_a_refused_value_that_is_replaced_later_is_not_judged(overrides: tuple[str, str]) -> None:
+    assert load(*overrides).actor_rollout_ref.actor.strategy == PPOConfig().actor_rollout_ref.actor.strategy
+    if "~" not in overrides[1]:
+        assert overrides[0] in problem(*reversed(overrides))
+
+
+def test_a_refused_value_of_a_file_is_replaced_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("actor_rollout_ref: {actor: {strategy: megatron}}")
+    assert "strategy=megatron" in problem(recipe=file)
+    load("actor_rollout_ref.actor.strategy=fsdp2", recipe=file)
+
+
+def test_two_names_of_a_key_with_different_values_are_not_lost_silently() -> None:
+    old = ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=3")
+    loaded = load_config(PPOConfig, old)
+    assert loaded.config.trainer.max_ckpt_to_keep == 3
+    (note,) = (note for note in loaded.notes if "both set" in note)
+    assert note == (f"{old[0]} and {old[1]} both set trainer.max_ckpt_to_keep: the last one counts, 3")
+    same = load_config(PPOConfig, [old[0], "trainer.max_critic_ckpt_to_keep=2"])
+    assert not any("both set" in note for note in same.notes)
+    left_open = load_config(PPOConfig, [old[0], "trainer.max_critic_ckpt_to_keep=null"])
+    assert left_open.config.trainer.max_ckpt_to_keep == 2
+    assert not any("both set" in note for note in left_open.notes)
+
+
+def test_a_key_that_is_deleted_and_set_again_counts_as_given() -> None:
+    assert "data.seed" in load_config(PPOConfig, ["~data.seed", "data.seed=3"]).given

@@ -285,7 +285,10 @@ trainer: {balance_batch: true, total_epochs: 30, total_training_steps: null, pro
   max_actor_ckpt_to_keep: null,
   max_critic_ckpt_to_keep: null, ray_wait_register_center_timeout: 300, device: cuda,
   use_legacy_worker_impl: auto, use_v1: true,
-  v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}, profile_steps: null}
+  v1: {trainer_mode: sync, colocate_async: {num_warmup_batches: 1}, separate_async: {num_warmup_batches: 1,
+  parameter_sync_step: 4, hybrid_rollout: {enable_switch: false, switch_threshold_ratio: 0.4}},
+  sampler: {max_off_policy_threshold: 8, max_off_policy_strategy: drop, sync_refill_failed_groups: False,
+  custom_sampler: {path: null, name: null}, sampler_kwargs: {}}}, profile_steps: null}
 global_profiler: {_target_: verl.X, tool: null, steps: null, profile_continuous_steps: false, save_path: p,
   global_tool_config: {nsys: {discrete: false}, torch_memory: {stack_depth: 32, kw_args: {}}}}
 skip: {rollout: {enable: false, dump_dir: d, steps: [], action: cache}}
@@ -323,6 +326,14 @@ trainer: {default_local_dir: d, default_hdfs_dir: null, project_name: p, experim
   device: cuda, nnodes: 1, n_gpus_per_node: 1}
 """
 
+# Of the blocks of verl's Megatron optimizer, with its defaults.
+MEGATRON_OPTIMIZER = """
+actor_rollout_ref: {actor: {tis_imp_ratio_cap: -1, optim: &optim {lr: 1e-06, lr_decay_style: constant,
+  lr_decay_steps: null, lr_warmup_init: 0.0, min_lr: 0.0, weight_decay_incr_style: constant,
+  lr_wsd_decay_style: exponential, lr_wsd_decay_steps: null, use_checkpoint_opt_param_scheduler: false}}}
+critic: {optim: *optim}
+"""
+
 # What would change results, or asks for a feature of a later version, must stop the run.
 MUST_BE_REFUSED = [
     *("actor_rollout_ref.rollout.name=" + name for name in ("openai", "trtllm")),
@@ -347,7 +358,6 @@ MUST_BE_REFUSED = [
     "trainer.device=mps",
     "trainer.prometheus.enable=True",
     "global_profiler.tool=nsys",
-    "async_training.staleness_threshold=0.5",
     "distillation.enabled=True",
     # true is not the 1 that is accepted
     "actor_rollout_ref.rollout.expert_parallel_size=true",
@@ -356,15 +366,35 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.actor.megatron.use_distributed_optimizer=True",
     "actor_rollout_ref.actor.data_loader_seed=true",
     "actor_rollout_ref.rollout.over_sample_rate=1.0",
-    # other trainers
-    "trainer.v1.trainer_mode=fully_async",
-    "trainer.v1.trainer_mode=one_step_off",
+    # schedules
+    "trainer.v1.colocate_async.num_warmup_batches=2",
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+    "trainer.v1.sampler.max_off_policy_threshold=4",
+    "trainer.v1.sampler.custom_sampler.path=mine.py",
+    "trainer.v1.sampler.sync_refill_failed_groups=True",
+    "async_training.trigger_parameter_sync_step=4",
+    "async_training.require_batches=1",
+    "async_training.use_trainer_do_validate=True",
+    "async_training.use_dynamic_resource_scheduling=True",
+    "async_training.concurrent_samples_per_replica=32",
+    "async_training.other=1",
+    "rollout.nnodes=1",
+    "rollout.total_rollout_steps=100",
+    "rollout.test_freq=10",
+    "rollout.standalone_gpu_memory_utilization=0.8",
     # other numbers
     "actor_rollout_ref.actor.optim.optimizer=Adam",
     "actor_rollout_ref.actor.optim.optimizer=SGD",
     "actor_rollout_ref.actor.optim.optimizer_impl=bitsandbytes.optim",
     "actor_rollout_ref.actor.optim.zero_indexed_step=True",
     "actor_rollout_ref.actor.optim.init_lr_ratio=0.1",
+    "actor_rollout_ref.actor.optim.lr_warmup_init=1e-7",
+    "critic.optim.min_lr=1e-7",
+    "critic.optim.weight_decay_incr_style=linear",
+    "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0",
+    "actor_rollout_ref.actor.tis_imp_ratio_cap=2.0",
+    "actor_rollout_ref.rollout.over_sample_rate=0.1",
     "actor_rollout_ref.actor.fsdp_config.full_determinism=True",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=bf16",
     "actor_rollout_ref.actor.fsdp_config.seed=7",
@@ -415,7 +445,7 @@ def test_every_override_of_the_documents_is_known() -> None:
     assert_known(PPOConfig, found)
 
 
-@pytest.mark.parametrize("text", PPO_YAML)
+@pytest.mark.parametrize("text", [*PPO_YAML, MEGATRON_OPTIMIZER])
 def test_every_yaml_block_of_the_documents_is_known(text: str) -> None:
     assert_known(PPOConfig, blocks(text))
 
@@ -424,7 +454,10 @@ def test_every_sft_key_of_the_documents_is_known() -> None:
     assert_known(SFTConfig, blocks(SFT_YAML))
 
 
-@pytest.mark.parametrize(("root", "text"), [(PPOConfig, PPO_REFERENCE), (SFTConfig, SFT_REFERENCE)])
+@pytest.mark.parametrize(
+    ("root", "text"),
+    [(PPOConfig, PPO_REFERENCE), (PPOConfig, MEGATRON_OPTIMIZER), (SFTConfig, SFT_REFERENCE)],
+)
 def test_verls_own_defaults_are_accepted(root: type, text: str) -> None:
     found = blocks(text)
     assert_known(root, found)
@@ -534,6 +567,16 @@ HONOURED = [
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
         "float32",
     ),
+    (PPOConfig, "trainer.v1.trainer_mode=separate_async", "trainer.schedule", "fully_async"),
+    (PPOConfig, "trainer.v1.trainer_mode=colocate_async", "trainer.schedule", "colocated_async"),
+    (PPOConfig, "async_training.staleness_threshold=0.5", "trainer.async.run_ahead", 0.5),
+    (PPOConfig, "async_training.partial_rollout=False", "trainer.async.partial_rollout", False),
+    (
+        PPOConfig,
+        "actor_rollout_ref.actor.use_rollout_log_probs=True",
+        "algorithm.rollout_correction.bypass_mode",
+        True,
+    ),
     (
         PPOConfig,
         "critic.fsdp.model_dtype=bf16",
@@ -568,7 +611,7 @@ def test_no_effect_prints_one_line_and_changes_nothing() -> None:
 
 
 def test_status_depends_on_the_value() -> None:
-    path = "actor_rollout_ref.rollout.skip_rollout"
+    path = "actor_rollout_ref.rollout.prometheus.enable"
     assert [status(PPOConfig, path, value).kind for value in (False, None, True)] == [
         "no effect",
         "no effect",
@@ -605,3 +648,42 @@ def test_attention_of_the_model_is_ours() -> None:
     assert len(notes) == 1 and "one attention" in notes[0]
     rope = load_config(PPOConfig, ["+actor_rollout_ref.model.override_config.rope_scaling.factor=2"]).config
     assert rope.actor_rollout_ref.model.override_config == {"rope_scaling": {"factor": 2}}
+
+
+def test_the_learning_rate_of_a_megatron_script_is_that_of_ours() -> None:
+    wanted = ["lr_decay_style=cosine", "lr_decay_steps=40"]
+    for block in ("actor_rollout_ref.actor.optim", "critic.optim"):
+        config = load_config(PPOConfig, [f"{block}.{word}" for word in wanted]).config
+        optim = get_value(config, block)
+        assert (optim.lr_scheduler_type, optim.total_training_steps) == ("cosine", 40)
+    optim = load_config(SFTConfig, [f"optim.{word}" for word in wanted]).config.optim
+    assert (optim.lr_scheduler_type, optim.total_training_steps) == ("cosine", 40)
+
+
+@pytest.mark.parametrize(
+    ("override", "way_out"),
+    [
+        ("actor_rollout_ref.actor.optim.min_lr=1e-7", "min_lr_ratio"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "rollout_correction.rollout_is=token"),
+        ("actor_rollout_ref.rollout.over_sample_rate=0.1", "leave it out"),
+        ("actor_rollout_ref.rollout.swap_space=4", "native engine has no swap space: leave it out"),
+        (
+            "critic.optim.override_optimizer_config.optimizer_offload_fraction=1",
+            "optimizer_offload=true in the fsdp_config",
+        ),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4", "fsdp_config.tensor_parallel_size"),
+        ("critic.megatron.context_parallel_size=2", "ulysses_sequence_parallel_size"),
+    ],
+)
+def test_a_refusal_names_the_way_out(override: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(PPOConfig, [override])
+    assert way_out in str(error.value)
+
+
+def test_a_reason_that_many_keys_share_is_said_once() -> None:
+    keys = [f"{role}.megatron.{name}=true" for role in ("actor", "ref", "critic") for name in ("a", "b", "c")]
+    with pytest.raises(ConfigError) as error:
+        load_config(PPOConfig, keys)
+    assert str(error.value).count("Megatron comes in a later version") == 1
+    assert all(each in str(error.value) for each in keys)

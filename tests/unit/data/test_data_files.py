@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
+from hybridflow.data import remote
 from hybridflow.data.files import Rows, load_rows
 from hybridflow.data.remote import hub_folder
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.models.build import load_config
 
 ROWS = [{"prompt": f"q{i}", "n": i, "extra_info": {"index": i}} for i in range(5)]
 
@@ -158,6 +163,23 @@ def test_modelscope(monkeypatch: pytest.MonkeyPatch) -> None:
         hub_folder("owner/name")
     monkeypatch.delenv("VERL_USE_MODELSCOPE")
     assert hub_folder("owner/name") == "owner/name"
+
+
+def test_a_name_that_is_neither_a_folder_nor_reachable_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # a port that nobody listens on
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(remote, "HUB_WAITS", (0.0, 0.0, None))
+    caplog.set_level(logging.INFO, logger="hybridflow")
+    for load in (load_tokenizer, load_config):
+        caplog.clear()
+        with pytest.raises(ModelError, match=r"no folder tinyy .* cannot be reached .*: give the path"):
+            load("tinyy")
+        assert len(caplog.messages) == 3 and "there is no folder tinyy" in caplog.messages[0]
+    (tmp_path / "hub" / "models--owner--name").mkdir(parents=True)
+    remote.require_hub("owner/name")
 
 
 def test_a_flipped_byte_in_text_names_file_row_and_column(tmp_path: Path) -> None:

@@ -93,8 +93,10 @@ def test_a_file_of_entries_names_classes_as_verl_does(tmp_path: Path) -> None:
     (entry,) = load_entries(str(path), "things", "class_name", key="KEY")
     assert entry["number"] == 0.001, "read as a run's own configuration is"
     assert load_class(entry["class_name"], key="KEY") is Path
-    with pytest.raises(ConfigError, match="put hybridflow in the place of verl"):
-        load_class("verl.tools.Thing", key="KEY")
+    with pytest.raises(ConfigError, match=r"in the place of verl: hybridflow\.tools\.search_tool\.Thing$"):
+        load_class("verl.tools.search_tool.Thing", key="KEY")
+    with pytest.raises(ConfigError, match=r"there is no hybridflow\.nowhere\.at_all\.Thing .* of your own"):
+        load_class("verl.nowhere.at_all.Thing", key="KEY")
     with pytest.raises(ConfigError, match=r"entry 0: .* wanted a name"):
         load_entries(str(path), "things", "name", key="KEY")
     with pytest.raises(ConfigError, match="has no list of entries"):

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import load_rows
 from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.row_schema import complete_row
 from hybridflow.data.tokenizer import encode_prompt, load_tokenizer
 from hybridflow.errors import DataError, ModelError
 
@@ -91,6 +92,7 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
     characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"}]
+    caplog.set_level(logging.INFO, logger="hybridflow")
     dataset = PromptDataset(rows, characters, DataConfig())
     assert [item.row["reward_model"] for item in dataset] == [
         {"style": "rule", "ground_truth": a} for a in "45"
@@ -101,6 +103,8 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
         caplog.text.count("the column answer is the ground truth") == 1
         and caplog.text.count("data.reward_fn_key") == 1
     )
+    warned = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [message for message in warned if "has no column" in message], "a layout that works"
 
 
 def test_reward_fn_key_names_the_source(characters: PreTrainedTokenizerFast) -> None:
@@ -224,3 +228,13 @@ def test_pad_token_from_end_token(
     PreTrainedTokenizerFast(tokenizer_object=characters.backend_tokenizer).save_pretrained(tmp_path / "b")
     with pytest.raises(ModelError, match="neither a pad token nor an end token"):
         load_tokenizer(tmp_path / "b")
+
+
+def test_columns_of_ones_own_reach_the_reward_in_extra_info() -> None:
+    row = {"prompt": "1 + 1 =", "answer": "2", "target": "two", "hard": True, "seed": 3, "agent_name": "mine"}
+    complete = complete_row({**row}, 11, DataConfig())
+    assert complete["extra_info"] == {"answer": "2", "target": "two", "hard": True, "index": 11}
+    own = {**row, "extra_info": {"target": "kept", "index": 7}}
+    assert complete_row(own, 11, DataConfig())["extra_info"] == {
+        "answer": "2", "target": "kept", "hard": True, "index": 7
+    }  # fmt: skip

@@ -4,6 +4,7 @@ hand, and held by engines.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,50 @@ def test_one_process(tiny: Path) -> None:
     )
     spin = shown(tiny, "algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo")
     assert spin["actor micro-batches per mini-batch, at most"] == "20"  # 16 × 5 rows, 4 at a time
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(1, 18), (2, 16)])
+def test_offloaded_bytes_of_a_weight_are_those_of_the_page(tiny: Path, ranks: int, each: int) -> None:
+    """docs/models_and_memory.md: 16 bytes for a trained weight, 18 on one device, 2 more for a reference."""
+    said = shown(
+        tiny,
+        "trainer.device=cuda",
+        f"trainer.n_gpus_per_node={ranks}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.fsdp_config.offload_policy=true",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    )
+    of = " of each process" if ranks > 1 else ""
+    wanted = format_bytes((each + 2) * whole(tiny) // ranks)
+    assert said[f"CPU memory{of}, offloaded"] == wanted
+
+
+def product(how: str) -> float:
+    """The number that an arithmetic such as `32 rows × (2 × 28 layers + 1 spare) × 2 bytes` comes to."""
+    return float(eval(re.sub(r"[a-z,]", "", how).replace("×", "*")))
+
+
+def test_the_arithmetic_of_the_cache_comes_to_its_bytes(tiny: Path) -> None:
+    for device in ("cpu", "cuda"):
+        keys = [*STEP, f"actor_rollout_ref.model.path='{tiny}'", f"trainer.device={device}"]
+        lines = {line.label: line for line in explain_run(prepare_config(PPOConfig, keys).config)}
+        cache = lines["memory, KV cache, at most"]
+        assert format_bytes(product(cache.how)) == cache.value, cache
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_the_first_line_names_device_and_dtype(tiny: Path, device: str, dtype: str) -> None:
+    keys = [*STEP, f"actor_rollout_ref.model.path='{tiny}'", f"trainer.device={device}"]
+    first = explain_run(prepare_config(PPOConfig, keys).config)[0]
+    assert (first.label, first.value) == ("device and dtype", f"{device}, {dtype}")
+    assert f"trainer.device={device}" in first.how and ("plan for a GPU" in first.how) == (device == "cpu")
+
+
+def test_roles_of_different_dtypes_are_named(tiny: Path) -> None:
+    said = shown(
+        tiny, "algorithm.adv_estimator=gae", "critic.fsdp_config.mixed_precision.param_dtype=bfloat16"
+    )
+    assert said["device and dtype"] == "cpu, actor float32, critic bfloat16"
 
 
 def test_masters_and_other_roles(tiny: Path) -> None:

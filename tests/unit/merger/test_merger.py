@@ -64,6 +64,8 @@ def test_the_merged_folder_is_the_trained_model(tmp_path: Path, tiny_folder: Pat
     policy = trained(tiny_folder, dtype)
     step = save(tmp_path / "run", policy)
     target = merge(step, tmp_path / "out" / "merged")
+    modes = {path.stat().st_mode for path in target.glob("model*.safetensors")}
+    assert modes == {(target / "config.json").stat().st_mode}, "others may read it too"
     again = build_policy(target, device="cpu", dtype=dtype)
     for name, tensor in policy.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name

@@ -118,6 +118,8 @@ def test_the_folder_has_the_weights_of_the_file(
 ) -> None:
     path, values = written
     folder = import_gguf(path, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_mode == (folder / "config.json").stat().st_mode, "others may read it too"
     found = load_file(folder / "model.safetensors")
     assert set(found) == {hf_name(name) for name in values}
     for name, value in values.items():

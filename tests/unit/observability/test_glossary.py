@@ -27,6 +27,7 @@ EXAMPLES = {
     "variable": ("acc", "reward"),
     "n": ("8",),
     "k": ("4",),
+    "age": ("0", "2"),
     "name": ("mine",),
 }
 

@@ -59,6 +59,7 @@ def test_a_checkpoint_has_the_accuracy_of_its_runs_validation(run: Path, tmp_pat
 
     # ended in the middle of a line: what was whole stays, and the table is the same
     lines = (tmp_path / "whole/answers.jsonl").read_bytes().splitlines(keepends=True)
+    assert all("reward" not in json.loads(line) for line in lines), "they are scored elsewhere"
     (tmp_path / "whole/answers.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:30])
     before = (tmp_path / "whole/results.json").read_bytes()
     assert main(["eval", str(run / "global_step_2"), "--out", str(tmp_path / "whole")]) == 0

@@ -334,9 +334,9 @@ def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_p
         ) as trainer:
             real = trainer.source.trajectories.for_training
 
-            def kept(prompts: Any) -> Any:
+            def kept(prompts: Any, **how: Any) -> Any:
                 step = trainer.state.step + 1
-                seen[step], metrics = real(prompts)
+                seen[step], metrics = real(prompts, **how)
                 return seen[step], metrics
 
             trainer.source.trajectories.for_training = kept  # type: ignore[method-assign]

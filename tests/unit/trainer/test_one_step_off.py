@@ -1,65 +1,32 @@
-"""The shape holds for another schedule: a source whose batches are one version behind, under the same loop.
-
-    next(step): hand out the batch that is ready, made before the last update ─► make the next one at once
-
-In this process the actor's own module generates, so the next batch is whole before the update begins.
-"""
+"""The exact schedules give the run of a plain loop that does one thing after the other, to the bit."""
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tiny_trainer import actor_module, build, ppo_config, tiny_model
+from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
+from hybridflow.errors import CheckpointError, Stopped
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.sync import SyncSource
-from hybridflow.trainer.source import TrainBatch
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 
 STEPS = 4
 KEYS = (
     "algorithm.adv_estimator=grpo",
-    "algorithm.rollout_correction.bypass_mode=true",
-    "actor_rollout_ref.rollout.exact=false",
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
     "trainer.test_freq=2",
 )
-
-
-class OneStepOff(SyncSource):
-    """Batch number s is made with the weights of version max(0, s - 2)."""
-
-    def __init__(self, sync: SyncSource, total_steps: int) -> None:
-        super().__init__(sync.loader, sync.trajectories, sync.roles, sync.timer)
-        self.num_admitted = sync.num_admitted
-        self.total_steps = total_steps
-        self.ready: TrainBatch | None = None
-
-    def next(self, step: int) -> TrainBatch:
-        """Return the batch of step number `step`, after the one of the next step is made."""
-        batch = self.ready or super().next(step)
-        self.ready = super().next(step) if step < self.total_steps else None
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rows that are ready are part of it: a resumed run has not the weights that made them."""
-        state = super().state_dict()
-        if self.ready is not None:
-            rows = self.ready.rows
-            columns = {name: list(column) for name, column in rows.non_tensor_batch.items()}
-            state["ready"] = {"tensors": dict(rows.batch.items()), "columns": columns}
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        ready = state.get("ready")
-        if ready is not None:
-            rows = DataProto.from_dict(ready["tensors"], ready["columns"])
-            self.ready = TrainBatch(rows, self.loader.epoch)
-
+ONE_STEP_OFF = ("trainer.schedule=one_step_off",)
+TWO_STEPS_AHEAD = ("trainer.schedule=exact_async", "trainer.async.run_ahead=2")
+BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.exact=false")
+DECOUPLED = ("algorithm.rollout_correction.rollout_is=token",)
 
 Rows = dict[int, tuple[list[int], list[float], int]]
 
@@ -76,48 +43,137 @@ def rows_of(batch: DataProto) -> Rows:
     return found
 
 
-def train(model: Path, run: Path, seen: dict[int, Rows], last: int = STEPS) -> dict[str, torch.Tensor]:
-    """Train one step off up to step `last`, from the newest checkpoint; return the weights."""
-    run.parent.mkdir(exist_ok=True)
-    with build(ppo_config(model, run, *KEYS)) as trainer:
-        trainer.source = trainer.state.source = OneStepOff(trainer.source, trainer.total_steps)
-        trainer.state.resume(trainer.store, "auto", None)
-        trainer.log_samples = lambda batch, values, step: seen.update({step: rows_of(batch)}) or {}
-        trainer.fit(lambda step, logged: step == last)
-        return weights_of(trainer)
-
-
 def weights_of(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in actor_module(trainer).named_parameters()}
 
 
-def train_serially(model: Path, run: Path, seen: dict[int, Rows]) -> dict[str, torch.Tensor]:
-    """The same by a plain loop, which writes out which weights make which batch."""
+def train(
+    model: Path, run: Path, *keys: str, seen: dict[int, Rows] | None = None, last: int = STEPS
+) -> dict[str, torch.Tensor]:
+    """Train up to step `last`, from the newest checkpoint; return the weights."""
     run.parent.mkdir(exist_ok=True)
-    with build(ppo_config(model, run, *KEYS)) as trainer:
-        sync = trainer.source
-        sync.publish(0)
-        batches = {1: sync.next(1).rows, 2: sync.next(1).rows}  # of version 0
-        for step in range(1, STEPS + 1):
-            seen[step] = rows_of(batches[step])
-            trainer.step(batches[step], step)
-            sync.publish(step)
-            if step + 2 <= STEPS:
-                batches[step + 2] = sync.next(step + 1).rows  # of version `step`
+    with build(ppo_config(model, run, *KEYS, *keys)) as trainer:
+        if seen is not None:
+            trainer.log_samples = lambda batch, values, step: seen.update({step: rows_of(batch)}) or {}
+        trainer.fit(lambda step, logged: step == last)
         return weights_of(trainer)
 
 
-def test_one_step_off_gives_the_batches_of_a_serial_loop_also_after_a_resume(tmp_path: Path) -> None:
+def train_serially(
+    model: Path, run: Path, *keys: str, ahead: int, seen: dict[int, Rows] | None = None
+) -> dict[str, torch.Tensor]:
+    """The same by a plain loop, which writes out which weights make which batch."""
+    run.parent.mkdir(exist_ok=True)
+    with build(ppo_config(model, run, *KEYS, *keys)) as trainer:
+        source = trainer.source
+        batches = []
+        for step in range(STEPS):
+            source.publish(step)
+            while len(batches) < min(STEPS, step + ahead + 1):
+                batches.append(source.next(step + 1).rows)  # with the weights of version `step`
+            if seen is not None:
+                seen[step + 1] = rows_of(batches[step])
+            trainer.step(batches[step], step + 1)
+        return weights_of(trainer)
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """The metrics of each step, without those that measure time."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for line in lines
+        if "training/global_step" in line
+    ]
+
+
+@pytest.mark.parametrize("correction", [BYPASS, DECOUPLED], ids=["bypass", "decoupled"])
+@pytest.mark.parametrize(
+    ("ahead", "schedule"), [(1, ONE_STEP_OFF), (2, TWO_STEPS_AHEAD)], ids=["one_step_off", "two_ahead"]
+)
+def test_the_run_is_that_of_a_serial_loop_also_after_a_resume(
+    tmp_path: Path, ahead: int, schedule: tuple[str, ...], correction: tuple[str, ...]
+) -> None:
+    schedule = (*schedule, *correction)
     model = tiny_model(tmp_path / "model")
     serial: dict[int, Rows] = {}
     whole: dict[int, Rows] = {}
     stopped: dict[int, Rows] = {}
-    wanted = train_serially(model, tmp_path / "a" / "run", serial)
-    weights = train(model, tmp_path / "b" / "run", whole)
+    wanted = train_serially(model, tmp_path / "a" / "run", *correction, ahead=ahead, seen=serial)
+    assert_equal(train(model, tmp_path / "b" / "run", *schedule, seen=whole), wanted)
     assert whole == serial
-    assert [{version for _, _, version in rows.values()} for rows in serial.values()] == [{0}, {0}, {1}, {2}]
-    train(model, tmp_path / "c" / "run", stopped, last=2)
-    resumed = train(model, tmp_path / "c" / "run", stopped)
+    versions = [{version for _, _, version in rows.values()} for rows in serial.values()]
+    assert versions == [{max(0, step - ahead)} for step in range(STEPS)]
+    train(model, tmp_path / "c" / "run", *schedule, seen=stopped, last=2)
+    assert_equal(train(model, tmp_path / "c" / "run", *schedule, seen=stopped), wanted)
     assert stopped == serial
-    for name, value in wanted.items():
-        assert torch.equal(weights[name], value) and torch.equal(resumed[name], value), name
+    assert metrics_of(tmp_path / "c" / "run") == metrics_of(tmp_path / "b" / "run")
+
+
+def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    keys = ("trainer.schedule=exact_async", "trainer.async.run_ahead=0")
+    wanted = train(model, tmp_path / "a" / "run")
+    assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
+    assert metrics_of(tmp_path / "b" / "run") == metrics_of(tmp_path / "a" / "run")
+
+
+def test_a_synchronous_run_refuses_batches_that_wait_in_a_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *BYPASS, last=2)
+    with pytest.raises(CheckpointError, match="of kind 'exact', and this run's are 'sync'"):
+        train(model, tmp_path / "a" / "run")
+
+
+def test_a_run_may_change_how_far_it_is_ahead(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    seen: dict[int, Rows] = {}
+    train(model, tmp_path / "a" / "run", *TWO_STEPS_AHEAD, *BYPASS, seen=seen, last=1)
+    train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *BYPASS, seen=seen)
+    versions = [{version for _, _, version in rows.values()} for rows in seen.values()]
+    assert versions == [{0}, {0}, {0}, {2}]
+    rows = [row for batch in seen.values() for row in batch]
+    assert len(rows) == len(set(rows)) == STEPS * 8
+
+
+def test_a_run_that_is_stopped_within_a_step_goes_on_also_where_groups_are_filtered(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    filters = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=share")
+    keys = (*ONE_STEP_OFF, *DECOUPLED, *filters)
+    wanted = train(model, tmp_path / "a" / "run", *keys)
+    (tmp_path / "b").mkdir()
+    with build(ppo_config(model, tmp_path / "b" / "run", *KEYS, *keys)) as trainer:
+        learn = trainer.step
+
+        def stop(batch: DataProto, step: int) -> Any:
+            if step == 3:
+                raise Stopped(signal.SIGTERM, "in step 3")
+            return learn(batch, step)
+
+        trainer.step = stop  # type: ignore[assignment]
+        with pytest.raises(Stopped):
+            trainer.fit()
+    assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
+
+
+def test_a_run_goes_on_in_a_folder_that_has_only_its_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    keys = (*ONE_STEP_OFF, *DECOUPLED)
+    wanted = train(model, tmp_path / "a" / "run", *keys)
+    train(model, tmp_path / "b" / "run", *keys, last=2)
+    (tmp_path / "b" / "run" / LEDGER_FILE).unlink()
+    assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
+    with Ledger.open(tmp_path / "b" / "run" / LEDGER_FILE) as ledger:
+        assert ledger.state.trained_per_step == [4] * STEPS
+
+
+def test_a_run_with_steps_of_another_size_is_refused(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *DECOUPLED, last=2)
+    with pytest.raises(CheckpointError, match="4 groups a step, and this one trains 2"):
+        train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *DECOUPLED, "data.train_batch_size=2")

@@ -27,7 +27,7 @@ def test_in_this_process(scene: Callable[[RolloutGroup], None]) -> None:
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_in_many_short_turns(scene: Callable[[RolloutGroup], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_group.TURN_SECONDS", 0.02)
+    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.02)
     scene(group_on(LocalBackend(factories)))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.checks.correction import correction_problems
 from hybridflow.config.needs import estimator_facts, loss_facts
-from hybridflow.config.root import PPOConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -23,12 +23,7 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each unknown name, and for each unmet need of the estimator or the loss."""
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
-    for path, name, names in (
-        ("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS),
-        (LOSS, actor.policy_loss.loss_mode, POLICY_LOSSES),
-    ):
-        if name not in names and ":" not in name:
-            yield f"{path}={name}: there are {', '.join(names)}; give your own as path/to/file.py:name"
+    yield from name_problems(config)
     yield from _needs(config)
     yield from _partners(config)
     yield from _pairs(config)
@@ -40,6 +35,18 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
     yield from _dynamic_sampling(config)
     yield from _overlong(config)
     yield from correction_problems(config)
+
+
+def name_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each unknown name of an estimator or a loss; it depends on no other key."""
+    if isinstance(config, SFTConfig):
+        return
+    for path, name, names in (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS),
+        (LOSS, config.actor_rollout_ref.actor.policy_loss.loss_mode, POLICY_LOSSES),
+    ):
+        if name not in names and ":" not in name:
+            yield f"{path}={name}: there are {', '.join(names)}; give your own as path/to/file.py:name"
 
 
 def _needs(config: PPOConfig) -> Iterator[str]:

@@ -224,8 +224,19 @@ def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
     """
     if not trainer.resource_pools:
         return [num_processes(trainer)]
+    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pools_of(trainer, role)]
+
+
+def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
+    """Return whether two roles have a pool in common, so that they share processes."""
+    if not trainer.resource_pools:
+        return True
+    return not set(_pools_of(trainer, role)).isdisjoint(_pools_of(trainer, other))
+
+
+def _pools_of(trainer: TrainerConfig, role: str) -> list[str]:
     named = trainer.placement.get(role, next(iter(trainer.resource_pools)))
-    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pool_names(named)]
+    return _pool_names(named)
 
 
 def _pool_names(named: str | list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.checks.cluster import pool_sizes
+from hybridflow.config.checks.cluster import pool_sizes, share_a_pool
 from hybridflow.config.needs import is_given, uses_agents
 from hybridflow.config.root import PPOConfig
 
@@ -48,12 +48,40 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no "
             f"graphs set {ROLLOUT}.enforce_eager=true"
         )
+    if not rollout.recompute_kv_after_update:
+        yield from _kept_keys_and_values(config, rollout)
+    if rollout.skip.enable and config.trainer.schedule != "sync":
+        yield (
+            f"{ROLLOUT}.skip.enable=true with trainer.schedule={config.trainer.schedule}: only the "
+            "synchronous schedule reads dumped rollouts; set trainer.schedule=sync, or skip.enable=false"
+        )
+    if rollout.skip.enable and rollout.exact is True:
+        yield (
+            f"{ROLLOUT}.skip.enable=true with {ROLLOUT}.exact=true: dumped log-probs are those of other "
+            f"weights than the actor's; set {ROLLOUT}.exact=auto"
+        )
     if rollout.name in WITH_WEIGHTS:
         yield from _with_weights(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):
         yield (
             f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the "
             "dtype of the module that trains: set actor_rollout_ref.model.dtype"
+        )
+
+
+def _kept_keys_and_values(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Engines that cannot go on with the keys and values of older weights."""
+    key = f"{ROLLOUT}.recompute_kv_after_update=false"
+    if rollout.name != "native":
+        yield (
+            f"{key} with {ROLLOUT}.name={rollout.name}, which takes new weights while nothing runs: set "
+            f"{ROLLOUT}.name=native, or recompute_kv_after_update=true"
+        )
+    if share_a_pool(config.trainer, "rollout", "actor"):
+        yield (
+            f"{key} where rollout and actor share devices, whose memory training needs between two "
+            "generations: set trainer.placement.rollout to a pool of its own, or "
+            "recompute_kv_after_update=true"
         )
 
 

@@ -7,7 +7,7 @@ It looks at the file system (whether files exist, whether the run folder can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -26,6 +26,7 @@ from hybridflow.config.checks.notes import has_validation, ppo_notes
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout_problems
+from hybridflow.config.checks.schedule import schedule_notes, schedule_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -49,17 +50,23 @@ def check(
     needs_model: bool = True,
     needs_files: bool = True,
     trains: bool = True,
+    known_problems: Sequence[str] = (),
 ) -> list[str]:
     """Cross-check a resolved configuration and return notes on what may surprise.
 
     `given` are the paths that the user set. `runs=False` looks at no weights and no tokenizer, for commands
     that only show what a run would be; `needs_model=False` at no model at all, and `needs_files=False` at no
     data, no code for it, and no folder; without `trains` no training data are wanted. Raises ConfigError
-    that lists every problem.
+    that lists every problem, and `known_problems` behind them.
     """
     if isinstance(config, PPOConfig):
         problems = list(_ppo_problems(config))
-        notes = [*ppo_notes(config, given), *rollout_notes(config, given), *cluster_notes(config, given)]
+        notes = [
+            *ppo_notes(config, given),
+            *rollout_notes(config, given),
+            *schedule_notes(config, given),
+            *cluster_notes(config, given),
+        ]
     else:
         problems = list(_sft_problems(config))
         notes = list(cluster_notes(config, given))
@@ -67,7 +74,7 @@ def check(
         problems += _file_problems(config, trains)
     if needs_model:
         problems += model_problems(config, runs=runs)
-    raise_all(problems)
+    raise_all([*problems, *known_problems])
     return notes
 
 
@@ -78,6 +85,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from _rollout(config)
     yield from rollout_problems(config)
     yield from agent_problems(config)
+    yield from schedule_problems(config)
     yield from engine_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)

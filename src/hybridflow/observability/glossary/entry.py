@@ -18,6 +18,7 @@ PLACEHOLDERS: dict[str, tuple[str, str]] = {
     "variable": ("[^/]+", "reward, acc, or another number that the reward function returns"),
     "n": (r"\d+", "number of responses to a prompt"),
     "k": (r"\d+", "number of responses of which the best, the worst or the majority's is taken"),
+    "age": (r"-?\d+", "number of training steps between the weights that sampled and those that train"),
     "name": ("[^/]+", "a name that the user's own code gives"),
 }
 """For each placeholder, a regular expression of what may stand in its place, and a text for people."""

@@ -10,6 +10,9 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry("training/epoch", "Passes over the data that were complete before this step.", "passes"),
         MetricEntry("training/num_gen_batches", "Generation batches that the step took.", "batches", "lower"),
         MetricEntry(
+            "training/rollouts_from_dump", "Step whose dumped rollouts this step trained on.", "steps"
+        ),
+        MetricEntry(
             "training/filtered_groups_ratio",
             "Part of the generated groups that dynamic sampling left out.",
             "fraction",
@@ -81,6 +84,42 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         ),
         MetricEntry(
             "training/first_ratio_max", "Largest importance ratio of the first mini-batch; 1 if exact.", "1"
+        ),
+    ),
+    "Staleness": (
+        MetricEntry(
+            "training/off_policy/trajectory_staleness/{stat}",
+            "Steps between the newest weights that sampled a trajectory and those that it trains.",
+            "steps",
+            "lower",
+        ),
+        MetricEntry(
+            "training/off_policy/trajectory_staleness_worst/{stat}",
+            "Steps between the oldest weights that sampled a trajectory and those that it trains; "
+            "trainer.async.max_staleness bounds it.",
+            "steps",
+            "lower",
+        ),
+        MetricEntry(
+            "training/off_policy/trajectory_spans/{stat}",
+            "Steps between the oldest and the newest weights that sampled a trajectory.",
+            "steps",
+        ),
+        MetricEntry(
+            "training/off_policy/tokens/{age}_steps", "Part of the sampled tokens that is so old.", "fraction"
+        ),
+        MetricEntry(
+            "training/off_policy/k3_kl/{age}_steps",
+            "KL (k3) between the policy that sampled tokens of this age and the one at the start of the "
+            "step.",
+            "nats",
+            "lower",
+        ),
+        MetricEntry(
+            "training/off_policy/ratio/{age}_steps",
+            "Mean importance ratio of the policy at the start of the step to the one that sampled tokens of "
+            "this age.",
+            "1",
         ),
     ),
     "Scores and lengths": (

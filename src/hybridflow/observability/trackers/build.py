@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.checks.paths import without_password
+from hybridflow.config.convert import raise_all
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.background import BackgroundTracker
@@ -48,12 +49,21 @@ def check_trackers(names: str | Sequence[str]) -> None:
 
     Nothing is imported, so this takes no time. In the default list a missing tensorboard is allowed.
     """
-    chosen = _known(names)
+    _known(names)
+    raise_all(list(tracker_problems(names)))
+
+
+def tracker_problems(names: str | Sequence[str]) -> Iterator[str]:
+    """Yield what `check_trackers` says of each library; names that are no tracker are passed over."""
+    chosen = [names] if isinstance(names, str) else list(names)
     for name in chosen:
-        if name == "tensorboard" and chosen == TrainerConfig().logger and not is_installed(name):
+        allowed = name == "tensorboard" and chosen == TrainerConfig().logger and not is_installed(name)
+        if name not in MINIMUM or allowed:
             continue
-        if name in MINIMUM:
+        try:
             check_library(name)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _known(names: str | Sequence[str]) -> list[str]:

@@ -79,7 +79,10 @@ class AnswerFile:
 
     def add(self, answer: Answer) -> None:
         """Write an answer; it survives the end of this process, whatever ends it."""
-        line = json.dumps(asdict(answer), default=str)  # ASCII, so that a line is a line for every reader
+        facts = asdict(answer)
+        if answer.reward is None:
+            del facts["reward"]  # the reward function scores it later; a null would look like a lost score
+        line = json.dumps(facts, default=str)  # ASCII, so that a line is a line for every reader
         self._file.write(line.encode("ascii") + b"\n")
         self._file.flush()
         if not answer.failed:

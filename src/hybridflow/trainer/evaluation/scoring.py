@@ -34,7 +34,7 @@ class AnswerScores:
             facts = {**extra_info, **answer.extra_info}
             messages = conversation_of(prompt, answer.response, facts)
             request = ScoreRequest(
-                source, answer.response, truth, facts, tuple(answer.response_ids), messages
+                source, answer.response, truth, facts, tuple(answer.response_ids), messages, prompt
             )
             self._session.add(len(self._added), request)
             self._to_score.append(len(self._added))

@@ -16,9 +16,11 @@ from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.roles import ROLE_KEYS
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
 from hybridflow.data.build import PromptData, build_prompt_data
 from hybridflow.data.plugin import load_object
+from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
@@ -37,8 +39,10 @@ from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
+from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
+from hybridflow.trainer.schedules.build import make_source
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
@@ -95,15 +99,15 @@ def _trainer(
             f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
             "steps for the actor: set it lower, or raise trainer.total_epochs"
         )
+    _fixed_order(config, data.train_loader.sampler)
     roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, {})
     if roles.reward_model is not None:
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
-    trajectories = partial(
-        Trajectories, roles.rollout, rewards, tokenizer, config, agents=agents, failures=failures
-    )
-    making = Timer(progress=progress)
-    source = SyncSource(data.train_loader, trajectories(making), roles, making)
+    parts = (roles.rollout, rewards, tokenizer, config)
+    trajectories = partial(Trajectories, *parts, agents=agents, failures=failures)
+    made = trajectories(Timer(progress=progress))
+    source = make_source(config, data.train_loader, made, roles, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     state = _state(config, roles, source, controller, exact, tokenizer, total_steps)
@@ -113,6 +117,8 @@ def _trainer(
     failures.begin(state.step)
     with run.recorded(state, store, source) as trackers:
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
+        kept = KeptRows(run.folder.path)
+        kept.drop_after(state.step)
         validator = None
         if data.val_dataset:
             validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
@@ -123,7 +129,7 @@ def _trainer(
             run.timer,
             exact=exact,
             leavable=run.signals.leavable,
-            shows=lambda step: data.reads_batches or samples.shows(step),
+            shows=lambda step: config.trainer.keep_rows or data.reads_batches or samples.shows(step),
         )
         yield Trainer(
             source=source,
@@ -140,11 +146,27 @@ def _trainer(
             expiry=expiry_of(config.trainer.esi_redundant_time),
             validates_first=config.trainer.val_before_train,
             only_validates=config.trainer.val_only,
+            keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=data.finish_batch,
             log_samples=samples.training,
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _fixed_order(config: PPOConfig, sampler: Sampler) -> None:
+    """Raise ConfigError where an exact schedule would ask a sampler that learns before it has learned."""
+    trainer = config.trainer
+    if trainer.schedule not in EXACT_SCHEDULES or not trainer.async_.run_ahead:
+        return
+    for protocol, does in ((CurriculumSampler, "learns from batches"), (StatefulSampler, "keeps a state")):
+        if isinstance(sampler, protocol):
+            raise ConfigError(
+                f"trainer.schedule={trainer.schedule} asks for prompts {trainer.async_.run_ahead:g} steps "
+                f"ahead, and data.sampler ({type(sampler).__name__}) {does}, so the prompts would depend on "
+                "the schedule: set trainer.async.run_ahead=0, trainer.schedule=sync or fully_async, or "
+                "leave data.sampler out"
+            )
 
 
 def _step_class(config: PPOConfig) -> type[PPOStep]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact import ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
@@ -40,13 +41,15 @@ class ExactState:
     batch_invariant: bool = False
     """Whether actor and replicas compute a row to the same bits in whatever batch; it never changes in a run.
     """
+    may_reuse: bool = True
+    """Whether the rollout's log-probs can save the pass at all, by the run's keys."""
     reuse_ended: bool = False
     """True after a difference under `auto`: this run computes old log-probs, after a resume too."""
 
     @property
     def reuses(self) -> bool:
         """Whether the rollout's log-probs are the actor's, to the bit, in rows of the actor's version."""
-        return self.batch_invariant and not self.reuse_ended
+        return self.batch_invariant and self.may_reuse and not self.reuse_ended
 
     def state_dict(self) -> dict[str, bool]:
         """Return what a checkpoint keeps; the kernels are settled anew in each process."""
@@ -67,7 +70,11 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
         return
-    chosen = no_batch_invariance(config, roles) or _no_reuse(config) or _choose(config, roles)
+    no_reuse = _no_reuse(config)
+    impossible = no_batch_invariance(config, roles)
+    if config.trainer.schedule not in EXACT_SCHEDULES:  # these want the kernels for the timing's sake
+        impossible = impossible or no_reuse
+    chosen = impossible or _choose(config, roles)
     if isinstance(chosen, str):
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
@@ -76,6 +83,7 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     roles.actor.call_list(ActorWorker.set_exact, chosen)
     roles.rollout.call_list(ExactRollout.set_exact, chosen)
     state.batch_invariant = True
+    state.may_reuse = no_reuse is None
     if wanted is True:
         state.reuse_ended = False  # asked for, it is tried anew
     logger.debug(
@@ -83,6 +91,9 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         chosen.key_step,
         chosen.num_rows(1),
     )
+    if no_reuse is not None:
+        logger.info("exact mode: a request's log-probs are the same in whatever batch it is generated")
+        return
     if state.reuse_ended:
         logger.info(
             "exact mode: before the checkpoint that this run goes on from, log-probs of rollout and training "
@@ -124,6 +135,10 @@ def _no_reuse(config: PPOConfig) -> str | None:
     """Return the reason the rollout's log-probs cannot save a pass, or under `auto` save too little."""
     rollout = config.actor_rollout_ref.rollout
     longest = _longest(config)
+    if config.trainer.schedule not in (*EXACT_SCHEDULES, "sync") and config.trainer.async_.run_ahead:
+        return f"trainer.schedule={config.trainer.schedule} trains rows of older weights, which need the pass"
+    if rollout.skip.enable:
+        return "actor_rollout_ref.rollout.skip reads rollouts of other weights than the actor's"
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:

@@ -5,7 +5,8 @@ prompts ──validation_requests──► requests ──run──► Trajector
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hybridflow.agent.agents import Agents
@@ -20,6 +21,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import GenerationOutput, RolloutStats, SamplingParams
+from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 from hybridflow.workers import RolloutGroup
 
 Ended = Callable[[int, Trajectory], None]
@@ -53,6 +55,37 @@ class Generation:
             ended(place, requests.trajectory(place, output, self.tokenizer))
 
         return Metrics(), self.rollout.generate(requests.requests, finished=arrived).stats
+
+    async def play(
+        self, requests: RequestBatch, ended: Ended, client: LLMClient, numbers: Iterator[int]
+    ) -> Metrics:
+        """Answer the requests of a group by `client`, in its event loop, under numbers that no other request
+        has; return metrics of agents.
+
+        A response that has no answer within `agent.request_deadline` has failed. ReplicaLost where no engine
+        is left.
+        """
+        if self.agents.are_used:
+            return await self.agents.play(client, self._episodes(requests, False), ended, numbers)
+        deadline = self.config.actor_rollout_ref.rollout.agent.request_deadline
+
+        async def answer(place: int) -> None:
+            request = replace(requests.requests[place], request_id=next(numbers))
+            try:
+                output = await client.generate(request, sticky=requests.groups[place], deadline_s=deadline)
+            except DeadlinePassed as error:
+                ended(place, requests.failed(place, "deadline", str(error)))
+            except ReplicaLost as error:
+                if client.failure is not None:
+                    raise
+                ended(place, requests.failed(place, "infrastructure", str(error)))
+            else:
+                ended(place, requests.trajectory(place, output, self.tokenizer))
+
+        async with asyncio.TaskGroup() as tasks:
+            for place in range(len(requests)):
+                tasks.create_task(answer(place))
+        return Metrics()
 
     def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
         """Return what agents play in place of single requests, with the seeds of their environments: that of

@@ -87,10 +87,17 @@ class OldLogProbs:
         if self.bypass:
             return self._rollouts(batch, sampled_rows(batch))
         version = self.actor.version
-        if self.exact.reuses and not self.roles.together(self.actor.role, self.roles.rollout.role):
+        current = bool(rows_of_version(batch, version).any())
+        if (
+            self.exact.reuses
+            and current
+            and not self.roles.together(self.actor.role, self.roles.rollout.role)
+        ):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
-            check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
-        if self.reuses:
+            with self.roles.rollout.paused():
+                theirs = self.roles.rollout.call_list(ExactRollout.weight_sums)
+            check_same_weights(ours, theirs, step)
+        if self.reuses and current:
             agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
             if agreed:

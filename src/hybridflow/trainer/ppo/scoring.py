@@ -48,6 +48,7 @@ class Scoring:
                 facts["extra_info"],
                 trajectory.sampled_ids,
                 conversation_of(prompt, facts["solution_str"], facts["extra_info"]),
+                prompt,
             )
             self._session.add(place, request)
 

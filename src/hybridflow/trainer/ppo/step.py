@@ -32,6 +32,7 @@ from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.ppo.staleness import staleness_metrics
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
@@ -202,6 +203,9 @@ class PPOStep:
     def _measure(self, batch: DataProto) -> Metrics:
         metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
         metrics.update(self.old_log_probs.metrics)
+        metrics.update(
+            staleness_metrics(batch, self.roles.actor.version, compares=not self.old_log_probs.bypass)
+        )
         metrics.update(self.roles.actor.mean_entropy(batch))
         return metrics
 

@@ -15,6 +15,7 @@ dynamic sampling does not look at it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.base import RolloutStats, SamplingParams
+from hybridflow.rollout.client import LLMClient
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.generation import Generation, sampling_of, validation_requests
@@ -80,16 +82,19 @@ class Trajectories:
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
 
-    def for_training(self, batches: Iterator[tuple[int, Sequence[PromptRow]]]) -> tuple[DataProto, Metrics]:
+    def for_training(
+        self, batches: Iterator[tuple[int, Sequence[PromptRow]]], *, refill: bool = True
+    ) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights that were
         published last, and score them.
 
         `batches` gives generation batches: the index of the first group, and the prompts. A group's draws
         depend on its index alone, and on no step.
 
-        Dynamic sampling takes generation batches as long as groups are missing, and leaves out
-        those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
-        groups that vary, or MAX_BARREN_BATCHES in a row none.
+        Dynamic sampling takes generation batches as long as groups are missing, and leaves out those that are
+        too many; without `refill` it takes prompts for one batch, and what it keeps of them is the batch.
+        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary, or
+        MAX_BARREN_BATCHES in a row none.
 
         The batch has no rows where every trajectory has failed. RolloutError ends the run where too many
         such steps come in a row.
@@ -100,7 +105,7 @@ class Trajectories:
         stats = RolloutStats()
         parts: list[DataProto] = []
         kept = generated = taken = barren = 0
-        while kept < wanted:
+        while (kept if refill else generated) < wanted:
             if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
                 raise DataError(self._starved(kept, generated, taken))
             first_group, prompts = next(batches)
@@ -110,7 +115,7 @@ class Trajectories:
             taken += 1
             generated += len(prompts)
             if filters.enable:
-                rows = self._filtered(rows)
+                rows = self.filtered(rows)
                 barren += 1
                 if len(rows):
                     barren = 0
@@ -121,14 +126,10 @@ class Trajectories:
             else:
                 kept += len(prompts)
             parts.append(rows)
-        batch = join_rows(parts, self._pad_token_id)
-        batch = rows_of(batch, uids_of(batch)[:wanted])
-        self.failures.end_step(len(batch))
+        batch = self.whole_batch(parts, metrics)
         metrics.add_sum("training/num_gen_batches", taken)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
-        if self.config.algorithm.overlong_filtering:
-            metrics.update(filter_overlong(batch))
         metrics.update(stats.as_metrics())
         return batch, metrics
 
@@ -163,6 +164,47 @@ class Trajectories:
         self, first_group: int, prompts: Sequence[PromptRow]
     ) -> tuple[DataProto, Metrics, RolloutStats]:
         """Sample and score one generation batch, whose groups are numbered from `first_group`."""
+        requests, demonstrations = self._planned(first_group, prompts)
+        trajectories, metrics, stats = self._make(
+            requests, demonstrations, timers=("gen", "reward"), failures_count=True
+        )
+        return self._rows(trajectories, metrics), metrics, stats
+
+    async def play_group(
+        self, index: int, prompt: PromptRow, client: LLMClient, numbers: Iterator[int]
+    ) -> tuple[DataProto, Metrics]:
+        """Sample and score the group of this index by `client`, beside others, in its event loop.
+
+        `numbers` are those of requests. The group has no rows where all of its trajectories have failed. The
+        event loop is not held up while rewards are computed.
+        """
+        requests, demonstrations = self._planned(index, [prompt])
+        everything = requests + demonstrations
+        with self.rewards.open() as session:
+            scoring = Scoring(session, [row.row.get("raw_prompt") for row in everything.rows])
+            for place, answer in enumerate(demonstration_outputs(demonstrations), len(requests)):
+                scoring.add(place, everything.trajectory(place, answer, self.tokenizer))
+            found = await self.generation.play(requests, scoring.add, client, numbers)
+            trajectories, metrics = await asyncio.to_thread(scoring.result)
+        metrics.update(found)
+        return self._rows(trajectories, metrics), metrics
+
+    def whole_batch(self, groups: Sequence[DataProto], metrics: Metrics) -> DataProto:
+        """Return the rows of the first `data.train_batch_size` groups as the batch of a step.
+
+        RolloutError ends the run where too many batches in a row have no rows.
+        """
+        batch = join_rows(groups, self._pad_token_id)
+        batch = rows_of(batch, uids_of(batch)[: self.config.data.train_batch_size])
+        self.failures.end_step(len(batch))
+        if self.config.algorithm.overlong_filtering:
+            metrics.update(filter_overlong(batch))
+        return batch
+
+    def _planned(self, first_group: int, prompts: Sequence[PromptRow]) -> tuple[RequestBatch, RequestBatch]:
+        """Return the requests of groups that are numbered from `first_group`, and the rows whose answers are
+        the data's own.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         sampling = replace(sampling_of(self.config, rollout), greedy=not rollout.do_sample)
         sampled = self._requests(first_group, prompts, sampling)
@@ -176,15 +218,16 @@ class Trajectories:
             demonstrations = one_more_each(
                 sampled, sampling, first_row=len(requests), sample=self._demonstration_sample
             )
-        trajectories, metrics, stats = self._make(
-            requests, demonstrations, timers=("gen", "reward"), failures_count=True
-        )
+        return requests, demonstrations
+
+    def _rows(self, trajectories: Sequence[Trajectory], metrics: Metrics) -> DataProto:
+        """Return the rows of all trajectories that have not failed, and count in `metrics` what they are."""
         trajectories = self._without_failed(trajectories, metrics)
         batch = collate(trajectories, self._pad_token_id)
         if len(batch):
             samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
             batch = self._with_extra_rows_marked(batch, samples, metrics)
-        return batch, metrics, stats
+        return batch
 
     def _with_extra_rows_marked(self, batch: DataProto, samples: Tensor, metrics: Metrics) -> DataProto:
         """Shape the scores; make the greedy rows a column, and mark the answers of the data.
@@ -321,7 +364,7 @@ class Trajectories:
     def _pad_token_id(self) -> int:
         return int(self.tokenizer.pad_token_id)
 
-    def _filtered(self, rows: DataProto) -> DataProto:
+    def filtered(self, rows: DataProto) -> DataProto:
         """Return the groups that `algorithm.filter_groups` keeps."""
         filters = self.config.algorithm.filter_groups
         if not len(rows):

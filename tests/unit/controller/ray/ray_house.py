@@ -128,7 +128,7 @@ def start(
     times = {"call_timeout": 600.0, "heartbeat_timeout": 300.0, "startup_timeout": 900.0} | settings
     # of this file and house.py
     folders = [*Path(__file__).parents[:2], *(Path(__file__).parents[2] / room for room in rooms)]
-    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    path = {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])}
     return RayBackend(
         cluster, placement, meshes, make, device="cpu", num_threads=1, runtime_env={"env_vars": path}, **times
     )

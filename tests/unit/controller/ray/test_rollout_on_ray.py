@@ -44,7 +44,7 @@ def test_in_processes_of_their_own(rollouts: RayBackend, scene: Callable[[Rollou
 def test_in_many_short_turns(
     rollouts: RayBackend, scene: Callable[[RolloutGroup], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_group.TURN_SECONDS", 0.02)
+    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.02)
     scene(group_on(rollouts))
 
 

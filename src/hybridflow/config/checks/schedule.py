@@ -1,0 +1,155 @@
+"""The checks of `trainer.schedule` and of the keys of `trainer.async`.
+
+    resolved config ──schedule_problems──► one line for each key that does not fit, with the way out
+
+`resolve.py` has filled run_ahead and max_staleness: 0 and 0 mean that no token is ever stale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Set
+
+from hybridflow.config.needs import is_given, loss_facts
+from hybridflow.config.root import PPOConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
+
+PATH = "trainer.async"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def schedule_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each key that the schedule excludes or cannot do without."""
+    schedule = config.trainer.schedule
+    if schedule == "sync":
+        yield from _asynchronous_keys(config)
+        return
+    yield from _bounds(config)
+    yield from _correction(config)
+    if schedule in EXACT_SCHEDULES and config.trainer.async_.run_ahead > 0:
+        yield from _refill(config)
+    if schedule == "colocated_async" and "rollout" in config.trainer.placement:
+        yield (
+            "trainer.schedule=colocated_async generates on the actor's devices, and "
+            f"trainer.placement.rollout={config.trainer.placement['rollout']} gives generation devices of "
+            "its own: leave it out, or set trainer.schedule=fully_async"
+        )
+
+
+def _asynchronous_keys(config: PPOConfig) -> Iterator[str]:
+    """Keys that ask for more than the synchronous schedule does."""
+    keys = config.trainer.async_
+    asked = {
+        "run_ahead": (keys.run_ahead, 0),
+        "max_staleness": (keys.max_staleness, 0),
+        "partial_rollout": (keys.partial_rollout, True),
+        "max_concurrent_groups": (keys.max_concurrent_groups, None),
+    }
+    for name, (value, idle) in asked.items():
+        if value != idle:
+            yield (
+                f"{PATH}.{name}={str(value).lower()} has no effect with trainer.schedule=sync, which "
+                "generates a batch between two updates: leave it out, or set trainer.schedule=one_step_off, "
+                "exact_async, fully_async or colocated_async"
+            )
+
+
+def _bounds(config: PPOConfig) -> Iterator[str]:
+    """How far generation runs ahead, and the bound on staleness."""
+    schedule = config.trainer.schedule
+    ahead = config.trainer.async_.run_ahead
+    bound = config.trainer.async_.max_staleness
+    shown = f"{PATH}.run_ahead={ahead:g}"
+    if schedule == "one_step_off" and ahead not in (0, 1):
+        yield (
+            f"{shown} with trainer.schedule=one_step_off, which is 1 step ahead: leave it out, or set "
+            "trainer.schedule=exact_async for more steps, or fully_async for a part of a step"
+        )
+        return
+    if not math.isfinite(ahead):
+        yield f"{shown}: wanted a number of steps, for example 1"
+        return
+    if schedule in EXACT_SCHEDULES and ahead != int(ahead):
+        yield (
+            f"{shown} with trainer.schedule={schedule}, which generates whole batches: set a whole number, "
+            "or trainer.schedule=fully_async"
+        )
+        return
+    assert bound is not None, "filled by resolve"
+    if schedule in EXACT_SCHEDULES and bound != ahead:
+        yield (
+            f"{PATH}.max_staleness={bound} with trainer.schedule={schedule}, where every token is {shown} "
+            f"steps old once the run is under way: leave {PATH}.max_staleness out"
+        )
+    elif bound < ahead:
+        yield (
+            f"{PATH}.max_staleness={bound} is less than {shown}, the steps that generation runs ahead: set "
+            f"it to {math.ceil(ahead)} or more, or lower run_ahead"
+        )
+
+
+def _correction(config: PPOConfig) -> Iterator[str]:
+    """A loss on stale tokens has to know the policy that sampled them."""
+    bound = config.trainer.async_.max_staleness
+    correction = config.algorithm.rollout_correction
+    if not bound:
+        return
+    stale = f"trainer.schedule={config.trainer.schedule} trains tokens up to {bound} steps old"
+    if not (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
+        yield (
+            f"{stale}, and nothing corrects for the policy that sampled them. Set one of "
+            f"{CORRECTION}.rollout_is=token (or sequence: the loss is weighted by the ratio of the policy at "
+            "the start of the step to the one that sampled: decoupled PPO), "
+            f"{CORRECTION}.rollout_rs=token_k1 with rollout_rs_threshold (tokens or rows whose ratio is off "
+            f"are left out), or {CORRECTION}.bypass_mode=true (the policy that sampled is the old policy of "
+            "the loss, which saves a pass over the batch)"
+        )
+        return
+    facts = loss_facts(config)
+    weighted = correction.rollout_is and correction.loss_type == "reinforce"
+    if correction.bypass_mode and facts and not (facts.has_ratio or weighted or correction.rollout_rs):
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        yield (
+            f"{stale}, and {CORRECTION}.bypass_mode=true leaves the correction to the ratio of the loss, "
+            f"which actor_rollout_ref.actor.policy_loss.loss_mode={loss} does not have: set "
+            f"{CORRECTION}.bypass_mode=false with rollout_is=token, or a loss with a ratio"
+        )
+
+
+def _refill(config: PPOConfig) -> Iterator[str]:
+    """An exact schedule knows the prompts of a batch before any of them is generated."""
+    groups = config.algorithm.filter_groups
+    batch = config.data.train_batch_size
+    if groups.enable and config.data.gen_batch_size not in (None, batch):
+        yield (
+            f"data.gen_batch_size={config.data.gen_batch_size} with "
+            f"trainer.schedule={config.trainer.schedule}, which generates the {batch} prompts of a step and "
+            "never replaces a group that dynamic sampling drops: leave it out, or set "
+            "trainer.schedule=fully_async, which refills"
+        )
+
+
+def schedule_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Yield one line for each key that has less effect than it seems to have."""
+    schedule = config.trainer.schedule
+    keys = config.trainer.async_
+    if schedule == "sync":
+        return
+    exact = schedule in EXACT_SCHEDULES
+    if exact and is_given(f"{PATH}.partial_rollout", given):
+        yield (
+            f"{PATH}.partial_rollout is not read with trainer.schedule={schedule}: a response is generated "
+            "whole under one version of the weights"
+        )
+    if exact and keys.run_ahead and config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true with trainer.schedule={schedule}: groups that are dropped "
+            "are not replaced, so such a batch is smaller (max_num_gen_batches is not read); fully_async "
+            "refills"
+        )
+    batch = config.data.train_batch_size
+    if 0 < keys.run_ahead * batch < 1:
+        yield (
+            f"{PATH}.run_ahead={keys.run_ahead:g} of data.train_batch_size={batch} groups is less than one "
+            f"group, so nothing is generated ahead: set it to {1 / batch:.3g} or more"
+        )

@@ -1,0 +1,287 @@
+"""The ledger of a run: `ledger.jsonl`, one line for each transition of its groups, and what they amount to.
+
+    append(Taken(first=12, step=3)) ──► one more line, written before `append` returns ──► `state` follows
+    open ──► a torn last line is cut off, what `rewind` has undone is left out ──► `state`
+
+A line is written to the file before the act that it allows, so a process that is killed loses nothing that
+`append` has returned for. The line need not be on the disk by then: if the machine itself stops, the lines
+since the last `sync` may be lost. A checkpoint calls `sync` and keeps the position, and a resume rewinds to
+that position, so it undoes the lines that may be lost anyway.
+
+A *position* is a number of lines. `rewind(position)` appends a line that says: what follows goes on from
+where the ledger was after so many lines. So the history is a tree, and each position can be rewound to for
+ever, also one that an earlier rewind has undone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from hybridflow.checkpoint.durable import sync
+from hybridflow.errors import CheckpointError
+from hybridflow.trainer.schedules.ledger_state import (
+    Admitted,
+    Failed,
+    Filtered,
+    Finished,
+    ImpossibleTransition,
+    LedgerState,
+    Published,
+    Replaced,
+    Replayed,
+    Restarted,
+    Scored,
+    Taken,
+    Transition,
+)
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Rewound(Transition):
+    """The history goes on from where the ledger was after `position` lines."""
+
+    position: int
+
+
+KINDS: dict[str, type[Transition]] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        Admitted,
+        Restarted,
+        Finished,
+        Scored,
+        Taken,
+        Published,
+        Failed,
+        Filtered,
+        Replaced,
+        Replayed,
+        Rewound,
+    )
+}
+FIELDS = {kind: fields(kind) for kind in KINDS.values()}
+
+
+class Ledger:
+    """An open `ledger.jsonl`, for one process that writes; a context manager that closes it.
+
+    `append` may be called from any thread. `state` is to be read in the thread that appends.
+    """
+
+    def __init__(self, path: Path, history: History) -> None:
+        self.path = path
+        self.state = _fold(history)
+        """What the transitions amount to that no rewind has undone; each `append` changes it."""
+        self.position = history.num_lines
+        """Lines of the file: what a checkpoint keeps, and `rewind` takes."""
+        self._num_bytes = history.num_bytes
+        self._file = path.open("r+b", buffering=0)
+        self._file.truncate(self._num_bytes)
+        self._file.seek(self._num_bytes)
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> Ledger:
+        """Open a ledger, or begin one in a folder that exists; its last line is cut off where it is torn.
+
+        Raises CheckpointError, which names the line, where another line is damaged or cannot follow.
+        """
+        if not path.exists():
+            path.touch()
+            sync(path.parent)
+        return cls(path, History.of(path))
+
+    def append(self, *transitions: Transition) -> None:
+        """Take in the transitions and write their lines in one piece; they are written when this returns.
+
+        Raises ImpossibleTransition where one cannot follow: it and those behind it are then not written.
+        """
+        lines = []
+        with self._lock:
+            try:
+                for transition in transitions:
+                    self.state.apply(transition)
+                    lines.append(encode(transition))
+            finally:
+                self._write(lines)
+
+    def rewind(self, position: int) -> None:
+        """Undo what happened after the position of a checkpoint, or everything: 0. No line is erased.
+
+        `state` is another object afterwards. Raises CheckpointError where the file has fewer lines.
+        """
+        with self._lock:
+            if not 0 <= position <= self.position:
+                raise CheckpointError(
+                    f"the checkpoint goes on after line {position} of {self.path}, which has {self.position} "
+                    "lines: it belongs to another run, or the end of the file is lost. Resume from an "
+                    "earlier checkpoint, or put the whole file there."
+                )
+            self._write([encode(Rewound(position))])
+            self.state = _fold(History.of(self.path))
+
+    def lines(self, position: int) -> bytes:
+        """Return the first lines of the file, so many of them: what a checkpoint keeps of it."""
+        with self._lock, self.path.open("rb") as file:
+            return b"".join(islice(file, position))
+
+    def go_on_from(self, lines: bytes) -> None:
+        """Go on after the lines that a checkpoint has kept, as `rewind` does.
+
+        A file that does not begin with them, of another run or of none, is put aside as `*.before`.
+        """
+        with self._lock:
+            self._file.seek(0)
+            if self._file.read(len(lines)) != lines:
+                if self._num_bytes:
+                    shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.before"))
+                self._file.seek(0)
+                self._file.truncate(0)
+                self._file.write(lines)
+                self._num_bytes = len(lines)
+                self.position = lines.count(b"\n")
+            self._file.seek(self._num_bytes)
+        self.rewind(lines.count(b"\n"))
+
+    def sync(self) -> int:
+        """Wait until all lines are on the disk; gives the position, for a checkpoint."""
+        with self._lock:
+            sync(self.path)
+            return self.position
+
+    def close(self) -> None:
+        """Close the file; nothing can be appended any more."""
+        self._file.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, lines: list[bytes]) -> None:
+        rest = memoryview(b"".join(lines))
+        size = len(rest)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:  # such as a full disk: `state` is ahead of the file now, so this ledger has ended
+            self._file.truncate(self._num_bytes)
+            self._file.close()
+            raise
+        self._num_bytes += size
+        self.position += len(lines)
+
+
+@dataclass(frozen=True)
+class History:
+    """An index of a ledger's file: how many whole lines it has, and the rewinds among them."""
+
+    path: Path
+    num_lines: int
+    num_bytes: int
+    """Bytes of the whole lines; a torn line behind them is not counted."""
+    rewinds: tuple[tuple[int, int], ...]
+    """For each rewind its own line, from 0, and the position that it goes back to."""
+
+    @classmethod
+    def of(cls, path: Path) -> History:
+        """Read a file once; raises CheckpointError where a line is damaged."""
+        num_lines = 0
+        num_bytes = 0
+        rewinds = []
+        for line in _whole_lines(path):
+            transition = _decoded(path, num_lines, line)
+            if isinstance(transition, Rewound):
+                if not 0 <= transition.position <= num_lines:
+                    raise _damaged(path, num_lines, line, "it goes back to a line that is not before it")
+                rewinds.append((num_lines, transition.position))
+            num_lines += 1
+            num_bytes += len(line)
+        return cls(path, num_lines, num_bytes, tuple(rewinds))
+
+    def surviving_lines(self, position: int | None = None) -> list[range]:
+        """Return the lines, from 0, that no rewind has undone at a position (None: the end), as ranges."""
+        end = self.num_lines if position is None else position
+        ranges = []
+        for line, back_to in reversed(self.rewinds):
+            if line < end:
+                ranges.append(range(line + 1, end))
+                end = back_to
+        ranges.append(range(end))
+        return [each for each in reversed(ranges) if each]
+
+    def transitions(self, position: int | None = None) -> Iterator[tuple[int, Transition]]:
+        """Give the surviving transitions in order, each with the number of its line, from 0."""
+        lines = enumerate(_whole_lines(self.path))
+        for wanted in self.surviving_lines(position):
+            for number, line in lines:
+                if number >= wanted.start:
+                    yield number, _decoded(self.path, number, line)
+                if number == wanted.stop - 1:
+                    break
+
+
+def encode(transition: Transition) -> bytes:
+    """Return the line of a transition: its kind, and the fields that differ from their defaults."""
+    kind = type(transition)
+    line: dict[str, Any] = {"kind": kind.__name__.lower()}
+    for field in FIELDS[kind]:
+        value = getattr(transition, field.name)
+        if value != field.default:
+            line[field.name] = value
+    return (json.dumps(line) + "\n").encode()
+
+
+def decode(line: bytes) -> Transition:
+    """Return the transition of a line; raises ValueError, KeyError or TypeError where it is none."""
+    values = json.loads(line)
+    kind = KINDS[values.pop("kind")]
+    for name, value in values.items():
+        if name == "prompts":
+            values[name] = tuple(value)
+        elif type(value) is not (str if name == "cause" else int):
+            raise ValueError(f"{name} is {value!r}")
+    return kind(**values)
+
+
+def _fold(history: History) -> LedgerState:
+    state = LedgerState()
+    for number, transition in history.transitions():
+        try:
+            state.apply(transition)
+        except ImpossibleTransition as error:
+            raise _damaged(history.path, number, encode(transition), str(error)) from error
+    return state
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _decoded(path: Path, number: int, line: bytes) -> Transition:
+    try:
+        return decode(line)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, number, line, f"{type(error).__name__}: {error}") from error
+
+
+def _damaged(path: Path, number: int, line: bytes, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}, line {number + 1}: {line[:200].decode(errors='replace').rstrip()!r} cannot be a line of "
+        f"this ledger ({reason}). Lines are only appended, so something else has changed the file: put a "
+        f"copy of it there, or keep its first {number} lines (head -n {number}) and resume from a checkpoint "
+        f"whose position is not after line {number}."
+    )

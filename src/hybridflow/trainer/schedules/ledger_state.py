@@ -1,0 +1,301 @@
+"""The transitions of groups, and the state that they amount to: the fold of a ledger, without its file.
+
+    Transition ──LedgerState.apply──► version, active and ready groups, batches, counts
+
+    Admitted ──► Finished ──► Scored ──► Taken ──► Published (the groups of the step are trained)
+        │            │           │└────► Filtered
+        └────────────┴───────────┴─────► Failed
+
+Every admitted index has exactly one `Phase`, so trained, active, failed and filtered groups are disjoint and
+cover 0..admitted - 1; and a group that is in a batch is never taken again, so each is trained once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import islice
+
+from hybridflow.trainer.schedules.index_ranges import ranges_text
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One line of a ledger: something that has happened, or is allowed to happen once the line is written."""
+
+
+@dataclass(frozen=True)
+class Groups(Transition):
+    """Something that happened to the groups `first` .. `first + count - 1` at once."""
+
+    first: int
+    count: int = 1
+
+    @property
+    def indices(self) -> range:
+        """The indices of the groups."""
+        return range(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class Admitted(Groups):
+    """Groups start to be generated under a published `version`, in the exact schedules perhaps an older one;
+    their indices are the next ones.
+    """
+
+    version: int = field(kw_only=True)
+    prompts: tuple[int, ...] = ()
+    """Rows of the data that a sampler which learns chose for the groups, one each; empty: the loader's order
+    says which."""
+
+
+@dataclass(frozen=True)
+class Restarted(Groups):
+    """Active groups start anew under a published `version`, because a resume has not got their rows."""
+
+    version: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Finished(Groups):
+    """Groups whose responses are whole."""
+
+    tokens: int = 0
+    """Tokens that were sampled for the groups, all together; so too below."""
+
+
+@dataclass(frozen=True)
+class Scored(Groups):
+    """Finished groups that have their rewards: they are ready for training."""
+
+
+@dataclass(frozen=True)
+class Taken(Groups):
+    """Ready groups that are in the batch of training step `step`, from 0."""
+
+    step: int = field(kw_only=True)
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Published(Transition):
+    """Everyone who generates has the weights of step `version - 1`, whose groups are now trained."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Failed(Groups):
+    """Groups that were given up, with the tokens that they had by then."""
+
+    cause: str = field(kw_only=True)
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Filtered(Groups):
+    """Scored groups that are not trained, because nothing can be learned from them."""
+
+
+@dataclass(frozen=True)
+class Replaced(Groups):
+    """Failed or filtered groups, in whose place the active groups from index `by` on were admitted."""
+
+    by: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Replayed(Groups):
+    """Rows of groups in a batch of before that step `step` trains once more; exempt from "trained once"."""
+
+    step: int = field(kw_only=True)
+
+
+class ImpossibleTransition(AssertionError):
+    """A transition that cannot follow those before it, such as a group that is taken twice."""
+
+
+class Phase(IntEnum):
+    """Where a group is; `wording` says it in a message."""
+
+    GENERATING = 0
+    FINISHED = 1
+    SCORED = 2
+    TAKEN = 3
+    TRAINED = 4
+    FAILED = 5
+    FILTERED = 6
+
+    @property
+    def wording(self) -> str:
+        """The phase in words that follow "it is"."""
+        return ("being generated", "finished", "scored", "in a batch", "trained", "failed", "filtered")[self]
+
+
+ACTIVE = (Phase.GENERATING, Phase.FINISHED, Phase.SCORED)
+LISTED = 20
+"""Ranges of groups that a message lists for each phase."""
+
+
+class LedgerState:
+    """The state after all transitions so far; `apply` updates it at a cost that one line alone decides."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Training steps whose weights are published."""
+        self.active: dict[int, int] = {}
+        """Version of each group that was admitted and has not been taken, failed or filtered, by index."""
+        self.ready: dict[int, None] = {}
+        """Indices of the scored groups among them, in the order in which they were scored."""
+        self.prompts: dict[int, int] = {}
+        """Row of the data of each active group, where a sampler has chosen it."""
+        self.batches: dict[int, list[int]] = {}
+        """Indices taken for each step that is not published yet."""
+        self.trained_per_step: list[int] = []
+        """Groups that each published step has trained."""
+        self.groups: Counter[str] = Counter()
+        """Groups by what happened to them: the transition's name in lower case, such as `failed`."""
+        self.tokens: Counter[str] = Counter()
+        """Sampled tokens of these groups; known for `finished`, `taken` and `failed`."""
+        self.causes: Counter[str] = Counter()
+        """Failed groups by cause."""
+        self.staleness: Counter[int] = Counter()
+        """Taken groups by the step that took them, less the version that they were admitted under."""
+        self._phases = bytearray()
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups that were admitted: the next one has this index."""
+        return len(self._phases)
+
+    @property
+    def num_taken(self) -> int:
+        """Groups in all batches so far: `trained` of `Schedule.may_admit`."""
+        return self.groups["taken"]
+
+    def phase(self, index: int) -> Phase:
+        """Return where the admitted group `index` is."""
+        return Phase(self._phases[index])
+
+    def apply(self, transition: Transition) -> None:
+        """Take in one transition, or raise ImpossibleTransition and change nothing where it cannot follow."""
+        match transition:
+            case Admitted():
+                self._admit(transition)
+            case Restarted():
+                self._restart(transition)
+            case Finished():
+                self._move(transition, (Phase.GENERATING,), Phase.FINISHED)
+            case Scored():
+                self._move(transition, (Phase.FINISHED,), Phase.SCORED)
+                self.ready.update(dict.fromkeys(transition.indices))
+            case Taken():
+                self._take(transition)
+            case Published():
+                self._publish(transition)
+            case Failed():
+                self._move(transition, ACTIVE, Phase.FAILED)
+                self._leave(transition.indices)
+                self.causes[transition.cause] += transition.count
+            case Filtered():
+                self._move(transition, (Phase.SCORED,), Phase.FILTERED)
+                self._leave(transition.indices)
+            case Replaced():
+                self._check(transition, (Phase.FAILED, Phase.FILTERED))
+                self._check(Groups(transition.by, transition.count), ACTIVE)
+            case Replayed():
+                self._check(transition, (Phase.TAKEN, Phase.TRAINED))
+            case _:
+                raise ImpossibleTransition(
+                    f"{transition} belongs into the file of a ledger, not into its fold"
+                )
+        if isinstance(transition, Groups):
+            name = type(transition).__name__.lower()
+            self.groups[name] += transition.count
+            self.tokens[name] += getattr(transition, "tokens", 0)
+
+    def open_items(self) -> str:
+        """Return what is not finished, as one line for the message of a deadline that has passed."""
+        parts = [f"version {self.version}, {self.num_admitted} groups admitted"]
+        for phase in ACTIVE:
+            indices = sorted(index for index in self.active if self.phase(index) == phase)
+            if indices:
+                parts.append(f"{phase.wording}: {self._with_versions(indices)}")
+        for step, indices in self.batches.items():
+            parts.append(f"in the batch of step {step}: {ranges_text(sorted(indices), LISTED)}")
+        if len(parts) == 1:
+            parts.append("no group is open")
+        return "; ".join(parts)
+
+    def _with_versions(self, indices: list[int]) -> str:
+        versions = sorted({self.active[index] for index in indices})
+        texts = []
+        for version in islice(versions, LISTED):
+            of_version = [index for index in indices if self.active[index] == version]
+            texts.append(f"{ranges_text(of_version, LISTED)} (version {version})")
+        return ", ".join(texts)
+
+    def _admit(self, admitted: Admitted) -> None:
+        if admitted.first != self.num_admitted or admitted.count < 1:
+            raise ImpossibleTransition(f"{admitted}: the next index is {self.num_admitted}")
+        if admitted.prompts and len(admitted.prompts) != admitted.count:
+            raise ImpossibleTransition(f"{admitted}: {admitted.count} groups need as many prompts")
+        self._check_published(admitted, admitted.version)
+        self._phases.extend([Phase.GENERATING] * admitted.count)
+        self.active.update(dict.fromkeys(admitted.indices, admitted.version))
+        self.prompts.update(zip(admitted.indices, admitted.prompts))
+
+    def _restart(self, restarted: Restarted) -> None:
+        self._check_published(restarted, restarted.version)
+        self._move(restarted, ACTIVE, Phase.GENERATING)
+        for index in restarted.indices:
+            self.active[index] = restarted.version
+            self.ready.pop(index, None)
+
+    def _take(self, taken: Taken) -> None:
+        if taken.step < self.version:
+            raise ImpossibleTransition(f"{taken}: step {taken.step} has been published")
+        self._move(taken, (Phase.SCORED,), Phase.TAKEN)
+        self.batches.setdefault(taken.step, []).extend(taken.indices)
+        self.staleness.update(taken.step - self.active[index] for index in taken.indices)
+        self._leave(taken.indices)
+
+    def _publish(self, published: Published) -> None:
+        self._check_version(published, published.version, self.version + 1)
+        indices = self.batches.pop(self.version, [])
+        for index in indices:
+            self._phases[index] = Phase.TRAINED
+        self.trained_per_step.append(len(indices))
+        self.version = published.version
+
+    def _move(self, groups: Groups, allowed: tuple[Phase, ...], to: Phase) -> None:
+        self._check(groups, allowed)
+        for index in groups.indices:
+            self._phases[index] = to
+
+    def _leave(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            del self.active[index]
+            self.ready.pop(index, None)
+            self.prompts.pop(index, None)
+
+    def _check(self, groups: Groups, allowed: tuple[Phase, ...]) -> None:
+        if groups.first < 0 or groups.count < 1 or groups.first + groups.count > self.num_admitted:
+            raise ImpossibleTransition(f"{groups}: the groups 0 to {self.num_admitted - 1} were admitted")
+        for index in groups.indices:
+            if self._phases[index] not in allowed:
+                phase = self.phase(index).wording
+                wanted = " or ".join(each.wording for each in allowed)
+                raise ImpossibleTransition(f"{groups}: group {index} is {phase}, and not {wanted}")
+
+    def _check_published(self, transition: Transition, version: int) -> None:
+        if version > self.version:
+            raise ImpossibleTransition(
+                f"{transition}: version {self.version} is the newest that is published"
+            )
+
+    def _check_version(self, transition: Transition, version: int, wanted: int) -> None:
+        if version != wanted:
+            raise ImpossibleTransition(f"{transition}: version {self.version} is published, so {wanted} fits")

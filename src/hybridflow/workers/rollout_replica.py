@@ -1,0 +1,140 @@
+"""The driver's end of one replica: it sends requests to the worker and hands their outputs to the callers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from hybridflow.controller import Future, WorkerGroup
+from hybridflow.errors import WorkerError
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.rollout.client import ReplicaLost
+from hybridflow.rollout.engine_replica import Tap
+from hybridflow.rollout.requests import check_ids
+from hybridflow.workers.rollout import RolloutWorker
+
+
+class WorkerReplica:
+    """A replica in the workers (`client.Replica`); its methods may be called from any thread.
+
+    It takes requests while it is open. `rank` is the replica's first, and `channel` the worker's channel for
+    these requests. `pause` and `resume` stop and restart all replicas that are served together.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup[RolloutWorker],
+        rank: int,
+        channel: int,
+        *,
+        pause: Callable[[], None],
+        resume: Callable[[], None],
+    ) -> None:
+        self.name = f"{group.role}-{rank}"
+        self.rank = rank
+        self.version: int | None = None
+        """Version of the weights, as the engine said at the end of its newest turn or update."""
+        self.failure: str | None = "nothing is generated yet: use opened(), generate() or run()"
+        self._group = group
+        self._channel = channel
+        self._pause = pause
+        self._resume = resume
+        self._lock = threading.Lock()
+        self._answers: dict[int, concurrent.futures.Future[GenerationOutput]] = {}
+        self._sent: Future[None] | None = None  # the newest call of `submit`; earlier ones end before it
+        self._looked: Future[int] | None = None
+        self._waiting = 0
+
+    @property
+    def load(self) -> int:
+        """Number of requests without an answer."""
+        return len(self._answers)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that had no room in the engine when it was last looked at; each time it is asked anew."""
+        with suppress(WorkerError):  # it is lost, which whoever awaits its answers is told
+            if self._looked is not None and self._looked.done():
+                looked = self._looked
+                self._looked = None
+                self._waiting = looked.result()
+            if self._looked is None:
+                self._looked = self._group.call_one(self.rank, RolloutWorker.num_waiting, self._channel)
+        return self._waiting
+
+    def submit(
+        self, request: GenerationRequest, tap: Tap | None = None
+    ) -> concurrent.futures.Future[GenerationOutput]:
+        """Return a future of the output, which comes whole: `tap` gets no pieces. Errors as in
+        `submit_many`.
+        """
+        return self.submit_many([request])[0]
+
+    def submit_many(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[concurrent.futures.Future[GenerationOutput]]:
+        """Return a future of each output; all requests join before the same step.
+
+        RolloutError for an id that is running, ReplicaLost where the replica is closed.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise ReplicaLost(self.failure)
+            check_ids(requests, self._answers)
+            futures = [concurrent.futures.Future[GenerationOutput]() for _ in requests]
+            for request, future in zip(requests, futures):
+                future.set_running_or_notify_cancel()  # a caller that gives up says abort()
+                self._answers[request.request_id] = future
+            if requests:
+                self._sent = self._group.call_one(self.rank, RolloutWorker.submit, requests, self._channel)
+        return futures
+
+    def wait_until_submitted(self) -> None:
+        """Return when the worker has all requests that were submitted."""
+        if self._sent is not None:
+            self._sent.result()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End these requests with what they have; unknown ones are passed over."""
+        self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._channel)
+
+    def pause(self) -> None:
+        """Return when no engine of the role is stepped any more; the requests keep what they have begun.
+        RolloutError where that takes too long.
+        """
+        self._pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._resume()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Take no more requests; those without an answer get ReplicaLost."""
+        running = list(self._answers)
+        self.lose(f"replica {self.name} was closed")
+        self.abort(running)
+
+    def open(self) -> None:
+        """Take requests from now on."""
+        self.failure = None
+
+    def answer(self, output: GenerationOutput) -> None:
+        """Give an output to whoever awaits it, if anybody does."""
+        with self._lock:
+            future = self._answers.pop(output.request_id, None)
+        if future is not None:
+            future.set_result(output)
+
+    def lose(self, failure: str) -> None:
+        """Fail the requests without an answer, and refuse others, for this reason."""
+        with self._lock:
+            self.failure = failure
+            left = self._answers
+            self._answers = {}
+        if left:
+            with suppress(WorkerError):  # the worker itself may be what is lost
+                self._group.call_one(self.rank, RolloutWorker.forget, self._channel)
+        for future in left.values():
+            future.set_exception(ReplicaLost(failure))

@@ -1,0 +1,110 @@
+"""Schedules with generation in processes of its own: the exact ones give the same numbers whatever the timing
+and however many workers generate; the continuous one accounts for every group.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kill_resume import STEPS, differences
+from test_cluster_run import OF_EACH_PROCESS
+from tiny_run import Inputs, metrics_of, small_run
+
+from hybridflow.trainer.main_ppo import main
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from ranks import Command
+
+KEYS = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.rollout_correction.rollout_is=token",
+    "trainer.save_freq=2",
+    "trainer.test_freq=3",
+)
+SLOW_REWARD = '''"""The reward of the other tests, which takes a random time."""
+import random
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(random.uniform(0.0, 0.1))
+    return sum(c.isdigit() or c == " " for c in solution_str) / max(1, len(solution_str))
+'''
+
+
+def under_ray(folder: Path, arguments: list[str], *, workers: int) -> Command:
+    """Start a run whose `workers` generate beside training, each step of which takes a random time."""
+    reward = folder / "slow_reward.py"
+    reward.write_text(SLOW_REWARD)
+    keys = (
+        f"trainer.resource_pools={{train: [1], generate: [{workers}]}}",
+        "trainer.controller=ray",
+        "trainer.placement={rollout: generate}",
+        f"ray_kwargs.ray_init.num_cpus={workers + 1}",
+        "actor_rollout_ref.model.external_lib=random_sleeps",
+        f"reward.custom_reward_function.path={reward}",
+        "reward.num_workers=2",
+        "trainer.heartbeat_timeout=600",  # on a busy machine
+        "trainer.startup_timeout=900",
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return Command(
+        "hybridflow.trainer.main_ppo", [*arguments, *keys], folder / "log", environment=environment
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize(
+    ("ahead", "workers"),
+    [(0, 1), (1, 1), (1, 2), (1, 4), (2, 1), (2, 2)],
+    ids=lambda number: str(number),
+)
+def test_timing_and_number_of_workers_change_nothing(
+    inputs: Inputs, tmp_path: Path, ahead: int, workers: int
+) -> None:
+    keys = [f"data.val_files={inputs.val}", *KEYS, "trainer.schedule=exact_async"]
+    keys.append(f"trainer.async.run_ahead={ahead}")
+    assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
+    done = under_ray(
+        tmp_path, small_run(inputs, tmp_path / "many", *keys, steps=STEPS), workers=workers
+    ).wait()
+    assert done.returncode == 0, done.output
+    ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
+    assert not differences(tmp_path / "many", tmp_path / "one", ignored)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("ray")
+def test_nothing_ahead_is_the_synchronous_run_beside_training_too(inputs: Inputs, tmp_path: Path) -> None:
+    keys = [f"data.val_files={inputs.val}", *KEYS]
+    ahead = ["trainer.schedule=fully_async", "trainer.async.run_ahead=0"]
+    assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
+    many = small_run(inputs, tmp_path / "many", *keys, *ahead, steps=STEPS)
+    done = under_ray(tmp_path, many, workers=2).wait()
+    assert done.returncode == 0, done.output
+    ignored = (*OF_EACH_PROCESS, "reward/", "rollout/", "training/num_gen_batches")
+    assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=("data/",))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("ray")
+def test_a_run_without_a_pause_accounts_for_every_group_and_holds_its_bound(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    ahead = ["trainer.schedule=fully_async", "trainer.async.run_ahead=1.5", "trainer.async.max_staleness=3"]
+    many = small_run(inputs, tmp_path / "many", *KEYS, *ahead, steps=STEPS)
+    done = under_ray(tmp_path, many, workers=2).wait()
+    assert done.returncode == 0, done.output
+    with Ledger.open(tmp_path / "many" / LEDGER_FILE) as ledger:
+        state = ledger.state
+    assert state.trained_per_step == [4] * STEPS and state.num_admitted == 4 * STEPS
+    name = "training/off_policy/trajectory_staleness_worst/max"
+    stalest = [values.get(name, 0.0) for values in metrics_of(tmp_path / "many").values()]
+    assert 0 < max(stalest) <= 3

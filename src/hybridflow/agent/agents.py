@@ -6,11 +6,12 @@ episodes ──run──► trajectories, told one by one; metrics; counts of th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from hybridflow.agent.build import SINGLE_TURN, AgentBuilder
-from hybridflow.agent.concurrency import Limit
+from hybridflow.agent.concurrency import Concurrency, Limit
 from hybridflow.agent.episode import Agent, Episode, TrajectoryFailed
 from hybridflow.agent.policy import PolicyLimits
 from hybridflow.agent.runner import Ended, Runner
@@ -55,6 +56,7 @@ class Agents:
             lost_replicas=self._keys.retries.infrastructure,
         )
         self._limit = Limit()
+        self._shared: tuple[LLMClient, Concurrency, asyncio.Task[None]] | None = None
         try:
             if self.are_used:
                 for name in (self._builder.default_name, *sorted(asked)):
@@ -80,7 +82,7 @@ class Agents:
         ended: Ended,
         numbers: Iterator[int] | None = None,
     ) -> Metrics:
-        """Play episodes by `client`; `numbers` are those of requests, where others use it too."""
+        """Play episodes by `client`; `numbers` are those of requests, where others are played beside them."""
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -96,12 +98,20 @@ class Agents:
             limit=self._limit,
             numbers=numbers,
         )
-        await runner.run(client, episodes, hear)
+        shared = None if numbers is None else self._shared_by_all(client, runner)
+        await runner.run(client, episodes, hear, shared)
         return _metrics(told, runner)
 
     def close(self) -> None:
         """End the processes of tools and environments."""
         self._builder.close()
+
+    def _shared_by_all(self, client: LLMClient, runner: Runner) -> Concurrency:
+        """Return the places of all that is played by `client` at once."""
+        if self._shared is None or self._shared[0] is not client:
+            concurrency = runner.concurrency(client)
+            self._shared = client, concurrency, asyncio.create_task(concurrency.adapt())
+        return self._shared[1]
 
     def _agent_of(self, episode: Episode) -> Agent:
         name = episode.row.row.get("agent_name") or self._builder.default_name

@@ -79,10 +79,24 @@ class Runner:
         self._ids = itertools.count() if numbers is None else numbers
         self._told: set[FailureCause] = set()
 
-    async def run(self, client: LLMClient, episodes: Sequence[Episode], ended: Ended) -> None:
-        """Play all episodes and tell the end of each; a failed one ends nothing but itself."""
-        concurrency = Concurrency(self._limit, self._config.max_concurrent, lambda: self._are_crowded(client))
-        adapting = asyncio.create_task(concurrency.adapt())
+    def concurrency(self, client: LLMClient) -> Concurrency:
+        """Return places for as many trajectories as the engines of `client` keep up with."""
+        return Concurrency(self._limit, self._config.max_concurrent, lambda: self._are_crowded(client))
+
+    async def run(
+        self,
+        client: LLMClient,
+        episodes: Sequence[Episode],
+        ended: Ended,
+        shared: Concurrency | None = None,
+    ) -> None:
+        """Play all episodes and tell the end of each; a failed one ends nothing but itself.
+
+        `shared` has the places of all runs that go on at once, and somebody adapts it; None: this is the only
+        run.
+        """
+        concurrency = shared or self.concurrency(client)
+        adapting = asyncio.create_task(asyncio.sleep(0) if shared else concurrency.adapt())
 
         async def play(place: int, episode: Episode) -> None:
             async with concurrency.place():

@@ -74,6 +74,8 @@ class LoaderSource(Generic[Row]):
         self.loader = loader
         self._batches: Generator[list[Row], None, None] | None = None
         self._published: dict[str, Any] = {}
+        self.reading: AbstractContextManager[Any] = nullcontext()
+        """Held by another thread while it reads rows, so that a sampler does not learn meanwhile."""
 
     def batches(self) -> Iterator[list[Row]]:
         """Return the one iterator over the loader's batches, kept so that read-ahead processes start once."""

@@ -25,6 +25,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
+from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.expiry import expiry_of
@@ -147,11 +148,17 @@ def _trainer(
             validates_first=config.trainer.val_before_train,
             only_validates=config.trainer.val_only,
             keeping=kept.keeping if config.trainer.keep_rows else not_kept,
-            after_update=data.finish_batch,
+            after_update=partial(_finish_batch, source, data),
             log_samples=samples.training,
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _finish_batch(source: SyncSource, data: PromptData, batch: DataProto) -> None:
+    """Let the data learn from a batch that was trained."""
+    with source.reading:
+        data.finish_batch(batch)
 
 
 def _fixed_order(config: PPOConfig, sampler: Sampler) -> None:

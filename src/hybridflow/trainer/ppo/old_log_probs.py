@@ -58,7 +58,7 @@ class OldLogProbs:
         correction = config.algorithm.rollout_correction
         self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
-        if correction.rollout_is or correction.rollout_rs:
+        if config.actor_rollout_ref.rollout.skip.enable or correction.rollout_is or correction.rollout_rs:
             self.within = (
                 None  # weights and rejection compare the rollout with the pass, so every step has one
             )

@@ -101,12 +101,14 @@ class ContinuousSource(SyncSource):
         self.beside = not roles.together(roles.actor.role, roles.rollout.role)
         """Whether the engines are stepped in a thread of their own, beside training."""
         self._changed = threading.Condition()  # guards what follows, and the ledger
+        self.reading = self._changed
         self._groups: dict[int, Group] = {}  # not trained, by index
         self._prompts: deque[tuple[int, PromptRow]] = deque()  # (epoch, prompt), read and not admitted
         self._waiting: deque[Group] = deque()  # admitted and not begun
         self._num_playing = 0
         self._num_left_out = 0  # groups in a row that have failed or were filtered
         self._lost = Metrics()  # of groups that were left out since the last batch
+        self._told = Metrics()  # those of them that the step under way logs
         self._admits = False
         self._error: BaseException | None = None
         self._closing = False
@@ -133,6 +135,7 @@ class ContinuousSource(SyncSource):
         rows = self.trajectories.whole_batch([group.rows for group in groups if group.rows], metrics)
         with self._changed:
             metrics.update(self._lost)
+            self._told = self._lost
             self._lost = Metrics()
         return TrainBatch(rows, min(group.epoch for group in groups), metrics, self.timer.as_metrics())
 
@@ -151,6 +154,7 @@ class ContinuousSource(SyncSource):
                 for index in state.batches.get(version - 1, []):
                     del self._groups[index]
                 self.ledger.append(Published(version))
+                self._told = Metrics()
             self._admits = True
         if self._loop is None:
             self._start()
@@ -167,7 +171,8 @@ class ContinuousSource(SyncSource):
         """
         with self._changed:
             groups = [_to_state(group) for group in self._groups.values()]
-            own = {"groups": groups, "ledger": packed(self.ledger, self.ledger.sync())}
+            own: dict[str, Any] = {"groups": groups, "ledger": packed(self.ledger, self.ledger.sync())}
+            own["lost"] = Metrics.merge([self._told, self._lost]).state_dict()
             return {**self.place(), **own, "groups_per_step": self._groups_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,6 +191,7 @@ class ContinuousSource(SyncSource):
             if group.rows is None:
                 self.ledger.append(Restarted(group.index, version=self.version))
                 self._waiting.append(group)
+        self._lost = Metrics.from_state(state["lost"])
         follows = self.ledger.state
         if not self.schedule.holds(self.version, len(follows.batches.get(self.version, [])), follows.active):
             raise CheckpointError(
@@ -346,6 +352,7 @@ class ContinuousSource(SyncSource):
             self.ledger.append(Failed(index, cause=_cause(metrics)))
             self._leave_out(group, metrics)
             return
+        metrics.add_sum("rollout/generated_tokens", float(_num_tokens(rows)))
         self.ledger.append(Finished(index, tokens=_num_tokens(rows)), Scored(index))
         filters = self.trajectories.config.algorithm.filter_groups
         if filters.enable and not len(self.trajectories.filtered(rows)):

@@ -138,6 +138,9 @@ class ExactSource(SyncSource):
         with self._changed:
             if staged is not None:
                 self._staged[version] = staged
+                for old in [each for each in self._staged if each < version]:
+                    if old + self.run_ahead >= self.total_steps:
+                        del self._staged[old]  # no batch is pinned to it
             self.version = version
             if self.ledger.state.version < version:
                 self.ledger.append(Published(version))

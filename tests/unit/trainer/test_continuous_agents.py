@@ -1,0 +1,79 @@
+"""Agents under a continuous schedule: one bound on all that is played, and a stop that loses no group."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_agent_loop_training import keys as agent_keys
+from test_continuous import COLOCATED, GROUPS, GRPO, STEPS, Run, model
+from tiny_trainer import build, ppo_config
+
+from hybridflow.agent.runner import Runner
+from hybridflow.errors import Stopped
+from hybridflow.trainer.schedules.ledger_state import Phase
+
+__all__ = ["model"]  # the fixture
+
+
+def test_the_bound_on_trajectories_holds_for_all_groups_together(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    playing = peak = 0
+    once = Runner._once
+
+    async def counted(self: Runner, *args: Any) -> Any:
+        nonlocal playing, peak
+        playing += 1
+        peak = max(peak, playing)
+        try:
+            return await once(self, *args)
+        finally:
+            playing -= 1
+
+    monkeypatch.setattr(Runner, "_once", counted)
+    bound = "actor_rollout_ref.rollout.agent.max_concurrent=2"
+    folder = tmp_path / "a"
+    folder.mkdir()
+    Run(model, folder, *GRPO, *COLOCATED, *agent_keys(tmp_path), bound, steps=2).train()
+    assert peak == 2
+
+
+def test_a_stop_while_the_engines_are_served_loses_no_group(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    run = Run(model, folder, *GRPO, *COLOCATED, *agent_keys(tmp_path))
+    with build(ppo_config(run.model, run.folder, *run.keys)) as trainer:
+        source = trainer.source
+        fill = source._is_filled  # type: ignore[attr-defined]
+
+        def stop(step: int) -> bool:
+            here = threading.current_thread() is threading.main_thread()
+            if step == 2 and here and source._num_playing:  # type: ignore[attr-defined]
+                raise Stopped(15, "in step 3")
+            return bool(fill(step))
+
+        source._is_filled = stop  # type: ignore[attr-defined]
+        with pytest.raises(Stopped):
+            trainer.fit()
+    run.train()
+    with run.ledger() as ledger:
+        state = ledger.state
+    phases = Counter(state.phase(index) for index in range(state.num_admitted))
+    assert phases == {Phase.TRAINED: GROUPS * STEPS} and not state.causes
+    assert all(len(set(batch.non_tensor_batch["uid"])) == GROUPS for batch in run.batches.values())
+
+
+def test_a_run_goes_on_from_remote_checkpoints_alone(model: Path, tmp_path: Path) -> None:
+    run = Run(
+        model, tmp_path / "a", *GRPO, *COLOCATED, f"trainer.remote_checkpoint_dir=file://{tmp_path}/far"
+    )
+    run.train(last=2)
+    shutil.rmtree(run.folder)
+    run.train()
+    with run.ledger() as ledger:
+        assert ledger.state.trained_per_step == [GROUPS] * STEPS

@@ -142,7 +142,7 @@ def test_rows_that_cannot_be_used_are_passed_over_or_named(
     assert main([*words, "-n", "9"]) == 0
     assert "5 of 5 rows scored" in capsys.readouterr().out
     assert main([*words, "data.prompt_key=question"]) == 1
-    assert "row 0 has no column 'question'; the columns: data_source, prompt" in capsys.readouterr().err
+    assert "has no column question; its columns: data_source, prompt" in capsys.readouterr().err
 
 
 def test_only_answers_of_the_model_need_a_model(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

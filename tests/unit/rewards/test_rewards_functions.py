@@ -309,7 +309,7 @@ def compute_reward(data_source, solution_str, ground_truth, extra_info=None, sca
     return scale * float(solution_str == ground_truth)
 def other(data_source, solution_str, ground_truth, extra_info=None):
     return 3
-def two(prompts, completions):
+def two(first, second):
     return 1
 number = 5
 """
@@ -346,7 +346,7 @@ CHAINED = [
         (lambda file: custom("missing.py"), "no file missing.py"),
         (lambda file: custom(file, "absent"), "no name 'absent'; it defines: compute_reward"),
         (lambda file: custom(f"{file}:other", "two"), "give the name once"),
-        (lambda file: custom(file, "two"), r"defined as two\(prompts, completions\)"),
+        (lambda file: custom(file, "two"), r"defined as two\(first, second\)"),
         (lambda file: custom(file, "other", scale=2), "scale"),
         (lambda file: custom(file, "number"), "wanted a function"),
         (lambda file: custom(file, solution_str="a"), "comes from the row"),

@@ -11,7 +11,7 @@ import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 
 from hybridflow.checkpoint.manifest import read_manifest
-from hybridflow.errors import CheckpointError, DataError, RewardError
+from hybridflow.errors import CheckpointError, DataError, RewardError, RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from hybridflow.trainer.schedules.ledger_state import Phase
@@ -177,3 +177,14 @@ def test_a_bound_that_waiting_groups_would_pass_is_refused_on_resume(model: Path
     near = ("trainer.async.run_ahead=1", "trainer.async.max_staleness=1")
     with pytest.raises(CheckpointError, match=r"too many for trainer\.async\.max_staleness=1"):
         Run(model, tmp_path / "a", *GRPO, *COLOCATED, *near).train()
+
+
+def test_an_engine_that_fails_is_named_and_not_the_requests_that_it_leaves(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("out of tokens")
+
+    monkeypatch.setattr("hybridflow.rollout.native.generation.Generation.step", broken)
+    with pytest.raises(RolloutError, match=r"the engine failed with .* left: RuntimeError: out of tokens"):
+        Run(model, tmp_path / "a", *GRPO, *COLOCATED).train()

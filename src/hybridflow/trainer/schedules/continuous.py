@@ -17,7 +17,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +26,14 @@ from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
-from hybridflow.rollout.client import LLMClient, ReplicaLost
+from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import MAX_BARREN_BATCHES, Trajectories
+from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
 from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
@@ -52,10 +51,6 @@ from hybridflow.trainer.source import TrainBatch
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
-"""Longest wait after which the trainer's thread looks for a signal that ends the run."""
-CLOSE_SECONDS = 60.0
-"""Longest wait for the thread that steps the engines, once it was told to end."""
 FIRST_NUMBER = 1 << 40
 """The first number of a request, above those of validations."""
 
@@ -73,7 +68,7 @@ class Group:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-class ContinuousSource(SyncSource):
+class ContinuousSource(AheadSource):
     """Admits groups while the schedule allows, and gives each step the groups that it chooses."""
 
     kind = "continuous"
@@ -93,14 +88,10 @@ class ContinuousSource(SyncSource):
         """With `partial` weights change while responses are being generated, else between them.
         `max_concurrent` groups are generated at once; None: all that are admitted.
         """
-        super().__init__(loader, trajectories, roles, timer)
+        super().__init__(loader, trajectories, roles, timer, ledger)
         self.schedule = schedule
-        self.ledger = ledger
         self.partial = partial
         self.max_concurrent = max_concurrent
-        self.beside = not roles.together(roles.actor.role, roles.rollout.role)
-        """Whether the engines are stepped in a thread of their own, beside training."""
-        self._changed = threading.Condition()  # guards what follows, and the ledger
         self.reading = self._changed
         self._groups: dict[int, Group] = {}  # not trained, by index
         self._prompts: deque[tuple[int, PromptRow]] = deque()  # (epoch, prompt), read and not admitted
@@ -110,8 +101,6 @@ class ContinuousSource(SyncSource):
         self._lost = Metrics()  # of groups that were left out since the last batch
         self._told = Metrics()  # those of them that the step under way logs
         self._admits = False
-        self._error: BaseException | None = None
-        self._closing = False
         self._numbers = itertools.count(FIRST_NUMBER)
         self._news = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -173,7 +162,7 @@ class ContinuousSource(SyncSource):
             groups = [_to_state(group) for group in self._groups.values()]
             own: dict[str, Any] = {"groups": groups, "ledger": packed(self.ledger, self.ledger.sync())}
             own["lost"] = Metrics.merge([self._told, self._lost]).state_dict()
-            return {**self.place(), **own, "groups_per_step": self._groups_per_step}
+            return {**self.place(), **own, "groups_per_step": self.groups_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Groups that were being generated are started anew.
@@ -182,7 +171,7 @@ class ContinuousSource(SyncSource):
         the groups that wait.
         """
         super().load_state_dict(state)
-        refuse_other_steps(state["groups_per_step"], self._groups_per_step)
+        refuse_other_steps(state["groups_per_step"], self.groups_per_step)
         self._prompts = deque((epoch, PromptRow(**prompt)) for epoch, prompt in state["read"])
         self.ledger.go_on_from(unpacked(state["ledger"]))
         for each in state["groups"]:
@@ -212,12 +201,7 @@ class ContinuousSource(SyncSource):
             if self._server.is_alive():
                 logger.warning("the engines have not been left %g s after they were to be", CLOSE_SECONDS)
         self._stack.close()
-        self.ledger.close()
         super().close()
-
-    @property
-    def _groups_per_step(self) -> int:
-        return self.schedule.groups_per_step
 
     # ---- in the trainer's thread
 
@@ -248,28 +232,12 @@ class ContinuousSource(SyncSource):
         state = self.ledger.state
         while True:
             taken = len(state.batches.get(step, []))
-            if taken == self._groups_per_step:
+            if taken == self.groups_per_step:
                 return True
             index = self.schedule.choose(step, taken, state.active, state.ready)
             if index is None:
                 return False
             self.ledger.append(Taken(index, step=step, tokens=_num_tokens(self._groups[index].rows)))
-
-    def _wait(self, words: str, ready: Callable[[], bool]) -> None:
-        """Wait until something is `ready`; raise what another thread has raised.
-
-        How long an engine, a response or a reward may take has limits of its own, after which that raises.
-        """
-        with progress.phase(words):
-            while True:
-                with self._changed:
-                    if ready():
-                        return
-                    if self._error is not None:
-                        raise self._error
-                    with progress.breakable():
-                        self._changed.wait(LOOK_SECONDS)
-                progress.between_items()
 
     # ---- in the thread that steps the engines
 
@@ -336,13 +304,14 @@ class ContinuousSource(SyncSource):
             rows, metrics = await self.trajectories.play_group(
                 group.index, group.prompt, client, self._numbers
             )
-            if client.failure is not None:  # no fault of the group's
-                raise ReplicaLost(client.failure)
+            if client.failure is not None:  # whoever steps the engines raises it: no fault of the group's
+                return
             with self._changed:
                 self._num_playing -= 1
                 self._keep(group, rows, metrics)
         except Exception as error:
-            self._fail(error)
+            if client.failure is None:
+                self._fail(error)
         self._tell()
 
     def _keep(self, group: Group, rows: DataProto, metrics: Metrics) -> None:
@@ -367,7 +336,7 @@ class ContinuousSource(SyncSource):
         del self._groups[group.index]
         self._lost.update(metrics)
         self._num_left_out += 1
-        if self._num_left_out >= MAX_BARREN_BATCHES * self._groups_per_step:
+        if self._num_left_out >= MAX_BARREN_BATCHES * self.groups_per_step:
             raise DataError(
                 f"the last {self._num_left_out} groups were left out, because all of their trajectories "
                 "failed or dynamic sampling found nothing to learn from: use prompts that the model gets "
@@ -387,12 +356,7 @@ class ContinuousSource(SyncSource):
             self.roles.rollout.wake()
 
     def _fail(self, error: BaseException) -> None:
-        """Have the trainer's thread raise an error, with what is open."""
-        with self._changed:
-            if self._error is None:
-                error.add_note(f"open: {self.ledger.state.open_items()}")
-                self._error = error
-            self._changed.notify_all()
+        super()._fail(error)
         if self._server is None:
             self.roles.rollout.wake()
 

@@ -14,7 +14,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,13 +23,12 @@ from hybridflow.agent.collate import group_index
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.metrics import Metrics
-from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
 from hybridflow.trainer.schedules.index_ranges import ranges
 from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger import Ledger
@@ -47,13 +46,8 @@ from hybridflow.workers.rollout_group import StagedWeights
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
-"""Longest wait after which the trainer's thread looks for a signal that ends the run."""
-CLOSE_SECONDS = 60.0
-"""Longest wait for the thread that generates, once it was told to end."""
 
-
-class ExactSource(SyncSource):
+class ExactSource(AheadSource):
     """Makes each batch under the version that it is pinned to.
 
     A batch has the groups `k·P … (k + 1)·P - 1`, with P = `data.train_batch_size`. Groups that fail or that
@@ -74,25 +68,18 @@ class ExactSource(SyncSource):
         ledger: Ledger,
     ) -> None:
         """`run_ahead` is the number of steps between the weights that sample a batch and its own."""
-        super().__init__(loader, trajectories, roles, timer)
+        super().__init__(loader, trajectories, roles, timer, ledger)
         self.run_ahead = run_ahead
         self.total_steps = total_steps
-        self.ledger = ledger
-        self.beside = not roles.together(roles.actor.role, roles.rollout.role)
-        """Whether batches are made in a thread of their own."""
-        self._changed = threading.Condition()
         self._start = 0  # the version of the checkpoint that this attempt goes on from
         self._first = 0  # the first batch that this attempt makes
         self._next = 0  # the batch that is made next
         self._staged: dict[int, StagedWeights] = {}  # published, and no engine has them yet
         self._made: dict[int, TrainBatch] = {}  # not trained yet, by number of the batch
-        self._places: dict[
-            int, tuple[dict[str, Any], int]
-        ] = {}  # of data and ledger, before a batch was read
+        # places in the data and in the ledger, before a batch was read
+        self._places: dict[int, tuple[dict[str, Any], int]] = {}
         self._is_making = False
         self._validates: int | None = None  # the version of the validation that is waiting or under way
-        self._error: BaseException | None = None
-        self._closing = False
         self._thread: threading.Thread | None = None
 
     def pinned_version(self, batch: int) -> int:
@@ -186,13 +173,17 @@ class ExactSource(SyncSource):
             # of the batches behind these, nothing is kept
             place, position = self._places.get(end) or (self.place(), self.ledger.position)
             self.ledger.sync()
-            own = {"ready": ready, "ledger": packed(self.ledger, position), "groups_per_step": self._period}
+            own = {
+                "ready": ready,
+                "ledger": packed(self.ledger, position),
+                "groups_per_step": self.groups_per_step,
+            }
             return {**place, **own, "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         super().load_state_dict(state)
-        refuse_other_steps(state["groups_per_step"], self._period)
+        refuse_other_steps(state["groups_per_step"], self.groups_per_step)
         self.ledger.go_on_from(unpacked(state["ledger"]))
         ready = [_from_state(each) for each in state["ready"]]
         self._start = self.version
@@ -212,7 +203,6 @@ class ExactSource(SyncSource):
                 thread.join(LOOK_SECONDS)
             if thread.is_alive():
                 logger.warning("generation has not ended %g s after it was told to", CLOSE_SECONDS)
-        self.ledger.close()
         super().close()
 
     def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:
@@ -225,11 +215,7 @@ class ExactSource(SyncSource):
 
     def _groups_of(self, rows: DataProto) -> list[int]:
         """Return the indices of the groups that have rows, in order."""
-        return sorted({group_index(uid, self._period) for uid in rows.non_tensor_batch["uid"]})
-
-    @property
-    def _period(self) -> int:
-        return self.trajectories.config.data.train_batch_size
+        return sorted({group_index(uid, self.groups_per_step) for uid in rows.non_tensor_batch["uid"]})
 
     def _make_all(self) -> None:
         """Make every batch as soon as its weights are published: what the thread does."""
@@ -243,9 +229,7 @@ class ExactSource(SyncSource):
                 self._take(self.pinned_version(self._next))
                 self._make()
         except BaseException as error:  # raised in the trainer's thread
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _may_make(self) -> bool:
         version = self.pinned_version(self._next)
@@ -281,22 +265,6 @@ class ExactSource(SyncSource):
             staged = self._staged.pop(version, None)
         if staged is not None:
             self.roles.rollout.take(staged)
-
-    def _wait(self, words: str, ready: Callable[[], bool]) -> None:
-        """Wait in the trainer's thread until something is `ready`; raise what the other thread has raised.
-
-        How long an engine or a reward may take has limits of its own, after which that thread raises.
-        """
-        with progress.phase(words):
-            while True:
-                with self._changed:
-                    if ready():
-                        return
-                    if self._error is not None:
-                        raise self._error
-                    with progress.breakable():
-                        self._changed.wait(LOOK_SECONDS)
-                progress.between_items()
 
 
 def _to_state(batch: TrainBatch) -> dict[str, Any]:

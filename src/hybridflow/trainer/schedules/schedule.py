@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -78,12 +78,7 @@ class Schedule:
 
     def holds(self, step: int, taken: int, active: Mapping[int, int]) -> bool:
         """Say whether all active groups can be trained in time; arguments are those of `choose`."""
-        due = 0
-        for version, number in sorted(Counter(active.values()).items()):
-            due += number
-            if due > self.groups_per_step - taken + self.groups_per_step * (self.deadline(version) - step):
-                return False
-        return True
+        return all(due <= room for _, due, room in self._due(step, taken, active))
 
     def latest_deadline(self, step: int, taken: int, active: Mapping[int, int]) -> float:
         """Return the largest deadline that a group taken now may have; infinity where any may be taken.
@@ -93,10 +88,7 @@ class Schedule:
         """
         left = self.groups_per_step - taken
         assert left > 0, f"the batch of step {step} is full: {taken} of {self.groups_per_step} groups"
-        due = 0
-        for version, number in sorted(Counter(active.values()).items()):
-            due += number
-            room = left + self.groups_per_step * (self.deadline(version) - step)
+        for version, due, room in self._due(step, taken, active):
             assert due <= room, (
                 f"the staleness of {due - room} groups would pass {self.max_staleness}: {due} groups were "
                 f"admitted under version {version} or before it, and step {step} has {taken} of its groups. "
@@ -114,3 +106,10 @@ class Schedule:
         """
         latest = self.latest_deadline(step, taken, active)
         return next((index for index in ready if self.deadline(active[index]) <= latest), None)
+
+    def _due(self, step: int, taken: int, active: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+        """Give (version, groups of it and older ones, room for them up to their deadline), by version."""
+        due = 0
+        for version, number in sorted(Counter(active.values()).items()):
+            due += number
+            yield version, due, self.groups_per_step * (self.deadline(version) - step + 1) - taken

@@ -1,0 +1,79 @@
+"""What the schedules that generate ahead of training share: a ledger, waits of the trainer's thread, and errors
+of other threads, which are raised there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.prompts import PromptRow
+from hybridflow.observability.progress import progress
+from hybridflow.observability.timing import Timer
+from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.ppo.sync import SyncSource
+from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.schedules.ledger import Ledger
+
+LOOK_SECONDS = 0.5
+"""Longest wait after which the trainer's thread looks for a signal that ends the run."""
+CLOSE_SECONDS = 60.0
+"""Longest wait for a thread that generates, once it was told to end."""
+
+
+class AheadSource(SyncSource):
+    """A base of sources that make rows before the trainer asks for them."""
+
+    def __init__(
+        self,
+        loader: StatefulLoader[PromptRow],
+        trajectories: Trajectories,
+        roles: Roles,
+        timer: Timer,
+        ledger: Ledger,
+    ) -> None:
+        """`ledger` is that of the run, and is closed with the source."""
+        super().__init__(loader, trajectories, roles, timer)
+        self.ledger = ledger
+        self.beside = not roles.together(roles.actor.role, roles.rollout.role)
+        """Whether generation has processes of its own, and goes on in a thread beside training."""
+        self._changed = threading.Condition()  # guards the ledger, and what subclasses have
+        self._error: BaseException | None = None
+        self._closing = False
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups that a step trains."""
+        return self.trajectories.config.data.train_batch_size
+
+    def close(self) -> None:
+        """Close the ledger, and end the processes that read ahead."""
+        self.ledger.close()
+        super().close()
+
+    def _wait(self, words: str, ready: Callable[[], bool]) -> None:
+        """Wait in the trainer's thread until something is `ready`; raise what another thread has raised.
+
+        How long an engine, a response or a reward may take has limits of its own, after which that raises.
+        """
+        with progress.phase(words):
+            while True:
+                with self._changed:
+                    if ready():
+                        return
+                    if self._error is not None:
+                        raise self._error
+                    with progress.breakable():
+                        self._changed.wait(LOOK_SECONDS)
+                progress.between_items()
+
+    def _fail(self, error: BaseException) -> None:
+        """Have the trainer's thread raise an error, with what is open; only the first one counts."""
+        while isinstance(error, BaseExceptionGroup):  # of tasks that ran side by side
+            error = error.exceptions[0]
+        with self._changed:
+            if self._error is None:
+                error.add_note(f"open: {self.ledger.state.open_items()}")
+                self._error = error
+            self._changed.notify_all()

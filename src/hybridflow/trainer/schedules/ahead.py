@@ -1,5 +1,6 @@
-"""What the schedules that generate ahead of training share: a ledger, waits of the trainer's thread, and errors
-of other threads, which are raised there.
+"""What the schedules that generate ahead share: a ledger, waits of the trainer's thread, and errors of others.
+
+Errors of other threads are raised in the trainer's.
 """
 
 from __future__ import annotations

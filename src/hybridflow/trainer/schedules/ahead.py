@@ -1,4 +1,4 @@
-"""What the schedules that generate ahead share: a ledger, waits of the trainer's thread, and errors of others.
+"""The base of schedules that generate ahead: a ledger, waits of the trainer's thread, and errors of others.
 
 Errors of other threads are raised in the trainer's.
 """

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents code-task preference reward-models real bench bench-gpu exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task preference reward-models real bench bench-gpu driver-bytes exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -41,6 +41,12 @@ preference: $(VENV)/.bench  ## preference losses on three seeds, and DPO against
 reward-models: setup  ## reward models, process reward models and judges, and policies that learn from them, on three seeds; writes benchmarks/results/reward_models.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/reward_models.py
 
+async: setup  ## the five schedules in a race, on two processes and in one, three seeds, resumable (QUICK=1: a dry run, which writes nothing); writes benchmarks/results/schedule_race.md
+	$(BIN)/python benchmarks/schedule_race.py $(if $(QUICK),--quick)
+
+schedules: setup  ## rules of asynchronous schedules in a simulation, in seconds; writes benchmarks/results/schedules.md
+	$(BIN)/python benchmarks/schedules.py
+
 code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/code_task.py
 
@@ -64,6 +70,9 @@ bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; 
 	$(BIN)/python benchmarks/gpu_generation.py
 	$(BIN)/python benchmarks/gpu_update.py
 	$(BIN)/python benchmarks/gpu_step.py
+
+driver-bytes: setup  ## bytes that pass the driver in a step, by call and response length; writes benchmarks/results/driver_bytes.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/driver_bytes.py
 
 exact: setup  ## exact mode: does it hold over a run, does a flipped bit stop it, what does it cost; writes benchmarks/results/exact_mode.md
 	$(BIN)/python benchmarks/exact_mode.py

@@ -1,16 +1,19 @@
 """The bytes that pass the driver by value in a training step, by call, direction and response length.
 
-    python benchmarks/driver_bytes.py [--lengths 64,512,4032] [--only grpo,gae]        (needs the extra `ray`)
+    python benchmarks/driver_bytes.py [--lengths 64,512,4032] [--only grpo,gae] [--collectors 0,1]
+    make driver-bytes                                                                  (needs the extra `ray`)
 
 A tiny model with random weights is trained under Ray, with a pool for training and one for generation, and no
 response ends before its longest length. Prints a table and writes `benchmarks/results/driver_bytes.md`. The
-figures are those of step 2, whose samples are not shown; they do not depend on the machine.
+figures are those of step 2, whose samples are not shown; they do not depend on the machine, but with
+collectors those of `collector.collect` differ by some thousand bytes from run to run.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import tempfile
 import threading
 from collections import Counter
@@ -25,10 +28,16 @@ from hybridflow.config.load import prepare_config
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.parts import RayPart, Traffic
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.trainer.ppo.build import build
 
 RESULT = Path(__file__).parent / "results" / "driver_bytes.md"
 ROWS = 4
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str)) / len(solution_str)
+"""
+"""Scores that differ: where all are equal, so are the critic's values, and equal values take no bytes."""
 PAGE = """# Bytes through the driver
 
 {date} · `{command}` · {machine}
@@ -37,15 +46,18 @@ Written by benchmarks/driver_bytes.py; do not edit. Bytes by value in step 2 of 
 Ray, one process for training and one for generation, {rows} rows a step of exactly as many tokens as the
 heading says, no samples shown. "To" is sent by the driver, "from" is fetched by it. The last column is the
 slope between the shortest and the longest response. The total also has the calls that did not occur
-at the longest one.
+at the longest one. Token ids travel in the narrowest integers that hold them: this model has {vocabulary}
+tokens; of more than 255 tokens each takes 2 bytes, of more than 32,767 it takes 4.
 
 {tables}
 """
 where = threading.local()
 
 
-def measure(algorithm: str, length: int, folder: Path) -> Counter[str]:
+def measure(algorithm: str, length: int, folder: Path, collectors: int = 0) -> Counter[str]:
     """Return the bytes of the second step by call and direction."""
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
     keys = [
         f"actor_rollout_ref.model.path='{create_tiny_model(folder / 'model', hidden=32)}'",
         "data.task.name=arithmetic_chain",
@@ -59,6 +71,8 @@ def measure(algorithm: str, length: int, folder: Path) -> Counter[str]:
         "actor_rollout_ref.rollout.ignore_eos=true",
         "actor_rollout_ref.rollout.exact=false",
         "reward.num_workers=0",
+        f"reward.custom_reward_function.path='{reward}'",
+        "critic.optim.lr=1e-2",
         f"algorithm.adv_estimator={algorithm}",
         "trainer.logger=[]",
         "trainer.val_before_train=false",
@@ -67,6 +81,7 @@ def measure(algorithm: str, length: int, folder: Path) -> Counter[str]:
         "trainer.controller=ray",
         "trainer.resource_pools={train: [1], generate: [1]}",
         "trainer.placement={rollout: generate}",
+        f"trainer.num_collectors={collectors}",
         "ray_kwargs.ray_init.num_cpus=2",
         "trainer.heartbeat_timeout=600",
         "trainer.startup_timeout=900",
@@ -105,14 +120,25 @@ def named(function: Callable[..., Any], name_of: Callable[..., str]) -> Callable
     return wrapped
 
 
-def table(algorithm: str, found: dict[int, Counter[str]]) -> str:
-    """Return the figures of an algorithm: a row for each call, a column for each length."""
+def count_calls(put: Callable[[Any, str, Any], None]) -> None:
+    """Count the traffic of each call under its name; `put` sets an attribute of a class."""
+    put(
+        RayBackend,
+        "submit",
+        named(RayBackend.submit, lambda backend, role, method, *_: f"to {role}.{method}"),
+    )
+    put(RayBackend, "_shard", named(RayBackend._shard, lambda *_: "to the row store"))
+    put(RayPart, "result", named(RayPart.result, lambda part, *_: f"from {part.role}.{part.method}"))
+
+
+def table(heading: str, found: dict[int, Counter[str]]) -> str:
+    """Return the figures of one kind of run: a row for each call, a column for each length."""
     lengths = sorted(found)
     span = ROWS * (lengths[-1] - lengths[0])
     total = {length: sum(found[length].values()) for length in lengths}
     names = sorted(found[lengths[-1]], key=lambda name: -found[lengths[-1]][name])
     lines = [
-        f"## {algorithm.upper()}\n",
+        f"## {heading}\n",
         f"| | {' | '.join(f'{length:,} tokens' for length in lengths)} | bytes a token |",
         f"|---|{'---|' * (len(lengths) + 1)}",
     ]
@@ -128,25 +154,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="64,512,4032")
     parser.add_argument("--only", default="grpo,gae")
+    parser.add_argument("--collectors", default="0,1")
     options = parser.parse_args()
-    RayBackend.submit = named(  # type: ignore[method-assign]
-        RayBackend.submit, lambda backend, role, method, *_: f"to {role}.{method}"
-    )
-    RayBackend._shard = named(RayBackend._shard, lambda *_: "to the row store")  # type: ignore[method-assign]
-    RayPart.result = named(  # type: ignore[method-assign]
-        RayPart.result, lambda part, *_: f"from {part.role}.{part.method}"
-    )
+    count_calls(setattr)
     tables = []
-    for algorithm in options.only.split(","):
+    for algorithm, collectors in itertools.product(options.only.split(","), options.collectors.split(",")):
         found = {}
         for length in map(int, options.lengths.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                found[length] = measure(algorithm, length, Path(folder))
-        tables.append(table(algorithm, found))
+                found[length] = measure(algorithm, length, Path(folder), int(collectors))
+        heading = algorithm.upper()
+        if int(collectors):
+            heading += f", trainer.num_collectors={collectors}"
+        tables.append(table(heading, found))
         print(tables[-1], flush=True)
     command = f"python benchmarks/driver_bytes.py --lengths {options.lengths} --only {options.only}"
+    command += f" --collectors {options.collectors}"
     date = datetime.date.today().isoformat()
-    page = PAGE.format(date=date, command=command, machine=machine(), rows=ROWS, tables="\n\n".join(tables))
+    page = PAGE.format(
+        date=date,
+        command=command,
+        machine=machine(),
+        rows=ROWS,
+        vocabulary=len(create_tiny_tokenizer()),
+        tables="\n\n".join(tables),
+    )
     RESULT.write_text(page)
 
 

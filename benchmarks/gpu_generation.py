@@ -30,9 +30,10 @@ import torch
 
 from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.policy import PolicyModel, use_attention
+from hybridflow.models.probe import layer_facts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.native.engine import NativeEngine, layer_facts
+from hybridflow.rollout.native.engine import NativeEngine
 
 SIDES = ("native", "eager", "generate", "batch")
 HEAD = (

@@ -288,11 +288,7 @@ def make_work(folder: Path) -> None:
     """Model, tokenizer and prompts."""
     kit.make_model(folder / "model", end=kit.END)
     kit.make_tokenizer(folder / "tokenizer")
-    prompts = [
-        {"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}}
-        for text in kit.make_prompts(4 * PROMPTS)
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    kit.write_prompts(folder / "prompts.jsonl", 4 * PROMPTS)
 
 
 def measure(options: argparse.Namespace, pattern: str, threads: int) -> dict[str, Any]:

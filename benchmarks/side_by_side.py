@@ -105,6 +105,15 @@ def make_prompts(count: int) -> list[str]:
     return ["".join(draw.choices(characters(), k=PROMPT)) for _ in range(count)]
 
 
+def write_prompts(file: Path, count: int) -> None:
+    """Write `count` prompts as rows of data that our trainer reads."""
+    rows = [
+        {"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}}
+        for text in make_prompts(count)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def environment(threads: int) -> dict[str, str]:
     """Return the environment of a process that is measured: spinning threads take many times as long where
     cores are shared.

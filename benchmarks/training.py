@@ -73,7 +73,8 @@ class Ours:
             PPOConfig,
             [
                 f"actor_rollout_ref.model.path='{folder}'",
-                "data.task.name=arithmetic_chain",
+                f"data.tokenizer='{folder.parent / 'tokenizer'}'",
+                f"data.train_files='{folder.parent / 'prompts.jsonl'}'",
                 "actor_rollout_ref.actor.use_kl_loss=false",
                 *keys,
             ],
@@ -281,6 +282,7 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
         folder = Path(name)
         parameters = kit.make_model(folder / "model", end=kit.END)
         kit.make_tokenizer(folder / "tokenizer")
+        kit.write_prompts(folder / "prompts.jsonl", ROWS // kit.GROUP)
         rate = matrix_rate()
         for pattern in options.patterns:
             prompts, responses = make_rows(pattern)

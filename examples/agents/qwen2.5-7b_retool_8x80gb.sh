@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/dapo_math.py --local_save_dir ~/data/retool
 # Interpreter: a SandboxFusion service, whose address is in SANDBOX_URL.
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 29.7 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 32.8 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/retool}

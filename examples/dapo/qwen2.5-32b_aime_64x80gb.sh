@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/aime.py --local_save_dir ~/data/aime
 # Cluster: start Ray on all machines and set RAY_ADDRESS (docs/cluster/README.md).
 # Hardware: 64 GPUs of 80 GB in 8 machines; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 50.5 GiB while generating, 31.5 GiB while updating, and 5.7 GiB of CPU memory for each.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 50.5 GiB while generating, 34.6 GiB while updating, and 5.7 GiB of CPU memory for each.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-32B-Instruct}
 DATA=${DATA:-$HOME/data/aime}

@@ -2,7 +2,7 @@
 # DAPO of Qwen2.5-7B on AIME; vLLM generates.
 # Data: python examples/data_preprocess/aime.py --local_save_dir ~/data/aime
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 28.8 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 31.9 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/aime}

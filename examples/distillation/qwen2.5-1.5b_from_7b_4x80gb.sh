@@ -2,7 +2,7 @@
 # On-policy distillation of Qwen2.5-7B into Qwen2.5-1.5B on GSM8K; vLLM generates.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Hardware: 4 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 14.0 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 17.2 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}

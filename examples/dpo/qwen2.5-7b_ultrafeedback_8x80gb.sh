@@ -2,7 +2,7 @@
 # DPO of Qwen2.5-7B on the preferences of UltraFeedback.
 # Data: python examples/data_preprocess/preferences.py --dataset ultrafeedback --local_save_dir ~/data/ultrafeedback
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 28.8 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 31.9 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/ultrafeedback}

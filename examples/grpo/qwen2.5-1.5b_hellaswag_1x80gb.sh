@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-1.5B on HellaSwag, with a reward of its own; the native engine generates.
 # Data: python examples/data_preprocess/hellaswag.py --local_save_dir ~/data/hellaswag
 # Hardware: 1 GPU of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 30.1 GiB while generating, 31.8 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 30.1 GiB while generating, 35.0 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
 DATA=${DATA:-$HOME/data/hellaswag}

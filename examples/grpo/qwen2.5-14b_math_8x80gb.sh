@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-14B on MATH, with weights and optimizer offloaded between phases; vLLM generates.
 # Data: python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 30.2 GiB while updating, and 24.1 GiB of CPU memory for each; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 33.3 GiB while updating, and 24.1 GiB of CPU memory for each; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-14B-Instruct}
 DATA=${DATA:-$HOME/data/math}

@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
 # Cluster: start Ray on all machines and set RAY_ADDRESS (docs/cluster/README.md).
 # Hardware: 32 GPUs of 80 GB in 4 machines; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 34.4 GiB while generating, 27.7 GiB while updating, and 13.3 GiB of CPU memory for each.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 34.4 GiB while generating, 30.8 GiB while updating, and 13.3 GiB of CPU memory for each.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-32B-Instruct}
 DATA=${DATA:-$HOME/data/math}

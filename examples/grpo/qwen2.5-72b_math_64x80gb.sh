@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
 # Cluster: start Ray on all machines and set RAY_ADDRESS (docs/cluster/README.md).
 # Hardware: 64 GPUs of 80 GB in 8 machines; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 51.2 GiB while generating, 42.4 GiB while updating, and 14.8 GiB of CPU memory for each.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 51.2 GiB while generating, 45.5 GiB while updating, and 14.8 GiB of CPU memory for each.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-72B-Instruct}
 DATA=${DATA:-$HOME/data/math}

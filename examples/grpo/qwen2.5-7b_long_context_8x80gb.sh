@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-7B with answers of up to 30,000 tokens: four GPUs share the tokens of a row (Ulysses).
 # Data: python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 18.4 GiB while updating, and 12.4 GiB of CPU memory for each; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 21.5 GiB while updating, and 12.4 GiB of CPU memory for each; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/math}

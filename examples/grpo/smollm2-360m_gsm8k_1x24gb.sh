@@ -2,7 +2,7 @@
 # GRPO of SmolLM2-360M on GSM8K; the native engine generates.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Hardware: 1 GPU of 24 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 15.5 GiB while generating, 7.7 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 15.5 GiB while generating, 10.8 GiB while updating.
 set -eu
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-360M-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}

@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-72B by LoRA on one machine, on GSM8K; the native engine generates, eight GPUs for one copy.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 37.3 GiB while generating, 32.4 GiB while updating, and 17.1 GiB of CPU memory for each.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 37.3 GiB while generating, 35.6 GiB while updating, and 17.1 GiB of CPU memory for each.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-72B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}

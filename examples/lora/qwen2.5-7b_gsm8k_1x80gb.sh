@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-7B by LoRA on one GPU, on GSM8K; the native engine generates.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Hardware: 1 GPU of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 36.6 GiB while generating, 19.0 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 36.6 GiB while generating, 22.1 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}

@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/preferences.py --dataset hh_rlhf --local_save_dir ~/data/hh_rlhf
 # Reward model: examples/reward_model/llama3.1-8b_hh_rlhf_8x80gb.sh, merged; REWARD_MODEL is its folder.
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 34.6 GiB while updating, and 13.1 GiB of CPU memory for each; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 37.7 GiB while updating, and 13.1 GiB of CPU memory for each; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 REWARD_MODEL=${REWARD_MODEL:-checkpoints/Llama-3.1-8B-Instruct}

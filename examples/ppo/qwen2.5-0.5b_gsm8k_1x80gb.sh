@@ -2,7 +2,7 @@
 # PPO of Qwen2.5-0.5B with a critic of the same size on GSM8K; the native engine generates.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Hardware: 1 GPU of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 16.1 GiB while generating, 17.3 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 16.1 GiB while generating, 20.5 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}

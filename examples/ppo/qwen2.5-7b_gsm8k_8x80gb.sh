@@ -2,7 +2,7 @@
 # PPO of Qwen2.5-7B with a critic of the same size on GSM8K; vLLM generates.
 # Data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 40.5 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 43.6 GiB while updating; the engine takes up to 40 GB while generating (rollout.gpu_memory_utilization).
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}

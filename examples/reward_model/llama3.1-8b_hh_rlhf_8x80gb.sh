@@ -2,7 +2,7 @@
 # A reward model of Llama-3.1-8B from the preferences of HH-RLHF.
 # Data: python examples/data_preprocess/preferences.py --dataset hh_rlhf --local_save_dir ~/data/hh_rlhf
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 25.9 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 29.0 GiB while updating.
 set -eu
 MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 DATA=${DATA:-$HOME/data/hh_rlhf}

@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/gsm8k_sft.py --local_save_dir ~/data/gsm8k_sft
 # ModelScope: pip install -e '.[remote]'
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 25.8 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 28.9 GiB while updating.
 set -eu
 export HYBRIDFLOW_USE_MODELSCOPE=True
 MODEL=${MODEL:-deepseek-ai/deepseek-llm-7b-chat}

@@ -2,7 +2,7 @@
 # Supervised fine-tuning of DeepSeek-LLM-7B; two GPUs share the tokens of a row.
 # Data: python examples/data_preprocess/gsm8k_sft.py --local_save_dir ~/data/gsm8k_sft
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 22.5 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 25.6 GiB while updating.
 set -eu
 MODEL=${MODEL:-deepseek-ai/deepseek-llm-7b-chat}
 DATA=${DATA:-$HOME/data/gsm8k_sft}

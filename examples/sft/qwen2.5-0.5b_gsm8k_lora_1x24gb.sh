@@ -2,7 +2,7 @@
 # Supervised fine-tuning of Qwen2.5-0.5B by LoRA on GSM8K.
 # Data: python examples/data_preprocess/gsm8k_sft.py --local_save_dir ~/data/gsm8k_sft
 # Hardware: 1 GPU of 24 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 2.1 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 5.3 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k_sft}

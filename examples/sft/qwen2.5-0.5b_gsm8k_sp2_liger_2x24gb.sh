@@ -3,7 +3,7 @@
 # Data: python examples/data_preprocess/gsm8k_sft.py --local_save_dir ~/data/gsm8k_sft
 # Liger: pip install -e '.[liger]'
 # Hardware: 2 GPUs of 24 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 5.5 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 8.6 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k_sft}

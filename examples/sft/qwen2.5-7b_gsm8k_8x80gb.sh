@@ -2,7 +2,7 @@
 # Supervised fine-tuning of Qwen2.5-7B on GSM8K; rows are packed, and dealt so that all GPUs get as many tokens.
 # Data: python examples/data_preprocess/gsm8k_sft.py --local_save_dir ~/data/gsm8k_sft
 # Hardware: 8 GPUs of 80 GB in one machine; not run by us on this hardware.
-# Memory of a GPU by `hybridflow config --explain`, without libraries: 35.5 GiB while updating.
+# Memory of a GPU by `hybridflow config --explain`, without libraries: 38.6 GiB while updating.
 set -eu
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k_sft}

@@ -51,7 +51,7 @@ class Moment:
 
 STORE = "hybridflow.checkpoint.store"
 MOMENTS = {
-    "rollout": Moment("hybridflow.rollout.native.generation:Generation.step", call=5),
+    "rollout": Moment("hybridflow.rollout.native.session:Session.step", call=5),
     "update": Moment("hybridflow.engines.optimizer:MasterAdamW.step", call=2, after=True),
     "save, some roles written": Moment("hybridflow.checkpoint.shard_storage:write_tensors", after=True),
     "save, states of the driver written": Moment(f"{STORE}:save_tree", call=2, after=True),

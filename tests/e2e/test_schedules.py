@@ -13,7 +13,8 @@ from test_cluster_run import OF_EACH_PROCESS
 from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.trainer.main_ppo import main
-from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, History, Ledger
+from hybridflow.trainer.schedules.ledger_state import Replayed
 from ranks import Command
 
 KEYS = (
@@ -80,6 +81,26 @@ def test_timing_and_number_of_workers_change_nothing(
     assert done.returncode == 0, done.output
     ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
     assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=OF_ITS_OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("ray")
+def test_a_replay_buffer_has_the_same_bits_under_ray(inputs: Inputs, tmp_path: Path) -> None:
+    """Tokens of earlier steps stay in Ray's object store, and the ledger has the same draws."""
+    keys = [f"data.val_files={inputs.val}", *KEYS, "trainer.schedule=one_step_off"]
+    keys += ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.max_age=2"]
+    assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
+    many = small_run(inputs, tmp_path / "many", *keys, steps=STEPS)
+    done = under_ray(tmp_path, many, workers=1).wait()
+    assert done.returncode == 0, done.output
+    ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
+    assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=OF_ITS_OWN)
+    draws = [
+        [line for _, line in History.of(run / LEDGER_FILE).transitions() if isinstance(line, Replayed)]
+        for run in (tmp_path / "one", tmp_path / "many")
+    ]
+    assert draws[0] == draws[1] and {line.step for line in draws[0]} == {*range(1, STEPS)}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 
 MAX_PROMPT = 40
 MAX_RESPONSE = 12
-TIMINGS = ("timing_s/", "perf/", "reward/seconds")
+TIMINGS = ("timing_s/", "fully_async/", "perf/", "reward/seconds")
 """Metrics that no two runs share."""
 DIGIT_SHARE = '''"""A reward between 0 and 1: the share of the characters that are digits or spaces."""
 

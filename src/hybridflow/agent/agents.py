@@ -56,6 +56,7 @@ class Agents:
             lost_replicas=self._keys.retries.infrastructure,
         )
         self._limit = Limit()
+        self._counted: dict[str, int] = {}
         self._shared: tuple[LLMClient, Concurrency, asyncio.Task[None]] | None = None
         try:
             if self.are_used:
@@ -69,11 +70,18 @@ class Agents:
         self, rollout: Serving, episodes: Sequence[Episode], ended: Ended
     ) -> tuple[Metrics, RolloutStats]:
         """Play all episodes; `ended` hears of each end at once, in the event loop's thread."""
-        before = dict(self._builder.hosts.counts)
+        self.processes()
         metrics, stats = rollout.run(lambda client: self.play(client, episodes, ended))
-        for name, count in self._builder.hosts.counts.items():
-            metrics.add_sum(f"agent/processes/{name}", float(count - before[name]))
+        metrics.update(self.processes())
         return metrics, stats
+
+    def processes(self) -> Metrics:
+        """Return what became of the processes of tools and environments since this was last asked."""
+        metrics = Metrics()
+        for name, count in self._builder.hosts.counts.items():
+            metrics.add_sum(f"agent/processes/{name}", float(count - self._counted.get(name, 0)))
+            self._counted[name] = count
+        return metrics
 
     async def play(
         self,

@@ -9,18 +9,26 @@ from hybridflow.algorithms.masked import at_least_float32
 from hybridflow.errors import ConfigError
 
 
-def resample_rows(scores: Tensor, *, method: str, weight_pow: float, generator: torch.Generator) -> Tensor:
+def resample_rows(
+    scores: Tensor,
+    *,
+    method: str,
+    weight_pow: float,
+    generator: torch.Generator,
+    num_draws: int | None = None,
+) -> Tensor:
     """P(row) = w/Σw, drawn B times with replacement. `pow`: w = |s|^p ·
     `max_min`: w = 1 where s is the batch's highest or lowest, else 0 ·
     `max_random`: w = 0.4 where s is the highest, else 0.1.
 
-    scores [B] float, before any KL penalty; p = `weight_pow`, at least 0; the result [B] int64 holds
-    positions in the batch, and the caller moves every field of a row with it. `generator` is a CPU generator
-    and the only source of randomness. Where all weights are 0 (`pow` with scores of 0) every row is as
-    likely. Raises ConfigError for another method.
+    scores [B] float, before any KL penalty; p = `weight_pow`, at least 0; the result [B] int64, or
+    [num_draws], holds positions in the batch, and the caller moves every field of a row with it. Scores may
+    be those of several steps, from a replay buffer: the weights are over all of them. `generator` is a CPU
+    generator and the only source of randomness. Where all weights are 0 (`pow` with scores of 0) every row is
+    as likely. Raises ConfigError for another method.
 
-    Left out: the paper filters by the rank of a response among those of its prompt and with a buffer of
-    earlier ones; here the batch's own scores decide, and there is no buffer.
+    Left out: the paper filters by the rank of a response among those of its prompt; here the scores of all
+    rows decide.
     """
     if not scores.numel():
         return torch.empty(0, dtype=torch.int64)
@@ -38,4 +46,5 @@ def resample_rows(scores: Tensor, *, method: str, weight_pow: float, generator: 
         )
     if not weights.any():
         weights = torch.ones_like(weights)
-    return torch.multinomial(weights, len(s), replacement=True, generator=generator)
+    draws = len(s) if num_draws is None else num_draws
+    return torch.multinomial(weights, draws, replacement=True, generator=generator)

@@ -158,6 +158,28 @@ def correction_metrics(
     return {f"rollout_corr/{name}": value for name, value in found.items()}
 
 
+def deviation_sums(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ(ρ_t − 1) and Σ(ρ_t − 1)² over the tokens of the mask [B, R] bool, in float64.
+
+    Those of parts of a batch can be added up. They are of the deviation from 1, because ratios are near it.
+    """
+    old = zero_outside(old_log_prob, mask).double()
+    deviations = _log_ratio(old, zero_outside(rollout_log_prob, mask).double(), mask).expm1()
+    return masked_sum(deviations, mask), masked_sum(deviations.square(), mask)
+
+
+def spread_of_deviations(total: float, squares: float, count: float) -> dict[str, float]:
+    """Return `rollout_is_std` and `rollout_is_eff_sample_size` of `count` > 0 ratios, by the sums of
+    `deviation_sums`.
+    """
+    variance = (squares - total**2 / count) / max(count - 1.0, 1.0)
+    size = (count + total) ** 2 / (count * (count + 2.0 * total + squares))
+    return {
+        "rollout_corr/rollout_is_std": max(variance, 0.0) ** 0.5,
+        "rollout_corr/rollout_is_eff_sample_size": size,
+    }
+
+
 def _mean(x: Tensor, mask: Tensor) -> Ratio:
     return masked_sum(x.double(), mask), mask.bool().sum()
 

@@ -1,7 +1,8 @@
 """How stale the tokens of a batch are, and how far the policy that sampled them is from the one that trains.
 
     policy_version, version of the training step ──► staleness by trajectory ──► spans and staleness [K]
-    logπ_old, logπ_rollout, staleness by token   ──► k3 and ratio for each staleness 0, 1, 2, …
+    staleness by token                           ──► part of the tokens for each staleness 0, 1, 2, …
+    logπ_old, logπ_rollout, staleness by token   ──► k3 and ratio for each staleness
 
 Staleness is the number of training steps between the weights that sampled a token and those that it trains.
 Nothing has a gradient.
@@ -48,12 +49,21 @@ def trajectory_staleness(policy_version: Tensor, mask: Tensor, version: int) -> 
     return TrajectoryStaleness(low, high, high - low)
 
 
+def tokens_by_staleness(mask: Tensor, staleness: Tensor) -> dict[int, Ratio]:
+    """Return for each staleness in the batch, ascending, the part of all tokens that is so old, as
+    (numerator, denominator).
+
+    mask [B, R] bool; staleness [B, R] int, steps.
+    """
+    ages, counts = torch.unique(staleness[mask], return_counts=True)
+    return {age: (count.double(), mask.sum()) for age, count in zip(ages.tolist(), counts, strict=True)}
+
+
 def mismatch_by_staleness(
     old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, staleness: Tensor
 ) -> dict[int, dict[str, Ratio]]:
     """Return for each staleness in the batch, ascending: `k3_kl`, the mean of e^logr − 1 − logr; `ratio`, the
-    mean of e^logr; `tokens`, the part of all tokens that is so old; logr = clamp(logπ_old − logπ_rollout,
-    ±20).
+    mean of e^logr; logr = clamp(logπ_old − logπ_rollout, ±20).
 
     old_log_prob, rollout_log_prob [B, R] float, nats; mask [B, R] bool; staleness [B, R] int, steps.
     Everything in float64, as (numerator, denominator), so that parts of a batch can be added up. k3 is the
@@ -63,13 +73,11 @@ def mismatch_by_staleness(
     rollout = zero_outside(rollout_log_prob, mask).detach().double()
     log_ratio = (old - rollout).clamp(-20.0, 20.0)
     found: dict[int, dict[str, Ratio]] = {}
-    total = mask.sum()
     for age in torch.unique(staleness[mask]).tolist():
         tokens = mask & (staleness == age)
         count = tokens.sum()
         found[age] = {
             "k3_kl": (masked_sum(log_ratio.expm1() - log_ratio, tokens), count),
             "ratio": (masked_sum(log_ratio.exp(), tokens), count),
-            "tokens": (count.double(), total),
         }
     return found

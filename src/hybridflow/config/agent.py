@@ -93,7 +93,12 @@ class AgentConfig:
         minimum=1,
     )
     deadline: float = key(1800.0, "Seconds that one trajectory may take.", above=0)
-    request_deadline: float = key(900.0, "Seconds that one response of the model may take.", above=0)
+    request_deadline: float = key(
+        900.0,
+        "Seconds that one response of the model may take. Those in which the engines stand, for new weights "
+        "or a validation, count with trainer.num_collectors only.",
+        above=0,
+    )
     call_deadline: float = key(60.0, "Seconds that a call of a tool or an environment may take.", above=0)
     retries: RetriesConfig = group(RetriesConfig)
     min_group_size: int = key(

@@ -64,6 +64,14 @@ class PFPPOConfig:
         "only, max_random takes the best with weight 0.4 and the others with 0.1.",
     )
     weight_pow: float = key(2.0, "Exponent of the score in reweight_method=pow.", minimum=0)
+    max_age: int = key(
+        0,
+        "Steps for which rows stay in the replay buffer: each step draws as many rows as it has itself, from "
+        "its own and those of so many steps before; 0: no buffer. Above 0 the importance ratio has to be the "
+        "one to the policy that sampled the row: set algorithm.rollout_correction.bypass_mode=true, or "
+        "rollout_is (or rollout_rs).",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,11 @@ class RolloutCorrectionConfig:
         "ppo_clip",
         "Loss in bypass mode: ppo_clip, whose ratio already holds the importance weights, or reinforce.",
     )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether there are weights or rejection."""
+        return bool(self.rollout_is or self.rollout_rs)
 
 
 @dataclass(frozen=True)

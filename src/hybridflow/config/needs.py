@@ -63,6 +63,11 @@ def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConf
         yield "distillation.teacher_model", config.distillation.teacher_model, None
 
 
+def replayed_steps(config: PPOConfig) -> int:
+    """Return for how many steps the rows of a step may be drawn again; 0: there is no replay buffer."""
+    return config.algorithm.pf_ppo.max_age if config.algorithm.use_pf_ppo else 0
+
+
 def rows_per_prompt(config: PPOConfig) -> int:
     """Return the rows of a prompt that are trained on: its responses, and the data's own answer if read."""
     facts = estimator_facts(config)

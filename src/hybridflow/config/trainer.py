@@ -66,7 +66,10 @@ class BaseTrainerConfig:
         minimum=0,
     )
     worker_timeout: float = key(
-        3600.0, "Seconds that one call of the workers may take; then they count as lost.", above=0
+        3600.0,
+        "Under Ray, seconds that one call of the workers may take, and that an engine with requests may be "
+        "stepped without reading or sampling a token; then they count as lost.",
+        above=0,
     )
     heartbeat_timeout: float = key(
         10.0, "Seconds without a sign of life after which a worker process counts as lost.", above=0
@@ -168,6 +171,14 @@ class TrainerConfig(BaseTrainerConfig):
         {},
         "Pool of each role, for example {rollout: gen}. A role that is not named is in the first pool; "
         "rollout may have several.",
+    )
+    num_collectors: int = key(
+        0,
+        "Processes without a device that play the groups of training under Ray, from request to score, so "
+        "that their tokens do not pass the trainer's process. They share reward.num_workers and "
+        "agent.num_workers out, with at least one each. 0: the trainer's process does it. "
+        "trainer.controller=local refuses others, because tokens pass no process there.",
+        minimum=0,
     )
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate once, and end the run.")

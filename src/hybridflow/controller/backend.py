@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.peers import Peers
 from hybridflow.controller.row_store import RowStore
 
 
@@ -50,6 +51,10 @@ class Backend(Protocol):
 
     def together(self, role: str, other: str) -> bool:
         """Return whether two roles share a process, so that their calls cannot overlap."""
+        ...
+
+    def peers(self, role: str) -> Peers:
+        """Return the ranks of a role as a worker calls them itself, to be passed to it as an argument."""
         ...
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:

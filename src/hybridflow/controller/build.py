@@ -51,7 +51,7 @@ def hosting(
         ray,
         device=trainer.device,
         wanted=placement.num_devices,
-        num_nodes=max(len(pool.devices_per_node) for pool in placement.pools),
+        num_nodes=max(len(pool.devices_per_node) for pool in placement.device_pools),
     )
     backends: list[RayBackend] = []
 

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import Any, Generic, TypeVar, cast
 
 from hybridflow.controller.dispatch import Dealt, Dispatch
@@ -106,7 +107,7 @@ def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
         return give(value)
     if isinstance(value, StoredRows):
         shards = replace(value.shards, kind, give)
-        return value if shards is value.shards else StoredRows(value.values, value.places, shards)
+        return value if shards is value.shards else changed(value, shards=shards)
     if type(value) is dict:
         entries = {key: replace(entry, kind, give) for key, entry in value.items()}
         if all(entries[key] is entry for key, entry in value.items()):

@@ -14,9 +14,11 @@ from typing import Any
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.peers import Peers
 from hybridflow.controller.place import Place
 from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.controller.worker import Worker
+from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.controller.worker_host import Make, WorkerHost
 
 
@@ -39,6 +41,10 @@ class LocalBackend:
     def together(self, role: str, other: str) -> bool:
         """Return True, since all roles are in this process."""
         return True
+
+    def peers(self, role: str) -> Peers:
+        """See `Backend.peers`."""
+        return WorkerGroup[Worker](self, role)
 
     def worker(self, role: str) -> Worker:
         """Return the worker of a role, and build it if it does not exist."""

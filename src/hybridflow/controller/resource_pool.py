@@ -14,10 +14,13 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridflow.config.checks.cluster import COLLECTORS
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.place import RankInfo
 from hybridflow.errors import ConfigError
 
+COLLECTOR = "collector"
+"""The role whose `trainer.num_collectors` processes have no device, in a pool of its own."""
 SPANNING = "rollout"
 """The only role that may be in several pools, because its ranks generate independently of each other."""
 
@@ -28,6 +31,8 @@ class ResourcePool:
 
     name: str
     devices_per_node: tuple[int, ...]
+    has_devices: bool = True
+    """Whether each process has a device; False: only a place on a CPU that others use too, on any nodes."""
 
     def __post_init__(self) -> None:
         assert self.devices_per_node and min(self.devices_per_node) > 0, (
@@ -99,12 +104,20 @@ class Placement:
             if isinstance(names, str):
                 names = [names]
             pools_of_role[role] = tuple(names)
+        if COLLECTOR in roles:
+            pools = (*pools, ResourcePool(COLLECTORS, (trainer.num_collectors,), has_devices=False))
+            pools_of_role[COLLECTOR] = (pools[-1].name,)
         return cls(pools, pools_of_role)
+
+    @property
+    def device_pools(self) -> tuple[ResourcePool, ...]:
+        """The pools whose processes have devices."""
+        return tuple(pool for pool in self.pools if pool.has_devices)
 
     @property
     def num_devices(self) -> int:
         """The number of devices of all pools; each has one process."""
-        return sum(pool.world_size for pool in self.pools)
+        return sum(pool.world_size for pool in self.device_pools)
 
     def pools_of(self, role: str) -> tuple[ResourcePool, ...]:
         """Return a role's pools, in the order of its ranks."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from hybridflow.controller.future import Part
 from hybridflow.controller.read_only import TensorVersions, isolate
-from hybridflow.controller.stored_rows import Places, StoredRows
+from hybridflow.controller.stored_rows import STORED_AT, Places, StoredRows
 from hybridflow.errors import WorkerLost
 from hybridflow.protocol import BatchError, DataProto
+from hybridflow.protocol.joining import widths_of
 
 
 def in_memory(columns: DataProto) -> Part:
@@ -33,8 +34,10 @@ class RowStore:
     def __init__(self, store: Callable[[DataProto], Part]) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._places: dict[str, dict[int, tuple[Part, int]]] = {}
-        self._seen: list[TensorVersions] = []
+        # by column and row: the shard, the row's number there, and the column's name there
+        self._places: dict[str, dict[int, tuple[Part, int, str]]] = {}
+        self._widths: tuple[int, int] | None = None
+        self._seen: list[tuple[frozenset[int], TensorVersions]] = []
 
     def put(self, rows: Sequence[int], columns: DataProto) -> None:
         """Store columns of the rows with these ids; what was stored of them under the same names is replaced.
@@ -44,19 +47,40 @@ class RowStore:
         if len(rows) != len(columns) or len(set(rows)) < len(rows):
             raise BatchError(f"{len(columns)} rows cannot be stored under {len(set(rows))} different ids")
         self.keep(rows, columns.names(), self._store(columns))
-        self.watch(columns)
+        self.watch(rows, columns)
 
     def keep(self, rows: Sequence[int], names: Sequence[str], part: Part) -> None:
         """Store what `part` holds or will hold where it is: these columns, of the rows with these ids."""
         with self._lock:
             for name in names:
                 places = self._places.setdefault(name, {})
-                places.update((row, (part, number)) for number, row in enumerate(rows))
+                places.update((row, (part, number, name)) for number, row in enumerate(rows))
 
-    def watch(self, columns: DataProto) -> None:
-        """Notice from now on where the driver writes into its own copy of stored columns."""
+    def keep_collected(self, batch: DataProto, names: Sequence[str]) -> None:
+        """Store these columns of the rows of `batch`, which are where its `stored_at` says; they are read
+        with the widths of this batch.
+        """
+        rows = batch.batch["row_id"].tolist()
+        places = list(batch.non_tensor_batch[STORED_AT])
         with self._lock:
-            self._seen.append(TensorVersions(columns))
+            self._widths = widths_of(batch)
+            for row, at in zip(rows, places, strict=True):
+                for name in names:
+                    self._places.setdefault(name, {})[row] = (at.shard, at.row, name)
+        self.watch(rows, batch.select([name for name in names if name in batch], []))
+
+    def alias(self, batch: DataProto, name: str, column: str) -> None:
+        """Store `name` of the rows of `batch` as the same values as their `column`, where that is stored."""
+        if column in self.names(batch):
+            with self._lock:
+                places = self._places[column]
+                own = self._places.setdefault(name, {})
+                own.update((row, places[row]) for row in batch.batch["row_id"].tolist())
+
+    def watch(self, rows: Sequence[int], columns: DataProto) -> None:
+        """Notice from now on where the driver writes into its own copy of stored columns of these rows."""
+        with self._lock:
+            self._seen.append((frozenset(rows), TensorVersions(columns)))
 
     def names(self, batch: DataProto) -> frozenset[str]:
         """Return the names of the columns that are stored for every row of `batch`."""
@@ -86,7 +110,7 @@ class RowStore:
             except WorkerLost:
                 self._drop(part)
                 raise
-        return StoredRows(DataProto(), places, tuple(shards)).gather()
+        return StoredRows(DataProto(), places, tuple(shards), self._widths).gather()
 
     def by_reference(self, batch: DataProto, further: Sequence[str] = ()) -> DataProto | StoredRows:
         """Return the rows of `batch` for another process; columns that are stored for all of them are
@@ -96,7 +120,7 @@ class RowStore:
         """
         if "row_id" not in batch:
             return batch
-        written = ", ".join(name for seen in self._seen for name in seen.changed())
+        written = ", ".join(name for _, seen in self._seen for name in seen.changed())
         assert not written, f"{written} was written in place, and the row store has it: write to a clone"
         added = [name for name in further if name not in batch]
         if len(batch):
@@ -106,7 +130,7 @@ class RowStore:
             return batch
         objects = [name for name in batch.non_tensor_batch if name not in places]
         tensors = [name for name in batch.names() if name not in {*places, *batch.non_tensor_batch}]
-        return StoredRows(batch.select(tensors, objects), places, parts)
+        return StoredRows(batch.select(tensors, objects), places, parts, self._widths)
 
     def _find(self, rows: Sequence[int], names: Sequence[str]) -> tuple[dict[str, Places], tuple[Part, ...]]:
         """Return the places of those columns that are stored for all of these rows, and their shards.
@@ -121,9 +145,10 @@ class RowStore:
                 if not have or any(row not in have for row in rows):
                     continue
                 found = [have[row] for row in rows]
-                holders = [part for part, _ in found] or [next(iter(have.values()))[0]]
-                shards = [numbers.setdefault(part, len(numbers)) for part in holders]
-                places[name] = Places(shards, [number for _, number in found])
+                holders = found or [next(iter(have.values()))]
+                shards = [numbers.setdefault(part, len(numbers)) for part, _, _ in holders]
+                columns = dict(zip(shards, (column for _, _, column in holders), strict=True))
+                places[name] = Places(shards, [number for _, number, _ in found], columns)
         return places, tuple(numbers)
 
     def list(self) -> Mapping[int, frozenset[str]]:
@@ -134,7 +159,7 @@ class RowStore:
         listed: dict[int, set[str]] = {}
         with self._lock:
             for name, places in self._places.items():
-                for row, (part, _) in places.items():
+                for row, (part, _, _) in places.items():
                     if part.done() and part.exception() is None:
                         listed.setdefault(row, set()).add(name)
         return {row: frozenset(names) for row, names in listed.items()}
@@ -144,11 +169,29 @@ class RowStore:
         with self._lock:
             if rows is None:
                 self._places.clear()
+                self._widths = None
                 self._seen.clear()
                 return
+            gone = frozenset(rows)
+            self._seen = [seen for seen in self._seen if not seen[0] <= gone]
             for places in self._places.values():
-                for row in rows:
+                for row in gone:
                     places.pop(row, None)
+
+    def keep_only(self, rows: Collection[int], names: Collection[str]) -> None:
+        """Forget all but these columns of these rows, which later steps read again.
+
+        In-place writes into what is left are no longer noticed: the driver has handed it over.
+        """
+        kept = set(rows)
+        with self._lock:
+            self._seen.clear()
+            for name, places in list(self._places.items()):
+                left = {row: place for row, place in places.items() if row in kept and name in names}
+                if left:
+                    self._places[name] = left
+                else:
+                    del self._places[name]
 
     def _drop(self, part: Part) -> None:
         with self._lock:

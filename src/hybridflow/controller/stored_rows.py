@@ -14,6 +14,30 @@ import torch
 from torch import Tensor
 
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.joining import fit_column, widths_of
+
+PAD = "pad_token_id"
+"""The entry of `meta_info` of a shard whose rows may be of other widths than those they are read with."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAt:
+    """The place of the columns of a row which are in a shard, and not in the batch that has the row.
+
+    A batch has one for each row in the object column `stored_at`, so a shard lives as long as one of its
+    rows.
+    """
+
+    shard: Any
+    """The `Part` of the shard."""
+    row: int
+    """The number of the row in it."""
+    names: tuple[str, ...]
+    """The columns of the shard."""
+
+
+STORED_AT = "stored_at"
+"""The object column of the `StoredAt` of each row."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +48,8 @@ class Places:
     """The shard of each row, as an index into `StoredRows.shards`; for no rows one that has the column."""
     rows: Sequence[int]
     """The number of each row in its shard."""
+    columns: Mapping[int, str]
+    """The name of the column in each of these shards."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +62,10 @@ class StoredRows:
     """The places of each column that is in the store."""
     shards: tuple[Any, ...]
     """A `Part` for each shard until it has arrived, then its DataProto."""
+    widths: tuple[int, int] | None = None
+    """Widths (P, R) of prompts and responses to which shards that have masks are fitted; None: all have the
+    same.
+    """
 
     def gather(self) -> DataProto:
         """Return all columns as one batch, once the shards are here.
@@ -45,7 +75,9 @@ class StoredRows:
         tensors: dict[str, Tensor] = {}
         objects: dict[str, Any] = {}
         for name, places in self.places.items():
-            columns = {shard: _column(self.shards[shard], name) for shard in dict.fromkeys(places.shards)}
+            columns = {
+                shard: _column(self.shards[shard], own, self.widths) for shard, own in places.columns.items()
+            }
             if any(isinstance(column, Tensor) for column in columns.values()):
                 tensors[name] = _rows_of_tensors(columns, places)
             else:
@@ -53,10 +85,30 @@ class StoredRows:
         return self.values | DataProto.from_dict(tensors, objects)
 
 
-def _column(shard: DataProto, name: str) -> Any:
+def with_stored(rows: DataProto) -> DataProto:
+    """Return the rows with all columns: those of their shards too, and without `stored_at`."""
+    if STORED_AT not in rows:
+        return rows
+    found = list(rows.non_tensor_batch[STORED_AT])
+    numbers = {shard: number for number, shard in enumerate(dict.fromkeys(at.shard for at in found))}
+    of_rows = [numbers[at.shard] for at in found]
+    places = {
+        name: Places(of_rows, [at.row for at in found], dict.fromkeys(of_rows, name))
+        for name in found[0].names
+    }
+    tensors = [name for name in map(str, rows.batch.keys()) if name not in places]
+    objects = [name for name in rows.non_tensor_batch if name != STORED_AT]
+    shards = tuple(shard.result() for shard in numbers)
+    return StoredRows(rows.select(tensors, objects), places, shards, widths_of(rows)).gather()
+
+
+def _column(shard: DataProto, name: str, widths: tuple[int, int] | None) -> Any:
     if name in shard.non_tensor_batch:
         return shard.non_tensor_batch[name]
-    return shard.batch[name]
+    column: Tensor = shard.batch[name]
+    if widths is None or PAD not in shard.meta_info:
+        return column
+    return fit_column(name, column, widths_of(shard), widths, shard.meta_info[PAD])
 
 
 def _rows_of_tensors(columns: Mapping[int, Tensor], places: Places) -> Tensor:

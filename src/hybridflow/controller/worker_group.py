@@ -103,8 +103,13 @@ class WorkerGroup(Generic[W]):
             result = isolate(future.result())
         elif wanted:
             result = self._fetched(batch.select(["row_id"], []), wanted, order)
-        store.watch(result)
+        store.watch(ids, result)
         return result
+
+    def fetch(self, batch: DataProto, columns: Sequence[str]) -> DataProto:
+        """Return stored columns of the rows of `batch`, in their order, and nothing else of their shards."""
+        others: list[list[int]] = [[] for _ in self.mesh.leaders[1:]]
+        return self._fetched(batch.select(["row_id"], []), columns, [list(range(len(batch))), *others])
 
     def _fetched(self, row_ids: DataProto, columns: Sequence[str], order: list[list[int]]) -> DataProto:
         """Return stored columns of the rows, each part by the leader that has it."""

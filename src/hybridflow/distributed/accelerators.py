@@ -40,10 +40,14 @@ class Accelerator:
     """torch's attention over rows of any length may have a kernel there; it is tried before it is used."""
     triton: bool = False
     """Triton programs run there, Liger's kernels among them."""
+    logits_bytes: int = 2**30
+    """Size of a chunk of logits in training. Each chunk costs a pass over the gradient of the head, and on an
+    accelerator that pass costs as much as many tokens; on a CPU, chunks had better fit in its caches.
+    """
 
 
 _ROWS = (
-    Accelerator("cpu", "CPU", "CPU", "gloo", (), dtype="float32", pins_memory=False),
+    Accelerator("cpu", "CPU", "CPU", "gloo", (), dtype="float32", pins_memory=False, logits_bytes=64 * 2**20),
     Accelerator(
         "cuda",
         "GPU",

@@ -23,6 +23,7 @@ from hybridflow.config.needs import (
     loss_facts,
     needs_reference,
     needs_teacher,
+    replayed_steps,
     rows_per_prompt,
     uses_agents,
 )
@@ -208,7 +209,10 @@ def _resampling(run: Run) -> Section | None:
     numbers = (method, run.number("weight_pow", "algorithm.pf_ppo.weight_pow", "p"))
     text = DRAWN + RESAMPLING[method.value]
     formula = formula_of(resample_rows, text, numbers, name="PF-PPO", papers=("2409.06957",))
-    return Section("resampling of rows", (), (formula,))
+    lines: tuple[str, ...] = ()
+    if age := replayed_steps(run.config):
+        lines = (f"from the rows of this step and of the last {age}: algorithm.pf_ppo.max_age={age}",)
+    return Section("resampling of rows", lines, (formula,))
 
 
 def _policy(run: Run) -> Section:

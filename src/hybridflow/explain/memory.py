@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
+from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines.fsdp.sharding import REDUCE_DTYPES
-from hybridflow.models.log_probs import CHUNK_BYTES
+from hybridflow.models.kv_cache import slot_capacity
+from hybridflow.models.log_probs import KEPT_BYTES
 from hybridflow.models.size import ModelSize
-from hybridflow.rollout.native.memory import slot_capacity
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,12 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
         kept = size.num_layers * layer
         one = 0
         how = f"{shared} × {size.num_layers} layers × (12 hidden + 4 intermediate)"
-    logits = min(2 * CHUNK_BYTES, 2 * tokens * size.vocab_size * 4)
-    parts = [Part("logits of a chunk", logits, f"two chunks of at most {CHUNK_BYTES // 2**20} MiB", False)]
+    chunk = features("cpu" if on_cpu else "cuda").logits_bytes
+    whole = tokens * size.vocab_size * 4
+    # logits, log-probs and their gradient
+    logits = 3 * min(chunk, whole) + min(KEPT_BYTES, whole)
+    limits = f"three chunks of at most {chunk // 2**20} MiB, and at most {KEPT_BYTES // 2**20} MiB kept"
+    parts = [Part("logits", logits, limits, False)]
     if model.enable_activation_offload and not on_cpu:
         moved = Part("activations of a micro-batch", kept, how, False, True)
         here = Part(

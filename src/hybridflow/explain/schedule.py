@@ -8,15 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.explain import Line
+from hybridflow.config.explain import Line, format_bytes
+from hybridflow.config.needs import replayed_steps, rows_per_prompt
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.trainer.schedules.schedule import Schedule
 
+PROMPT_BYTES = 17
+"""Bytes of a prompt token in a row: `prompts`, `input_ids` and `attention_mask`."""
+RESPONSE_BYTES = 35
+"""Bytes of a response token in a row: these, two masks, log-prob, version, call and score."""
+
 
 def schedule_lines(config: PPOConfig) -> Iterator[Line]:
-    """Give the lines on `trainer.schedule`."""
+    """Give the lines on `trainer.schedule`, on collectors, and on rows that are trained again."""
     name = config.trainer.schedule
     yield Line("schedule", name, _generated(config))
+    if config.trainer.num_collectors:
+        yield Line(
+            "groups are played by",
+            f"{config.trainer.num_collectors:,} collectors",
+            "trainer.num_collectors: processes whose tokens go to the workers past the trainer's process",
+        )
+    if replayed_steps(config):
+        yield from _replay_buffer(config)
     keys = config.trainer.async_
     if name == "sync":
         return
@@ -40,6 +54,29 @@ def schedule_lines(config: PPOConfig) -> Iterator[Line]:
     yield Line("new weights wait for", *_weights_wait(config))
     if bound:
         yield Line("the loss corrects stale tokens by", *_correction(config))
+
+
+def _replay_buffer(config: PPOConfig) -> Iterator[Line]:
+    """Give the lines on rows that later steps may draw again (PF-PPO)."""
+    age = replayed_steps(config)
+    held = age * config.data.train_batch_size * rows_per_prompt(config)
+    key = f"algorithm.pf_ppo.max_age={age}"
+    yield Line(
+        "rows of earlier steps that a step may draw, at most",
+        f"{held:,}",
+        f"{key} batches: every pass reads {age + 1} batches, an update one; "
+        "more rows where a trajectory has several",
+    )
+    response = config.data.max_response_length
+    tokens = config.data.max_prompt_length + response
+    size = held * (PROMPT_BYTES * (tokens - response) + RESPONSE_BYTES * response)
+    yield Line(
+        "replay buffer in the driver's memory, at most",
+        format_bytes(size),
+        f"estimate: rows × ({PROMPT_BYTES} B a prompt token + {RESPONSE_BYTES} B a response token); "
+        "a checkpoint has it too",
+    )
+    yield Line("the loss corrects rows of earlier steps by", *_correction(config))
 
 
 def _generated(config: PPOConfig) -> str:

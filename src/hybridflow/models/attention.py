@@ -2,14 +2,14 @@
 
 Transformers calls `attention` from every layer. The `layout` given to `model(..., layout=...)` decides which
 tokens see which, so transformers never builds a mask. `PackedLayout` is for whole rows packed one after the
-other (training, scoring, prefill); the slot layout of generation has the same `attend`. Sliding windows,
-soft-capped scores, attention sinks, grouped key-value heads and value heads of another size are honoured; an
-unknown keyword is an error and is never dropped.
+other (training, scoring, whole prompts); `SpanLayout` is for generation, and has the same `attend`. Sliding
+windows, soft-capped scores, attention sinks, grouped key-value heads and value heads of another size are
+honoured; an unknown keyword is an error and is never dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.errors import ModelError
+from hybridflow.models.attention_kernels import Over, choose_kernel, expand_heads, window_by_varlen
 from hybridflow.models.shared_tokens import SharedTokens
 
 ATTENTION_NAME = "hybridflow"
-
-KeyValueSink = Callable[[int, Tensor, Tensor], None]
-"""Takes (layer_idx, key [1, KV, N, D], value [1, KV, N, Dv]) of a packed pass."""
 
 # Keywords of transformers that change nothing here: the layout has positions and causality, and rotary
 # embeddings are applied already.
@@ -162,6 +160,12 @@ def masked_attention(
     return (weights.to(value.dtype) @ value[:, :, None]).reshape(batch, heads, num_queries, value.shape[-1])
 
 
+def kernel_of(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str:
+    """Return the name of the kernel that a layer has for long rows, with the shapes of `Layout.attend`."""
+    over: Over = "causal" if scores.sliding_window is None else "window"
+    return choose_kernel(query, key, value, over, plain=scores.plain)
+
+
 def attend_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
     """Attend to the allowed keys by the fastest kernel that knows these scores.
 
@@ -172,6 +176,8 @@ def attend_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, h
         return masked_attention(query, key, value, allowed, how)
     if allowed.dim() == 3:
         allowed = allowed[:, None]
+    if choose_kernel(query, key, value, "mask", plain=True) == "expanded":
+        key, value = expand_heads(query, key, value)
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, attn_mask=allowed, scale=how.scaling, enable_gqa=grouped
@@ -196,7 +202,6 @@ class PackedLayout:
         gather: Tensor | None,
         restore: Tensor | None,
         padding: Tensor | None,
-        kv_sink: KeyValueSink | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.buckets = buckets  # (rows, longest)
@@ -205,14 +210,12 @@ class PackedLayout:
         self._padding = padding
         self._windows: dict[tuple[int, int], Tensor] = {}
         self._shared: SharedTokens | None = None
-        self.kv_sink = kv_sink
 
     @classmethod
     def build(
         cls,
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
-        kv_sink: KeyValueSink | None = None,
         places: Tensor | None = None,
     ) -> PackedLayout:
         """Return the layout of rows with these token counts, in the order in which they are packed.
@@ -225,7 +228,7 @@ class PackedLayout:
         )
         starts = [0, *accumulate(lengths)]
         if len(set(lengths)) == 1 and places is None:  # no padding and no reordering: a plain reshape
-            return cls(starts[-1], [(len(lengths), lengths[0])], None, None, None, kv_sink)
+            return cls(starts[-1], [(len(lengths), lengths[0])], None, None, None)
         buckets = make_buckets(lengths)
         parts: list[Tensor] = []
         for bucket in buckets:
@@ -247,7 +250,7 @@ class PackedLayout:
         padding: Tensor | None = None
         if not bool(real.all()):
             padding = (~real).nonzero()[:, 0].to(device)
-        return cls(starts[-1], shapes, gather.to(device), restore.to(device), padding, kv_sink)
+        return cls(starts[-1], shapes, gather.to(device), restore.to(device), padding)
 
     @classmethod
     def _sharing(
@@ -267,8 +270,6 @@ class PackedLayout:
         assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, (
             f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
         )
-        if self.kv_sink is not None:
-            self.kv_sink(scores.layer_idx, key, value)
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
         if self._gather is not None:
             assert self._restore is not None
@@ -297,17 +298,24 @@ class PackedLayout:
         return spread
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        window = scores.window(query.shape[2])
-        if self.exact is None and window is None and scores.plain:
+        length = query.shape[2]
+        window = scores.window(length)
+        if self.exact is not None:
+            allowed = self._allowed(length, window, query.device)
+            return self.exact.attend(query, key, value, allowed, scores)
+        over: Over = "causal" if window is None else "window"
+        kernel = choose_kernel(query, key, value, over, plain=scores.plain)
+        if kernel == "varlen":
+            assert window is not None, "it is chosen for windows"
+            return window_by_varlen(query, key, value, window, scores.scaling)
+        if window is None and scores.plain:
+            if kernel == "expanded":
+                key, value = expand_heads(query, key, value)
             grouped = query.shape[1] != key.shape[1]
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=grouped
             )
-        allowed = self._allowed(query.shape[2], window, query.device)
-        attend: Callable[..., Tensor] = attend_allowed
-        if self.exact is not None:
-            attend = self.exact.attend
-        return attend(query, key, value, allowed, scores)
+        return attend_allowed(query, key, value, self._allowed(length, window, query.device), scores)
 
     def _allowed(self, length: int, window: int | None, device: torch.device) -> Tensor:
         """Return [length, length] bool: not in the future, and among the `window` newest tokens."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hybridflow.models.attention import Layout, Scores
+from hybridflow.models.kv_cache import LayerShape
 
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -101,15 +102,17 @@ class FlatDecoder:
 
 
 class ScoresSeen:
-    """A layout that records how each layer scores its keys."""
+    """A layout that records how each layer scores its keys, and what it stores for a token."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.of_layer: dict[int, Scores] = {}
+        self.shapes: dict[int, LayerShape] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Record the scores of a layer, and attend under the wrapped layout."""
+        """Record a layer, and attend under the wrapped layout."""
         self.of_layer[scores.layer_idx] = scores
+        self.shapes[scores.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
         return self.layout.attend(query, key, value, scores)
 
 

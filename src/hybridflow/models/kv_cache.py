@@ -1,20 +1,30 @@
-"""The key-value cache of running rows: one contiguous slot per row, [slots, KV, capacity, D] in each layer.
+"""The key-value cache of running rows, and the question how many rows of which length fit.
 
-    prefill ──write (a prompt's tokens to all its rows' slots)──► slots ◄──write (one token per row)── decode
-                                       │ move (rows into holes), fork (one to many), read and load (prefixes)
+    spans of a pass ──write──► rows ──first_rows, tokens_of──► attention
+    prefix hit, group ──copy (one row or kept copy to many rows)──┘  ▲ move (rows into holes)
 
-A new row's slot is cleared first, since entries that a mask hides still have to be finite.
+`SlotCache`, below, is for CPU: one contiguous slot for each row, over which attention is fastest there, and a
+prefix hit copies. `paged_cache.PagedCache` is for CUDA: blocks, which rows with the same first tokens share.
+Row i of the running rows is row i of the cache. Sizes are bounded in tokens.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from hybridflow.models.attention import Scores
+
+AHEAD = 64
+"""Tokens by which memory grows, at least."""
+KEYS = 16
+"""Slots have a multiple of so many tokens, where the rows are short."""
 
 
 @dataclass(frozen=True)
@@ -38,132 +48,197 @@ class LayerShape:
 
 
 def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
-    """Return the bytes of one more token in a `SlotCache` of these layers, its spare memory included."""
+    """Return the bytes of one more token in a cache of these layers, with the spare memory of slots."""
     own = sum(shape.bytes_per_token for shape in shapes.values())
     spare = {(shape.kv_heads * dim, shape.dtype) for shape in shapes.values() for dim in shape.dims}
     return own + sum(width * dtype.itemsize for width, dtype in spare)
 
 
+def slot_capacity(length: int) -> int:
+    """Tokens that slots have where the longest row has `length`: up to an eighth more, so that they change
+    seldom.
+
+    It depends on nothing else, because a row's numbers depend on it in their last bits.
+    """
+    step = max(KEYS, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+class Places:
+    """The row and the position [N] int64 at which each of N tokens is stored."""
+
+    def __init__(self, rows: Tensor, positions: Tensor) -> None:
+        self.rows = rows
+        self.positions = positions
+        self._flat: dict[tuple[int, int], Tensor] = {}
+
+    @classmethod
+    def of_spans(
+        cls,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> Places:
+        """Return the places of spans one after the other: counts[i] tokens of rows[i], from starts[i] on."""
+        count = torch.tensor(counts)
+        shift = torch.tensor(starts) - (count.cumsum(0) - count)
+        positions = torch.arange(sum(counts)) + shift.repeat_interleave(count)
+        return cls(torch.tensor(rows).repeat_interleave(count).to(device), positions.to(device))
+
+    def flat(self, kv_heads: int, capacity: int) -> Tensor:
+        """Return the place of each token and head in a layer seen as [rows * KV * capacity, D]: [N * KV].
+
+        It is computed once and serves all layers.
+        """
+        known = self._flat.get((kv_heads, capacity))
+        if known is None:
+            heads = torch.arange(kv_heads, device=self.rows.device) * capacity
+            known = ((self.rows * (kv_heads * capacity) + self.positions)[:, None] + heads).reshape(-1)
+            self._flat[(kv_heads, capacity)] = known
+        return known
+
+    def in_blocks(self, table: Tensor, block_size: int) -> Tensor:
+        """Return the place of each token in a layer seen as [blocks * block_size, KV, D]: [N] int64.
+
+        `table` [rows, n] has the blocks of each row.
+        """
+        known = self._flat.get((0, block_size))
+        if known is None:
+            blocks = table[self.rows, torch.div(self.positions, block_size, rounding_mode="floor")].long()
+            known = self._flat[(0, block_size)] = blocks * block_size + self.positions % block_size
+        return known
+
+
+InPlace = Callable[[Tensor, Scores, int | None], Tensor]
+"""Attention of decoding over keys where they lie: (query [B, H, 1, D], scores, window) -> [B, 1, H, Dv]."""
+
+
 class RowCopy:
-    """Keys and values of a row's first tokens, kept outside of the slots."""
+    """Keys and values of a row's first tokens, kept apart from the rows."""
+
+
+class KeptPrefixes(Protocol):
+    """The kept copies, which give way to rows."""
+
+    num_tokens: int
+
+    def evict(self) -> bool:
+        """Give up the copy that was used least recently; False where there is none."""
+        ...
 
 
 class KVCache(ABC):
-    """Keys and values by layer of rows that have a slot each.
+    """Keys and values of running rows, by layer; only the cache knows how they lie in memory."""
 
-    Only the cache and the layouts of attention know how they lie in memory.
-    """
-
-    shares = False
-    """Whether rows with the same first tokens share their keys and values."""
+    kept: KeptPrefixes | None = None
+    """Copies that are evicted where rows need the memory."""
     num_slots: int
+    """Number of rows that the tensors have a place for now."""
     capacity: int
-    """Number of tokens that a slot can hold now."""
+    """Number of tokens that a row can hold now."""
     room: int
     """Number of tokens that each layer has memory for now."""
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
+
+    def __init__(self, shapes: Mapping[int, LayerShape], device: torch.device | str, max_tokens: int) -> None:
+        """`max_tokens` is the most that rows and kept copies may have together."""
+        self.device = torch.device(device)
+        self.max_tokens = max_tokens
+        self.bytes_per_token = bytes_per_token(shapes)
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Memory held, in bytes."""
 
+    def problem(self, length: int) -> str | None:
+        """Return the reason why a row of `length` tokens can never be held, or None where it can."""
+        taken = self.tokens_for(length)
+        if taken <= self.max_tokens:
+            return None
+        return (
+            f"the KV cache of 1 row of {length} tokens takes {taken * self.bytes_per_token / 2**20:.1f} "
+            f"MiB, but it may use {self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten "
+            "data.max_prompt_length or data.max_response_length, or raise "
+            "actor_rollout_ref.rollout.gpu_memory_utilization"
+        )
+
+    @abstractmethod
+    def tokens_for(self, length: int) -> int:
+        """Return the tokens whose memory one row of `length` tokens takes."""
+
+    @abstractmethod
+    def plan(self, rows: int, longest: int) -> None:
+        """Begin to plan a pass beside `rows` running rows, which shall reach `longest` tokens at most."""
+
+    @abstractmethod
+    def admit(self, count: int, length: int, longest: int, source: int | RowCopy | None, shared: int) -> int:
+        """Return how many of `count` rows of one context of `length` tokens fit, and plan with them.
+
+        They shall reach `longest` tokens, and the first `shared` ones are those of `source`.
+        """
+
+    @abstractmethod
+    def grow(self, running: int, rows: int, length: int, *, live: int = 0, longest: int = 0) -> bool:
+        """Make place for `rows` rows, the longest of `length` tokens, of which the first `running` stay.
+
+        New rows are empty. `live` is the number of rows that there may soon be, `longest` the most tokens of
+        any request. False where memory ends; then nothing has changed.
+        """
+
+    def extend(self, rows: Sequence[int], length: int | None = None) -> bool:
+        """Take memory for these rows up to `length` tokens, or for one more of each; False where it ends."""
+        return True
+
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
 
-    @abstractmethod
-    def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys [n, KV, length, D] and values [n, KV, length, Dv] of slots [n] int64."""
+    def keys_read(self, longest: int) -> int:
+        """Return over how many places of each row decoding attends where the longest has so many tokens."""
+        return longest
 
     @abstractmethod
-    def read(self, slot: int, length: int) -> RowCopy:
-        """Return the first `length` tokens of a slot, kept outside of it."""
+    def first_rows(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return keys [n, KV, length, D] and values [n, KV, length, Dv] of the first `rows` rows."""
 
     @abstractmethod
-    def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
-        """Put the first `length` tokens that `read` kept into slots of new rows."""
+    def tokens_of(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values as `first_rows` does, of rows [n] int64."""
+
+    def in_place(self, lengths: Tensor, num_keys: int) -> InPlace | None:
+        """Return attention over up to `num_keys` tokens of the first rows where they lie, or None."""
+        return None
 
     @abstractmethod
-    def clear(self, start: int, stop: int) -> None:
-        """Prepare slots start..stop-1 for new rows."""
+    def read(self, row: int, length: int) -> RowCopy | None:
+        """Return the first `length` tokens of a row, kept apart from it; None where no memory is left."""
+
+    @abstractmethod
+    def copy(self, source: int | RowCopy, rows: Sequence[int], length: int) -> None:
+        """Put the first `length` tokens of a row, or of what `read` kept, into new rows."""
+
+    def fork(self, groups: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """For each (row, new rows, length), put the first `length` tokens of the row into the new ones."""
+        for source, rows, length in groups:
+            self.copy(source, rows, length)
 
     @abstractmethod
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Move rows from slots `source` to slots `destination`; the two share no slot."""
+        """Move rows `source` to `destination`; a row may be in both."""
 
-    @abstractmethod
-    def fork(self, source: int, destination: Sequence[int], length: int) -> None:
-        """Put the first `length` tokens of one slot into slots of new rows."""
+    def drop(self, start: int, stop: int) -> None:  # noqa: B027  in slots, tokens stay until the next row comes
+        """Free rows start..stop-1, which have left."""
 
-    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:  # noqa: B027  slots have their room
-        """Make room for tokens of these slots up to `stop`, or for one more of each."""
+    def wipe(self, rows: Sequence[int]) -> None:  # noqa: B027  a slot is cleared before its next row comes
+        """Clear these rows, whose contents are not finite and must not stay behind."""
 
-    def drop(self, start: int, stop: int) -> None:  # noqa: B027  the tokens stay until the next row comes
-        """Free slots start..stop-1, whose rows have left."""
-
-    def wipe(self, slots: Sequence[int]) -> None:  # noqa: B027  a slot is cleared before its next row comes
-        """Clear these slots, whose contents are not finite and must not stay behind."""
-
-
-class Places:
-    """The slot and position [N] int64 at which each of N tokens is stored.
-
-    `source` [N] picks the tokens among those that were computed; None takes them in order.
-    """
-
-    def __init__(self, slots: Tensor, positions: Tensor, source: Tensor | None = None) -> None:
-        self.slots = slots
-        self.positions = positions
-        self.source = source
-        self._flat: dict[tuple[int, int], Tensor] = {}
-
-    @classmethod
-    def of_pieces(
-        cls,
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        slots: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-    ) -> Places:
-        """Return the places of pieces that are computed one after the other.
-
-        All lengths[i] tokens of piece i go to each of slots[i], from position starts[i] on.
-        """
-        owner = torch.tensor([piece for piece, own in enumerate(slots) for _ in own])
-        length = torch.tensor(lengths)
-        start = torch.tensor(starts)
-        counts = length[owner]
-        ends = counts.cumsum(0)
-        within = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
-        source = (length.cumsum(0) - length)[owner].repeat_interleave(counts) + within
-        positions = start[owner].repeat_interleave(counts) + within
-        slot = torch.tensor([slot for own in slots for slot in own]).repeat_interleave(counts)
-        return cls(slot.to(device), positions.to(device), source.to(device))
-
-    def flat(self, kv_heads: int, capacity: int) -> Tensor:
-        """Return the row of each (token, head) in a layer seen as [slots * KV * capacity, D]: [N * KV] int64.
-
-        It is computed once and serves all layers.
-        """
-        known = self._flat.get((kv_heads, capacity))
-        if known is None:
-            heads = torch.arange(kv_heads, device=self.slots.device) * capacity
-            known = ((self.slots * (kv_heads * capacity) + self.positions)[:, None] + heads).reshape(-1)
-            self._flat[(kv_heads, capacity)] = known
-        return known
-
-    def in_blocks(self, table: Tensor, block_size: int) -> Tensor:
-        """Return the row of each token in a layer seen as [blocks * block_size, KV, D]: [N] int64.
-
-        `table` [slots, n] has the blocks of each slot.
-        """
-        known = self._flat.get((0, block_size))
-        if known is None:
-            blocks = table[self.slots, torch.div(self.positions, block_size, rounding_mode="floor")].long()
-            known = self._flat[(0, block_size)] = blocks * block_size + self.positions % block_size
-        return known
+    def _evict_to(self, num_tokens: int) -> None:
+        """Evict kept copies until they have at most `num_tokens` tokens."""
+        while self.kept is not None and self.kept.num_tokens > num_tokens and self.kept.evict():
+            pass
 
 
 @dataclass(frozen=True)
@@ -175,20 +250,30 @@ class SlotCopy(RowCopy):
 
 
 class SlotCache(KVCache):
-    """Keys and values of `num_slots` rows of at most `capacity` tokens each.
+    """A cache with `num_slots` slots of `capacity` tokens each.
 
-    A slot in use holds zeros behind its row's tokens. Each layer has one flat piece of memory, seen as
-    [slots, KV, capacity, D]. To change the capacity, kept tokens are copied to a spare piece in the new
-    shape, and the old piece becomes the spare one of the next layer. So the capacity can follow the longest
-    row, attention reads whole slots, and nothing is allocated while there is room.
+    A slot in use holds zeros behind its row's tokens: entries that a mask hides have to be finite. Each layer
+    has one flat piece of memory, seen as [slots, KV, capacity, D]. To change the capacity, tokens are copied
+    to a spare piece in the new shape, and the old piece becomes the spare one of the next layer. So the
+    capacity can follow the longest row, attention reads whole slots, and nothing is allocated while there is
+    room.
     """
 
+    capacity_of: Callable[[int], int] = staticmethod(slot_capacity)
+    """Function from the tokens of the longest row to the capacity; exact mode has its own."""
+
     def __init__(
-        self, shapes: dict[int, LayerShape], num_slots: int, capacity: int, device: torch.device | str = "cpu"
+        self,
+        shapes: Mapping[int, LayerShape],
+        num_slots: int = 0,
+        capacity: int = 0,
+        device: torch.device | str = "cpu",
+        max_tokens: int = 1 << 62,
     ) -> None:
+        super().__init__(shapes, device, max_tokens)
         self.num_slots = self.capacity = self.room = 0
-        self._device = device
         self.keys, self.values = {}, {}
+        self._planned = (0, 0)
         self._memory: dict[tuple[int, int], Tensor] = {}
         for layer, shape in shapes.items():
             for which, stored in enumerate((self.keys, self.values)):
@@ -203,25 +288,66 @@ class SlotCache(KVCache):
         """Memory held, in bytes."""
         return sum(x.nbytes for x in (*self._memory.values(), *self._spare.values()))
 
-    def resize(
-        self,
-        num_slots: int,
-        capacity: int,
-        *,
-        rows: int = 0,
-        length: int = 0,
-        last: bool = False,
-        room: int = 0,
-    ) -> None:
+    @property
+    def _follows(self) -> bool:
+        """Whether slots are no longer than the longest row needs: on CPU, where attention reads whole slots.
+
+        Elsewhere they take all the room there is, and stay as they are while the rows fit.
+        """
+        return self.device.type == "cpu"
+
+    def keys_read(self, longest: int) -> int:
+        """Return over how many places of each slot decoding attends."""
+        return self.capacity if self._follows else longest
+
+    def tokens_for(self, length: int) -> int:
+        """Return the capacity of slots where the longest row has `length` tokens."""
+        return self.capacity_of(max(1, length))
+
+    def plan(self, rows: int, longest: int) -> None:
+        """Begin to plan a pass."""
+        self._planned = (rows, longest)
+
+    def admit(self, count: int, length: int, longest: int, source: int | RowCopy | None, shared: int) -> int:
+        """Return how many rows fit, and plan with them: slots are all as long as the longest row."""
+        rows, before = self._planned
+        most = max(before, longest)
+        fitting = max(0, min(count, self.max_tokens // self.tokens_for(most) - rows))
+        if fitting:
+            self._planned = (rows + fitting, most)
+        return fitting
+
+    def grow(self, running: int, rows: int, length: int, *, live: int = 0, longest: int = 0) -> bool:
+        """Resize the slots where they must be longer or more, and clear those of new rows."""
+        capacity = self.tokens_for(length)
+        if rows * capacity > self.max_tokens:
+            return False
+        fits = capacity == self.capacity if self._follows else capacity <= self.capacity
+        if rows > self.num_slots or not fits:
+            slots = min(max(self.num_slots, rows, live), self.max_tokens // capacity)
+            room = self.room
+            if slots * capacity > room:
+                ahead = min(longest, max(length + AHEAD, 3 * room // (2 * slots)))
+                room = min(self.max_tokens, slots * max(capacity, self.tokens_for(ahead)))
+            if not self._follows:
+                capacity = room // slots
+            self._evict_to(self.max_tokens - room)
+            self.resize(slots, capacity, rows=running, length=min(capacity, self.capacity), room=room)
+        if rows > running:
+            for stored in (*self.keys.values(), *self.values.values()):
+                stored[running:rows] = 0
+        return True
+
+    def resize(self, num_slots: int, capacity: int, *, rows: int = 0, length: int = 0, room: int = 0) -> None:
         """Change the number of slots and their capacity.
 
-        The first `length` tokens of the first `rows` slots stay; with `last`, those of the last slot stay in
-        the new last slot. Where memory has to grow, it gets room for `room` tokens in each layer.
+        The first `length` tokens of the first `rows` slots stay. Where memory has to grow, it gets room for
+        `room` tokens in each layer.
         """
         assert length <= min(capacity, self.capacity), (
             f"{length} tokens are to stay, of {self.capacity} to {capacity}"
         )
-        assert rows + int(last) <= min(num_slots, self.num_slots), (
+        assert rows <= min(num_slots, self.num_slots), (
             f"{rows} rows are to stay, of {self.num_slots} to {num_slots} slots"
         )
         if num_slots * capacity > self.room:
@@ -231,14 +357,11 @@ class SlotCache(KVCache):
             for layer, old in tensors.items():
                 shape = (num_slots, old.shape[1], capacity, old.shape[3])
                 size = math.prod(shape)
-                memory = self._piece((layer, which), old.shape[1] * old.shape[3], copied=rows > 0 or last)
+                memory = self._piece((layer, which), old.shape[1] * old.shape[3], copied=rows > 0)
                 tensors[layer] = new = memory[:size].view(shape)
                 if rows:
                     new[:rows, :, :length] = old[:rows, :, :length]
                     new[:rows, :, length:] = 0
-                if last:
-                    new[-1, :, :length] = old[-1, :, :length]
-                    new[-1, :, length:] = 0
         self.num_slots = num_slots
         self.capacity = capacity
 
@@ -259,53 +382,60 @@ class SlotCache(KVCache):
             self._spare[(width, now.dtype)] = now
         return self._memory[name]
 
-    def read(self, slot: int, length: int) -> SlotCopy:
-        """Return a copy of the first `length` tokens of a slot."""
+    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
+        """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
+        for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
+            flat = places.flat(stored.shape[1], stored.shape[2])
+            stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))
+
+    def first_rows(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the first tokens of the first rows, without a copy."""
+        keys, values = (stored[layer][:rows] for stored in (self.keys, self.values))
+        if length == self.capacity:
+            return keys, values
+        return keys[:, :, :length], values[:, :, :length]
+
+    def tokens_of(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return a copy of the first tokens of some rows."""
         keys, values = (
-            {layer: x[slot, :, :length].clone() for layer, x in stored.items()}
+            stored[layer][:, :, :length].index_select(0, rows) for stored in (self.keys, self.values)
+        )
+        return keys, values
+
+    def read(self, row: int, length: int) -> SlotCopy | None:
+        """Return a copy of the first tokens of a row, for which older ones are evicted; None: no room."""
+        left = self.max_tokens - self.room - length
+        if left < 0:
+            return None
+        self._evict_to(left)
+        keys, values = (
+            {layer: x[row, :, :length].clone() for layer, x in stored.items()}
             for stored in (self.keys, self.values)
         )
         return SlotCopy(keys, values)
 
-    def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
-        """Write the first `length` tokens of a copy to these slots."""
-        assert isinstance(copy, SlotCopy), f"slots cannot load {type(copy).__name__}"
-        index = torch.tensor(destination, device=self._device)
-        for stored, kept in ((self.keys, copy.keys), (self.values, copy.values)):
-            for layer, new in kept.items():
-                stored[layer][:, :, :length].index_copy_(
-                    0, index, new[None, :, :length].expand(len(index), -1, -1, -1)
-                )
+    def copy(self, source: int | RowCopy, rows: Sequence[int], length: int) -> None:
+        """Copy the first tokens of a row or of a kept copy to these rows."""
+        index = torch.tensor(rows, device=self.device)
+        for which, stored in (("keys", self.keys), ("values", self.values)):
+            for layer, x in stored.items():
+                first = x[source] if isinstance(source, int) else getattr(source, which)[layer]
+                first = first[None, :, :length].expand(len(rows), -1, -1, -1)
+                x[:, :, :length].index_copy_(0, index, first)
 
-    def clear(self, start: int, stop: int) -> None:
-        """Fill slots start..stop-1 with zeros for new rows."""
-        for stored in (*self.keys.values(), *self.values.values()):
-            stored[start:stop] = 0
-
-    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
-        """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
-        for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
-            if places.source is not None:
-                new = new.index_select(0, places.source)
-            flat = places.flat(stored.shape[1], stored.shape[2])
-            stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))
-
-    def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return a copy of the first tokens of some slots."""
-        keys, values = (
-            stored[layer][:, :, :length].index_select(0, slots) for stored in (self.keys, self.values)
-        )
-        return keys, values
+    def fork(self, groups: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """Copy all rows at once: behind a row's tokens there are zeros, in the new rows too."""
+        source = [first for first, rows, _ in groups for _ in rows]
+        destination = [row for _, rows, _ in groups for row in rows]
+        if source:
+            self._move(source, destination, max(length for _, _, length in groups))
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copy slots `source` to slots `destination`; the two share no slot."""
-        places, index = torch.tensor([source, destination], device=self._device)
-        for stored in (*self.keys.values(), *self.values.values()):
-            stored.index_copy_(0, index, stored.index_select(0, places))
+        """Copy slots `source` to slots `destination`."""
+        self._move(source, destination, self.capacity)
 
-    def fork(self, source: int, destination: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of one slot to slots `destination`."""
-        index = torch.tensor(destination, device=self._device)
+    def _move(self, source: Sequence[int], destination: Sequence[int], length: int) -> None:
+        places, index = torch.tensor([source, destination], device=self.device)
         for stored in (*self.keys.values(), *self.values.values()):
             used = stored[:, :, :length]
-            used.index_copy_(0, index, used[source : source + 1].expand(len(index), -1, -1, -1))
+            used.index_copy_(0, index, used.index_select(0, places))

@@ -1,7 +1,8 @@
 """The one log-prob function, from which both training and rollout take the log-prob of a token.
 
 `token_log_probs` goes from hidden states to log-probs, entropy and Σπ² a chunk of tokens at a time, so that
-logits [tokens, vocabulary] never exist for a whole micro-batch; the backward pass computes them again.
+logits [tokens, vocabulary] never exist for a whole large micro-batch. The backward pass has the logits of as
+many chunks as `KEPT_BYTES` allow, and computes the others again, to the same bits.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
-CHUNK_BYTES = 64 * 2**20
-"""Largest size of a chunk of logits, in bytes."""
+from hybridflow.distributed.accelerators import features
+
+KEPT_BYTES = 256 * 2**20
+"""Most bytes of logits that are kept for the backward pass, where one of the head's four products is then
+spared.
+"""
 
 LOWEST = -1e4
 """Least log-prob in nats that is computed with: exp of it is 0 in every dtype, and no product overflows."""
@@ -92,7 +97,7 @@ def token_log_probs(
     with_sum_pi_squared: bool = False,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     chunk_step: int = 1,
 ) -> TokenOutputs:
     """Return the log-prob of each target and, on request, entropy and Σπ² of the distribution.
@@ -100,17 +105,22 @@ def token_log_probs(
     hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature)
     with z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from
     Σπ². A logit of -inf has probability 0 and adds nothing. A chunk of tokens holds at most `chunk_bytes` of
-    logits, as a multiple of `chunk_step` tokens, and at least `chunk_step` tokens.
+    logits (by default what `ACCELERATORS` says of the device), as a multiple of `chunk_step` tokens, and at
+    least `chunk_step` tokens.
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"
     assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
         f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not match"
     )
     transform = LogitTransform(logit_scale, softcap)
+    chunk_bytes = chunk_bytes or features(hidden.device.type).logits_bytes
     chunk = max(1, chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes) // chunk_step) * chunk_step
     wanted = (with_entropy, with_sum_pi_squared)
+    kept = 0
+    if torch.is_grad_enabled():
+        kept = chunk_tokens(weight.shape[0], hidden.dtype, KEPT_BYTES)
     log_probs, entropy, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, wanted, transform, chunk
+        hidden, weight, bias, targets, temperature, wanted, transform, chunk, kept
     )  # type: ignore[no-untyped-call]
     outputs = TokenOutputs(log_probs, None)
     if with_entropy:
@@ -120,7 +130,7 @@ def token_log_probs(
     return outputs
 
 
-def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
+def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int) -> int:
     """Return how many tokens' logits fit into `chunk_bytes`, at least 1."""
     return max(1, chunk_bytes // (vocabulary * torch.promote_types(dtype, torch.float32).itemsize))
 
@@ -142,6 +152,7 @@ class _TokenLogProbs(torch.autograd.Function):
         wanted: tuple[bool, bool],
         transform: LogitTransform,
         chunk: int,
+        kept: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with_entropy, with_squares = wanted
         kind = torch.promote_types(hidden.dtype, torch.float32)
@@ -149,12 +160,15 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy, squares = (
             torch.empty(len(hidden) if want else 0, dtype=kind, device=hidden.device) for want in wanted
         )
+        ctx.logits = {}
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = transform(linear(hidden[part], weight, bias))
+            if start + len(logits) <= kept:
+                ctx.logits[start] = logits
             log_probs[part] = log_probs_from_logits(logits, targets[part], temperature)
             if with_entropy or with_squares:
-                log_p = torch.log_softmax(logits / temperature, dim=-1)
+                log_p = _log_softmax(logits, temperature)
                 p = log_p.exp()
                 if with_squares:
                     squares[part] = p.square().sum(-1)
@@ -173,8 +187,7 @@ class _TokenLogProbs(torch.autograd.Function):
         kind = grad_log_probs.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # accumulated in float32 or better: a sum over chunks in bfloat16 would lose the small ones
-        grad_weight = torch.zeros(weight.shape, dtype=kind, device=weight.device) if wants_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = (
             torch.zeros(bias.shape, dtype=kind, device=bias.device)
             if bias is not None and wants_bias
@@ -182,9 +195,11 @@ class _TokenLogProbs(torch.autograd.Function):
         )
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = transform(linear(hidden[part], weight, bias))
-            log_p = torch.log_softmax(logits / temperature, dim=-1)
-            grad = log_p.exp()
+            logits = ctx.logits.pop(start, None)
+            if logits is None:
+                logits = transform(linear(hidden[part], weight, bias))
+            log_p = _log_softmax(logits, temperature)
+            grad = log_p.exp() if with_entropy else log_p.exp_()
             if with_entropy:
                 grad_z = _bounded_(log_p).add_(entropy[part, None])
                 grad_z.mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
@@ -198,16 +213,19 @@ class _TokenLogProbs(torch.autograd.Function):
             grad.mul_(slope)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            grad_raw = grad.to(hidden.dtype)
+            del logits, log_p  # the products need memory too
+            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = grad_raw @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_raw, hidden[part])
+                grad_hidden[part] = grad @ weight
+            if wants_weight:
+                grad_weight = _add_product(grad_weight, grad, hidden[part], kind)
+        if wants_weight and grad_weight is None:  # no tokens
+            grad_weight = torch.zeros_like(weight)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -219,9 +237,18 @@ def _bounded_(log_p: Tensor) -> Tensor:
     return log_p.clamp_(min=LOWEST)
 
 
-def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += gradᵀ [V, m] · hidden [m, H]."""
-    if grad.dtype == total.dtype:
-        total.addmm_(grad.T, hidden)
-    else:
-        total += grad.T @ hidden
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    if temperature != 1.0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """total [V, H] + gradᵀ [V, m] · hidden [m, H], in `dtype` from the second chunk on: a sum over chunks in
+    bfloat16 would lose the small ones. `total` is None before the first.
+    """
+    if total is None:
+        return grad.T @ hidden
+    if grad.dtype == dtype:
+        return total.addmm_(grad.T, hidden)
+    return total.to(dtype).add_(grad.T @ hidden)

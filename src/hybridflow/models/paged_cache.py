@@ -1,24 +1,25 @@
-"""The paged key-value cache: [blocks, tokens, KV, D] in each layer, and a table of each slot's blocks.
+"""The paged key-value cache: [blocks, tokens, KV, D] in each layer, and a block table.
 
-    slot 0  [ 4 | 7 | 2 ]        full blocks and blocks that are only read may belong to several slots
-    slot 1  [ 4 | 7 | 9 ]        and kept prefixes, so each counts its holders; the last block of a row
+    row 0   [ 4 | 7 | 2 ]        full blocks and blocks that are only read may belong to several rows
+    row 1   [ 4 | 7 | 9 ]        and kept copies, so each counts its holders; the last block of a row
     kept    [ 4 | 7 | 2 ]        is its own, since it will be written
 
 The host knows the blocks of every row and never waits for the device. Block 0 belongs to no row: unused
-entries of the table point to it.
+entries of the table point to it. No row takes the memory of the longest one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.models.kv_cache import KVCache, LayerShape, Places, RowCopy
+from hybridflow.models.attention import Scores
+from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, Places, RowCopy
 
 PagedKernel = Callable[..., Any]
 """A kernel that attends over blocks in place: `torch.nn.attention.varlen.varlen_attn`, or one like it."""
@@ -28,11 +29,14 @@ LEAST_BLOCKS = 16
 
 
 class BlockPool:
-    """The free blocks, and the number of holders of each of the others."""
+    """The free blocks, and how many rows and kept copies hold each of the others."""
 
     def __init__(self) -> None:
         self.counts = [1]
+        self.row_counts = [1]
         self.free: list[int] = []
+        self.in_rows = 0
+        """Number of blocks that rows hold; all others are free, or can be by eviction."""
 
     @property
     def size(self) -> int:
@@ -41,27 +45,28 @@ class BlockPool:
 
     def grow(self, size: int) -> None:
         """Add free blocks until there are `size`."""
+        more = size - self.size
         self.free += range(self.size, size)
-        self.counts += [0] * (size - self.size)
+        self.counts += [0] * more
+        self.row_counts += [0] * more
 
-    def take(self, count: int) -> list[int]:
-        """Take free blocks, each for one holder."""
-        assert count <= len(self.free), f"{count} blocks were asked for, and {len(self.free)} are free"
-        taken = [self.free.pop() for _ in range(count)]
-        self.hold(taken)
-        return taken
-
-    def hold(self, blocks: Iterable[int]) -> None:
+    def hold(self, blocks: Iterable[int], *, by_row: bool) -> None:
         """Count one more holder of these blocks."""
         for block in blocks:
             self.counts[block] += 1
+            if by_row:
+                self.in_rows += self.row_counts[block] == 0
+                self.row_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], *, by_row: bool) -> None:
         """Count one holder less of these blocks, and free those without any."""
         for block in blocks:
             self.counts[block] -= 1
             if self.counts[block] == 0:
                 self.free.append(block)
+            if by_row:
+                self.row_counts[block] -= 1
+                self.in_rows -= self.row_counts[block] == 0
 
 
 class HeldBlocks(RowCopy):
@@ -70,44 +75,42 @@ class HeldBlocks(RowCopy):
     def __init__(self, pool: BlockPool, blocks: Sequence[int]) -> None:
         self.blocks = tuple(blocks)
         self._pool = pool
-        pool.hold(self.blocks)
+        pool.hold(self.blocks, by_row=False)
 
     def __del__(self) -> None:
-        self._pool.release(self.blocks)
+        self._pool.release(self.blocks, by_row=False)
 
 
 class PagedCache(KVCache):
     """A cache whose rows lie in blocks, at most `max_blocks`.
 
-    Memory grows by doubling; once it is full, `evict` is called to free blocks of kept prefixes.
+    Memory grows by doubling; once it is full, kept copies are evicted.
     """
-
-    shares = True
-    kernel: PagedKernel | None = None
-    """Kernel of decoding; None means that each row's tokens are gathered and attended over as in slots."""
 
     def __init__(
         self,
-        shapes: dict[int, LayerShape],
+        shapes: Mapping[int, LayerShape],
         num_slots: int,
         max_blocks: int,
         block_size: int,
         device: torch.device | str = "cpu",
+        kernel: PagedKernel | None = None,
     ) -> None:
+        """`kernel` decodes; None means that each row's tokens are gathered and attended over as in slots."""
+        super().__init__(shapes, device, (max_blocks - 1) * block_size)
         self.num_slots = num_slots
         self.max_blocks = max_blocks
         self.block_size = block_size
-        self.device = torch.device(device)
+        self.kernel = kernel
         self.room = 0
         self.capacity = block_size
         self.pool = BlockPool()
         self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self.lengths = [0] * num_slots
-        """Number of tokens of each slot."""
-        self.evict: Callable[[], bool] = lambda: False
-        """Evicts one kept prefix; returns False if there is none."""
+        """Number of tokens that each row has memory for or has."""
         self.table = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
-        self._stale: set[int] = set()  # slots whose blocks the table does not say yet
+        self._stale: set[int] = set()  # rows whose blocks the table does not say yet
+        self._planned = 0  # blocks
         self.keys, self.values = {}, {}
         for layer, shape in shapes.items():
             for stored, dim in zip((self.keys, self.values), shape.dims):
@@ -119,38 +122,77 @@ class PagedCache(KVCache):
         """Memory held, in bytes."""
         return sum(x.nbytes for x in (*self.keys.values(), *self.values.values(), self.table))
 
+    @property
+    def num_obtainable(self) -> int:
+        """Number of blocks that no row holds: free ones, and those of kept copies alone."""
+        return self.max_blocks - 1 - self.pool.in_rows
+
     def num_blocks(self, length: int) -> int:
         """Return the number of blocks of a row of `length` tokens."""
         return -(-length // self.block_size)
 
-    def num_obtainable(self, beside: Iterable[int] = ()) -> int:
-        """Return how many blocks could be freed: those that neither a row nor `beside` holds."""
-        return self.max_blocks - 1 - len(set(beside).union(*self.blocks))
+    def tokens_for(self, length: int) -> int:
+        """Return the tokens of the blocks of one row."""
+        return self.num_blocks(length) * self.block_size
 
-    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """Take blocks for tokens of these slots up to `stop`, or for one more of each."""
-        for slot in slots:
-            length = stop
-            if length is None:
-                length = self.lengths[slot] + 1
-            missing = self.num_blocks(length) - len(self.blocks[slot])
-            if missing > 0:
-                self.blocks[slot] += self._take(missing)
-                self._stale.add(slot)
-            self.lengths[slot] = max(self.lengths[slot], length)
+    def plan(self, rows: int, longest: int) -> None:
+        """Begin to plan a pass."""
+        self._planned = 0
+
+    def admit(self, count: int, length: int, longest: int, source: int | RowCopy | None, shared: int) -> int:
+        """Return how many rows fit, and plan with them: they share the full blocks of their context.
+
+        The blocks of a kept copy cannot be evicted while it is shared.
+        """
+        kept = sum(self.pool.row_counts[block] == 0 for block in self._blocks_of(source))
+        first = kept + self.num_blocks(longest) - shared // self.block_size
+        more = self.num_blocks(longest) - length // self.block_size
+        free = self.num_obtainable - self._planned
+        if free < first:
+            return 0
+        fitting = count
+        if more:
+            fitting = min(count, 1 + (free - first) // more)
+        self._planned += first + more * (fitting - 1)
+        return fitting
+
+    def grow(self, running: int, rows: int, length: int, *, live: int = 0, longest: int = 0) -> bool:
+        """Do nothing: each row takes its blocks in `extend`."""
+        return True
+
+    def extend(self, rows: Sequence[int], length: int | None = None) -> bool:
+        """Take blocks for these rows up to `length` tokens, or for one more of each; False where they end."""
+        stops = [length or self.lengths[row] + 1 for row in rows]
+        missing = [
+            (row, self.num_blocks(stop) - len(self.blocks[row]))
+            for row, stop in zip(rows, stops)
+            if stop > len(self.blocks[row]) * self.block_size
+        ]
+        if sum(count for _, count in missing) > self.num_obtainable:
+            return False
+        for row, count in missing:
+            self.blocks[row] += self._take(count)
+            self._stale.add(row)
+        for row, stop in zip(rows, stops):
+            self.lengths[row] = max(self.lengths[row], stop)
         self._upload()
+        return True
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
         flat = places.in_blocks(self.table, self.block_size)
         for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
-            if places.source is not None:
-                new = new.index_select(0, places.source)
             stored.flatten(0, 1).index_copy_(0, flat, new)
 
-    def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return the first tokens of some slots, gathered from their blocks."""
-        blocks = self.table[:, : self.num_blocks(length)].index_select(0, slots)
+    def first_rows(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the first tokens of the first rows, gathered from their blocks."""
+        return self._gathered(layer, self.table[:rows, : self.num_blocks(length)], length)
+
+    def tokens_of(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return the first tokens of some rows, gathered from their blocks."""
+        return self._gathered(layer, self.table[:, : self.num_blocks(length)].index_select(0, rows), length)
+
+    def _gathered(self, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
         keys, values = (
             stored[layer]
             .index_select(0, blocks.flatten())
@@ -161,76 +203,116 @@ class PagedCache(KVCache):
         )
         return keys, values
 
-    def read(self, slot: int, length: int) -> HeldBlocks:
+    def in_place(self, lengths: Tensor, num_keys: int) -> InPlace | None:
+        """Return attention by the kernel, which reads the table; None where there is no kernel."""
+        kernel = self.kernel
+        if kernel is None:
+            return None
+        count = len(lengths)
+        rows = torch.arange(count + 1, dtype=torch.int32, device=lengths.device)
+        used = (lengths + 1).to(torch.int32)
+        # places of rows that lie one after the other; the kernel reads the table instead
+        begins = rows * self.capacity
+
+        def attend(query: Tensor, scores: Scores, window: int | None) -> Tensor:
+            keys = self.keys[scores.layer_idx]
+            attended: Tensor = kernel(
+                query[:, :, 0],
+                keys,
+                self.values[scores.layer_idx],
+                rows,
+                begins,
+                1,
+                num_keys,
+                scale=scores.scaling,
+                # the one query is the newest token
+                window_size=(-1, -1) if window is None else (window - 1, 0),
+                enable_gqa=query.shape[1] != keys.shape[2],
+                seqused_k=used,
+                block_table=self.table[:count],
+            )
+            return attended[:, None]
+
+        return attend
+
+    def read(self, row: int, length: int) -> HeldBlocks:
         """Hold the blocks of a row's first tokens; the row may go on to write behind them."""
-        return HeldBlocks(self.pool, self.blocks[slot][: self.num_blocks(length)])
+        return HeldBlocks(self.pool, self.blocks[row][: self.num_blocks(length)])
 
-    def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
-        """Put the first `length` kept tokens into slots of new rows."""
-        assert isinstance(copy, HeldBlocks), f"blocks cannot load {type(copy).__name__}"
-        self._share(copy.blocks, destination, length)
-
-    def fork(self, source: int, destination: Sequence[int], length: int) -> None:
-        """Put the first `length` tokens of one slot into slots of new rows."""
-        self._share(self.blocks[source], destination, length)
+    def copy(self, source: int | RowCopy, rows: Sequence[int], length: int) -> None:
+        """Share the full blocks of a row or a kept copy with new rows, and copy a last one that is not."""
+        blocks = self._blocks_of(source)
+        whole = blocks[: length // self.block_size]
+        last: list[int] = []
+        if length % self.block_size:
+            last = self._take(len(rows))
+        for number, row in enumerate(rows):
+            assert not self.blocks[row], f"row {row} is in use"
+            self.pool.hold(whole, by_row=True)
+            self.blocks[row] = [*whole, *last[number : number + 1]]
+            self.lengths[row] = length
+        self._stale.update(rows)
+        if last:
+            index = torch.tensor(last, device=self.device)
+            for stored in (*self.keys.values(), *self.values.values()):
+                first = stored[blocks[len(whole)]].clone()
+                stored.index_copy_(0, index, first.expand(len(last), -1, -1, -1))
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Move the blocks of slots `source` to slots `destination`."""
-        for old, new in zip(source, destination, strict=True):
-            self.drop(new, new + 1)
-            self.blocks[new] = self.blocks[old]
-            self.blocks[old] = []
-            self.lengths[new] = self.lengths[old]
-            self.lengths[old] = 0
-            self._stale |= {old, new}
+        """Move the blocks of rows `source` to rows `destination`, which have none of their own."""
+        moved = [(self.blocks[row], self.lengths[row]) for row in source]
+        for row in source:
+            self.blocks[row] = []
+            self.lengths[row] = 0
+        self.drop_rows([row for row in destination if row not in source])
+        for row, (blocks, length) in zip(destination, moved, strict=True):
+            self.blocks[row] = blocks
+            self.lengths[row] = length
+        self._stale.update(source, destination)
 
     def drop(self, start: int, stop: int) -> None:
-        """Release the blocks of slots start..stop-1, whose rows have left."""
-        for slot in range(start, stop):
-            if self.blocks[slot]:
-                self.pool.release(self.blocks[slot])
-                self.blocks[slot] = []
-                self.lengths[slot] = 0
-                self._stale.add(slot)
+        """Release the blocks of rows start..stop-1, which have left."""
+        self.drop_rows(range(start, stop))
 
-    clear = drop
+    def drop_rows(self, rows: Iterable[int]) -> None:
+        """Release the blocks of these rows."""
+        for row in rows:
+            if self.blocks[row]:
+                self.pool.release(self.blocks[row], by_row=True)
+                self.blocks[row] = []
+                self.lengths[row] = 0
+                self._stale.add(row)
 
-    def wipe(self, slots: Sequence[int]) -> None:
-        """Zero the blocks that only these slots hold: entries that a mask hides still have to be finite."""
-        held = Counter(block for slot in slots for block in self.blocks[slot])
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Zero the blocks that only these rows hold: entries that a mask hides still have to be finite."""
+        held = Counter(block for row in rows for block in self.blocks[row])
         own = [block for block, count in held.items() if self.pool.counts[block] == count]
         index = torch.tensor([0, *own], device=self.device)
         for stored in (*self.keys.values(), *self.values.values()):
             stored.index_fill_(0, index, 0)
 
-    def _share(self, blocks: Sequence[int], destination: Sequence[int], length: int) -> None:
-        """Share whole blocks with slots of new rows, and copy the last block to each if it is not full."""
-        whole = blocks[: length // self.block_size]
-        last: list[int] = []
-        if length % self.block_size:
-            last = self._take(len(destination))
-        for number, slot in enumerate(destination):
-            assert not self.blocks[slot], f"slot {slot} is in use"
-            self.pool.hold(whole)
-            self.blocks[slot] = [*whole, *last[number : number + 1]]
-            self.lengths[slot] = length
-        self._stale.update(destination)
-        if last:
-            index = torch.tensor(last, device=self.device)
-            source = blocks[len(whole)]
-            for stored in (*self.keys.values(), *self.values.values()):
-                stored.index_copy_(0, index, stored[source].clone().expand(len(last), -1, -1, -1))
+    def _blocks_of(self, source: int | RowCopy | None) -> Sequence[int]:
+        if isinstance(source, int):
+            return self.blocks[source]
+        if source is None:
+            return ()
+        assert isinstance(source, HeldBlocks), f"blocks cannot be shared with {type(source).__name__}"
+        return source.blocks
 
     def _take(self, count: int) -> list[int]:
-        """Take free blocks; if there are too few, grow the memory, then evict kept prefixes."""
-        missing = count - len(self.pool.free)
+        """Take free blocks for a row; if there are too few, grow the memory, then evict kept copies."""
+        pool = self.pool
+        missing = count - len(pool.free)
         if missing > 0:
-            self._grow(min(self.max_blocks, max(self.pool.size + missing, 2 * self.pool.size, LEAST_BLOCKS)))
-        while len(self.pool.free) < count and self.evict():
+            self._allocate(min(self.max_blocks, max(pool.size + missing, 2 * pool.size, LEAST_BLOCKS)))
+        while len(pool.free) < count and self.kept is not None and self.kept.evict():
             pass
-        return self.pool.take(count)
+        assert count <= len(pool.free), f"{count} blocks were asked for, and {len(pool.free)} are free"
+        taken = [pool.free.pop() for _ in range(count)]
+        pool.hold(taken, by_row=True)
+        return taken
 
-    def _grow(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int) -> None:
         """Allocate memory for so many blocks and copy those in use, one layer at a time."""
         if num_blocks <= self.pool.size:
             return
@@ -245,15 +327,15 @@ class PagedCache(KVCache):
         """Copy the changed rows of the table to the device in one transfer, without waiting for it."""
         if not self._stale:
             return
-        width = max(len(self.blocks[slot]) for slot in self._stale)
+        width = max(len(self.blocks[row]) for row in self._stale)
         if width > self.table.shape[1]:
             self.table = self.table.new_zeros(self.num_slots, max(width, 2 * self.table.shape[1]))
             self.capacity = self.table.shape[1] * self.block_size
             self._stale = set(range(self.num_slots))
-        slots = sorted(self._stale)
+        stale = sorted(self._stale)
         width = self.table.shape[1]
         rows = torch.tensor(
-            [[slot, *self.blocks[slot], *[0] * (width - len(self.blocks[slot]))] for slot in slots],
+            [[row, *self.blocks[row], *[0] * (width - len(self.blocks[row]))] for row in stale],
             dtype=torch.int32,
         )
         if features(self.device.type).pins_memory:

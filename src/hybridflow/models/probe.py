@@ -8,28 +8,34 @@ layers), is found here and not in a run that quietly learns from wrong log-probs
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, PackedLayout, Scores
-from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
-from hybridflow.models.policy import PolicyModel
-from hybridflow.models.slot_layout import SlotLayout
+from hybridflow.models.attention import ATTENTION_NAME, PackedLayout, Scores, kernel_of
+from hybridflow.models.flat_decoder import ScoresSeen
+from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.policy import PolicyModel, run_backbone
+from hybridflow.models.span_layout import SpanLayout
+
+logger = logging.getLogger(__name__)
 
 _LENGTHS = (7, 12, 4)
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 class _CountingLayout(PackedLayout):
-    """A packed layout that counts the calls of each layer."""
+    """A packed layout that counts the calls of each layer and notes their kernels."""
 
     calls: Counter[int]
+    kernels: dict[str, list[int]]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         self.calls[scores.layer_idx] += 1
+        self.kernels.setdefault(kernel_of(query, key, value, scores), []).append(scores.layer_idx)
         return super().attend(query, key, value, scores)
 
 
@@ -46,11 +52,14 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
     policy.eval()
     try:
         rows = _rows(policy)
-        packed = _packed(policy, rows)
+        kernels: dict[str, list[int]] = {}
+        packed = _packed(policy, rows, kernels)
         cached = _cached(policy, rows)
         alone = _alone(policy, rows)
     finally:
         policy.train(was_training)
+    by_kernel = (f"{kernel} in layers {_ranges(layers)}" for kernel, layers in kernels.items())
+    logger.info("%s: attention by %s", type(policy.hf).__name__, "; ".join(by_kernel))
     if not all(bool(row.isfinite().all()) for row in alone):
         hint = ""
         if policy.dtype.itemsize < 4:
@@ -78,6 +87,15 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
                 "our attention does not implement, so it cannot be trained here"
             )
     return max(differences.values())
+
+
+@torch.no_grad()
+def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, Scores]]:
+    """Return what each layer stores per token, and how it scores keys, as seen in a pass over one token."""
+    seen = ScoresSeen(PackedLayout.build([1], policy.device))
+    token = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
+    run_backbone(policy.hf.base_model, token, token, seen)
+    return seen.shapes, seen.of_layer
 
 
 @torch.no_grad()
@@ -117,11 +135,17 @@ def _rows(policy: PolicyModel) -> list[Tensor]:
     return [torch.tensor(row, device=policy.device) for row in ids]
 
 
-def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
-    """Return packed log-probs [length, V] of each row; ModelError if a layer avoids our attention."""
+def _packed(
+    policy: PolicyModel, rows: list[Tensor], kernels: dict[str, list[int]] | None = None
+) -> list[Tensor]:
+    """Return packed log-probs [length, V] of each row; ModelError if a layer avoids our attention.
+
+    `kernels` is given the layers of each kernel.
+    """
     layout = _CountingLayout.build(_LENGTHS, policy.device)
     assert isinstance(layout, _CountingLayout)
     layout.calls = Counter()
+    layout.kernels = {} if kernels is None else kernels
     hidden = policy.hidden(torch.cat(rows)[None], _positions(rows), layout)
     wanted = policy.config.get_text_config().num_hidden_layers
     if len(layout.calls) != wanted or set(layout.calls.values()) != {1}:
@@ -133,29 +157,27 @@ def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     return list(policy.logits(hidden)[0].log_softmax(-1).split(_LENGTHS))
 
 
+def _ranges(numbers: list[int]) -> str:
+    """Return rising numbers as text in which neighbours are joined: 0-3, 6, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
 def _cached(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     """Return log-probs [V] after each row, whose last token is decoded over cached keys and values."""
     prompts = [row[:-1] for row in rows]
-    states: dict[int, tuple[Tensor, Tensor]] = {}
-    layout = PackedLayout.build(
-        [len(row) for row in prompts],
-        policy.device,
-        kv_sink=lambda layer, *pair: states.update({layer: pair}),
-    )
-    policy.hidden(torch.cat(prompts)[None], _positions(prompts), layout)
-    shapes = {
-        layer: LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        for layer, (key, value) in states.items()
-    }
-    cache = SlotCache(shapes, len(rows), max(_LENGTHS), policy.device)
-    lengths = torch.tensor([len(row) for row in prompts], device=policy.device)
-    places = Places(
-        torch.arange(len(rows), device=policy.device).repeat_interleave(lengths), _positions(prompts)[0]
-    )
-    for layer, (key, value) in states.items():
-        cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), places)
-    last = torch.stack([row[-1] for row in rows])
-    hidden = policy.hidden(last[:, None], lengths[:, None], SlotLayout(cache, lengths, max(_LENGTHS) - 1))
+    lengths = [len(row) for row in prompts]
+    cache = SlotCache(layer_facts(policy)[0], len(rows), max(_LENGTHS), policy.device)
+    whole = SpanLayout.packed(cache, range(len(rows)), [0] * len(rows), lengths)
+    policy.hidden(torch.cat(prompts)[None], _positions(prompts), whole)
+    last = torch.stack([row[-1] for row in rows])[:, None]
+    place = torch.tensor(lengths, device=policy.device)
+    hidden = policy.hidden(last, place[:, None], SpanLayout.decoding(cache, place, max(lengths)))
     return list(policy.logits(hidden)[:, 0].log_softmax(-1))
 
 

@@ -80,6 +80,8 @@ group_ids | B | int64 | | driver | advantages, losses | number of the group: the
 uid | B | object | str | collate | advantages, filters, metrics | group: the responses of one prompt share it
 finish_reason | B | object | str | rollout | filters, metrics | stop, length or abort
 solution_str | B | object | str | collate | rewards | text of the response without special tokens
+repetition | B | float64 | share | collectors | reward watch | \
+runs of tokens that stood in the response before, where the driver has no responses
 overlong_reward | B | object | float | overlong shaping | metrics | what was added to the score; 0 or less
 data_source | B | object | str | data | rewards, validation | name of the data set
 reward_model | B | object | dict | data | rewards | style and ground_truth

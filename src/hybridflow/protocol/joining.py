@@ -29,10 +29,15 @@ def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
     floats, else None. Raises BatchError where tensors of one part are missing in another.
     """
     filled = with_all_columns([part for part in parts if len(part)] or list(parts[:1]))
-    widths = [_longest(part) for part in filled]
-    prompt = max(width[0] for width in widths)
-    response = max(width[1] for width in widths)
-    return DataProto.concat([_fit(part, prompt, response, pad_id) for part in filled])
+    lengths = [_longest(part) for part in filled]
+    widths = max(length[0] for length in lengths), max(length[1] for length in lengths)
+    return DataProto.concat([_fit(part, widths, pad_id) for part in filled])
+
+
+def widths_of(part: DataProto) -> tuple[int, int]:
+    """Return the widths (P, R) of prompts and responses, by the masks."""
+    response = part.batch["response_mask"].shape[1]
+    return part.batch["attention_mask"].shape[1] - response, response
 
 
 def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
@@ -55,31 +60,32 @@ def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
     ]
 
 
+def fit_column(name: str, tensor: Tensor, old: tuple[int, int], new: tuple[int, int], pad_id: int) -> Tensor:
+    """Return a column of rows with widths (P, R) `old` as one of widths `new`: padded, or cut."""
+    axes = FIELDS[name].axes if name in FIELDS else "B"
+    fill = pad_id if name in _TOKEN_IDS else _FILL.get(name, 0)
+    left = new[0] - old[0] if axes in ("B,P", "B,T") else 0
+    right = new[1] - old[1] if axes in ("B,R", "B,T") else 0
+    if not left and not right:
+        return tensor
+    return pad(tensor, (left, right), value=fill)
+
+
 def _longest(part: DataProto) -> tuple[int, int]:
-    attended = part.batch["attention_mask"]
-    width = part.batch["prompts"].shape[1]
-    lengths = [attended[:, :width].sum(-1), attended[:, width:].sum(-1)]
     if not len(part):
         return 0, 0
-    return int(lengths[0].max()), int(lengths[1].max())
+    attended = part.batch["attention_mask"]
+    width = widths_of(part)[0]
+    return int(attended[:, :width].sum(-1).max()), int(attended[:, width:].sum(-1).max())
 
 
-def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
-    old = part.batch["prompts"].shape[1]
+def _fit(part: DataProto, widths: tuple[int, int], pad_id: int) -> DataProto:
     tensors: dict[str, Tensor] = {}
+    old = widths_of(part)
     for name in map(str, part.batch.keys()):
         tensor: Tensor = part.batch[name]
         assert tensor.dim() == 1 or name in FIELDS, (
             f"the field table does not say which side of {name} is padded"
         )
-        axes = FIELDS[name].axes if name in FIELDS else "B"
-        fill = pad_id if name in _TOKEN_IDS else _FILL.get(name, 0)
-        if axes == "B,P":
-            tensor = pad(tensor, (prompt - tensor.shape[1], 0), value=fill)
-        elif axes == "B,R":
-            tensor = pad(tensor, (0, response - tensor.shape[1]), value=fill)
-        elif axes == "B,T":
-            more = response - tensor.shape[1] + old
-            tensor = pad(tensor, (prompt - old, more), value=fill)
-        tensors[name] = tensor
+        tensors[name] = fit_column(name, tensor, old, widths, pad_id)
     return DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)

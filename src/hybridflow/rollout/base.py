@@ -7,9 +7,11 @@ Tokens in, tokens out: text is for templates and rewards, and a sampled token is
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -210,6 +212,35 @@ class GenerationOutput:
     """The most probable tokens at the place of each token; None where not asked for."""
     refused: bool = False
     """True when `error` is the request's own fault, found before anything was generated."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for another process: of a token its id, its log-prob and no more."""
+        versions = [(version, len(list(run))) for version, run in groupby(self.policy_versions)]
+        lists = {"token_ids": _ids(self.token_ids), "log_probs": _floats(self.log_probs)}
+        return {**self.__dict__, **lists, "policy_versions": versions}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        versions = [version for version, count in state["policy_versions"] for _ in range(count)]
+        lists = {"token_ids": state["token_ids"].tolist(), "log_probs": state["log_probs"].tolist()}
+        self.__dict__.update({**state, **lists, "policy_versions": versions})
+
+
+def _ids(values: Sequence[int]) -> array[int]:
+    """Return integers as the narrowest array that holds them."""
+    for code in "BHi":
+        try:
+            return array(code, values)
+        except OverflowError:
+            continue
+    return array("q", values)
+
+
+def _floats(values: Sequence[float]) -> array[float]:
+    """Return floats as an array of 4 bytes each where that changes none, as it is with what a model gives."""
+    narrow = array("f", values)
+    if narrow.tolist() == list(values):
+        return narrow
+    return array("d", values)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ request ──choose (sticky key, else least loaded)──► replica.submit ─
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, Tap
 
 __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Replica", "ReplicaLost"]
 
+LEAST_WAIT = 0.05
+"""Seconds between two looks at a replica's clock, which may stand just before a deadline."""
 STICKY_KEYS = 65_536
 """Keys that are remembered; the least recently used one is forgotten first."""
 STICKY_LEAD = 32
@@ -42,6 +45,11 @@ class Replica(Protocol):
     @property
     def waiting(self) -> int:
         """Requests that had no room in the engine when it was last looked at."""
+        ...
+
+    @property
+    def clock(self) -> float:
+        """Seconds that deadlines count; they may stand while the engine does."""
         ...
 
     @property
@@ -94,15 +102,19 @@ class LLMClient:
         """Return the whole output. Requests of one `sticky` key share the prefixes of one replica.
 
         ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in
-        time. Whoever stops waiting (cancellation) aborts the request.
+        time by the replica's clock. Whoever stops waiting (cancellation) aborts the request.
         """
         replica = self._choose(sticky)
         answer = asyncio.wrap_future(self._submit(replica, request, None))
+        ends = replica.clock + (math.inf if deadline_s is None else deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                return await asyncio.shield(answer)
-        except TimeoutError as error:
-            raise _too_late(request, replica, deadline_s) from error
+            while not answer.done():
+                left = ends - replica.clock
+                if left <= 0:
+                    raise _too_late(request, replica, deadline_s)
+                wait = None if deadline_s is None else max(left, LEAST_WAIT)
+                await asyncio.wait([answer], timeout=wait)
+            return await answer
         finally:
             self._leave(replica, request, answer)
 

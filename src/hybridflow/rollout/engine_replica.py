@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -80,6 +81,11 @@ class EngineReplica:
     def waiting(self) -> int:
         """Requests that had no room in the engine in the newest step."""
         return self.counts[1]
+
+    @property
+    def clock(self) -> float:
+        """Seconds that deadlines count: those of the machine."""
+        return time.monotonic()
 
     @property
     def failure(self) -> str | None:

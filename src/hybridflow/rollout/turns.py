@@ -111,6 +111,11 @@ class Turns:
         return self._session is None
 
     @property
+    def has_requests(self) -> bool:
+        """Whether the session has requests without an answer."""
+        return bool(self._running)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have joined and get no tokens yet, as any thread may ask."""
         session = self._session

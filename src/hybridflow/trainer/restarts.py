@@ -39,7 +39,8 @@ def run_with_restarts(config: C, attempt: Callable[[C, float], T]) -> T:
         try:
             return attempt(config, patience)
         except WorkerLost as lost:
-            logger.error("%s", lost)
+            notes: list[str] = getattr(lost, "__notes__", [])
+            logger.error("%s", "\n".join([str(lost), *notes]))
         patience = config.trainer.startup_timeout
         newest = CheckpointStore(config.trainer.default_local_dir).latest()
         if newest is not None and read_manifest(newest).sequence > saved_before:

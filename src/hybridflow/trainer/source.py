@@ -34,7 +34,10 @@ class TrainBatch:
 
 
 class Resumable(Protocol):
-    """State of the driver that a checkpoint keeps, as plain data."""
+    """State of the driver that a checkpoint keeps, as plain data and tensors.
+
+    What `state_dict` has returned stays as it is when the run goes on.
+    """
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> None: ...
@@ -57,6 +60,14 @@ class BatchSource(Resumable, Protocol):
 
     def validating(self, version: int) -> AbstractContextManager[None]:
         """Return a context in which nothing is generated for training and no weights are published."""
+        ...
+
+    def open_items(self) -> str:
+        """Return what is begun and not finished, for the message of an error; empty where nothing is."""
+        ...
+
+    def idle_shares(self) -> dict[str, float]:
+        """Return metrics: who has waited for whom since the last call; none where nothing is made ahead."""
         ...
 
     def close(self) -> None:
@@ -108,6 +119,14 @@ class LoaderSource(Generic[Row]):
         """Read the next row at a place that `place` has given."""
         self._end_reading()
         self.loader.load_state_dict(place)
+
+    def open_items(self) -> str:
+        """Return nothing: what was begun is known to whoever asked for the batch."""
+        return ""
+
+    def idle_shares(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
 
     def close(self) -> None:
         """End the processes that read ahead."""

@@ -5,8 +5,7 @@ It holds no random state: every draw is keyed by the seed, a purpose and numbers
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,8 @@ class RunState:
     """(folder, with weights): writes config, tokenizer, the actor's weights if asked; gives known digests."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state of the driver, by its name in a checkpoint."""
+    begin_empty: Collection[str] = ()
+    """Names of the parts that stay as they are where a checkpoint has none."""
     joining: Mapping[str, SavedEngine] = field(default_factory=dict)
     """Engines that become part of the state where the checkpoint that a run goes on from has them."""
     step: int = 0
@@ -53,7 +54,7 @@ class RunState:
         also where the next one has taken prompts already.
         """
         self.step = step
-        self._finished = copy.deepcopy(self._trainers_part())
+        self._finished = self._trainers_part()
 
     def _trainers_part(self) -> dict[str, Any]:
         own = {"kind": self.kind, "step": self.step, "seed": self.seed}
@@ -98,7 +99,8 @@ class RunState:
         with written_by_a_run():
             self.source.load_state_dict(state[DATA])
             for name, part in self.parts.items():
-                part.load_state_dict(state[TRAINER][name])
+                if name in state[TRAINER] or name not in self.begin_empty:
+                    part.load_state_dict(state[TRAINER][name])
             self.step = int(state[TRAINER]["step"])
             self.validation_due = bool(state[TRAINER]["validation_due"])
         self.saved_step = self.step

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.errors import Stopped
+from hybridflow.errors import HybridFlowError, Stopped
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
@@ -101,6 +101,7 @@ class Trainer(Generic[Source, Step]):
         with (
             self.signals.training(self._has_unsaved_steps),
             self._saved_when_stopped(),
+            self._errors_say_what_is_open(),
             progress.steps(self.total_steps),
         ):
             self.source.publish(done)
@@ -209,6 +210,16 @@ class Trainer(Generic[Source, Step]):
                 self.state.saves.commit(self.store)
             raise
 
+    @contextmanager
+    def _errors_say_what_is_open(self) -> Iterator[None]:
+        """Add to an error what the source has begun and not finished, whichever thread it comes from."""
+        try:
+            yield
+        except HybridFlowError as error:
+            if items := self.source.open_items():
+                error.add_note(f"open: {items}")
+            raise
+
     def _log(
         self, made: TrainBatch, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int
     ) -> dict[str, float]:
@@ -217,6 +228,7 @@ class Trainer(Generic[Source, Step]):
         seconds = values["timing_s/step"] - values.get("timing_s/testing", 0.0)
         values["perf/time_per_step"] = seconds
         values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
+        values |= self.source.idle_shares()
         values["training/global_step"] = step
         values["training/epoch"] = made.epoch
         values |= self.log_samples(batch, values, step)

@@ -13,17 +13,34 @@ from hybridflow.models.exact import ExactMode
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
-from hybridflow.workers.correction import sampled_rows
+from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.exact import weight_sums
 from hybridflow.workers.log_prob_check import LogProbCheck, watched
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
+from hybridflow.workers.off_policy import OffPolicy, measure_off_policy
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """The columns that a forward of a policy or a value model reads."""
 UPDATE_COLUMNS = ("uid", *POLICY_COLUMNS, "loss_mask")
 """The columns of every update; the uid is there to name the rows of a step that is skipped."""
+MEASURED_COLUMNS = (
+    "uid",
+    "group_ids",
+    "trajectory_id",
+    "call",
+    "is_demonstration",
+    "response_mask",
+    "policy_version",
+    "rollout_log_probs",
+    "old_log_probs",
+    "entropys",
+)
+"""The columns that `ActorWorker.measure` reads where a batch has them. With `group_ids` a trajectory stays
+whole.
+"""
+NOTHING = OffPolicy()
 
 
 class ActorWorker(StatefulWorker):
@@ -69,12 +86,14 @@ class ActorWorker(StatefulWorker):
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=("entropys", "loss_mask"))
-    def mean_entropy(self, batch: DataProto) -> Metrics:
-        """Return actor/entropy in nats, the mean over the tokens of `loss_mask` that the policy sampled."""
-        metrics = Metrics()
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=("loss_mask",))
+    def measure(self, batch: DataProto, *, off_policy: OffPolicy = NOTHING) -> Metrics:
+        """Return what `off_policy` asks for; and where a pass has given entropys, actor/entropy in nats, the
+        mean over the tokens of `loss_mask` that the policy sampled.
+        """
+        metrics = measure_off_policy(batch, off_policy)
         sampled = batch.batch["loss_mask"] & sampled_rows(batch)[:, None]
-        if bool(sampled.any()):
+        if "entropys" in batch and bool(sampled.any()):
             total = masked_sum(batch.batch["entropys"], sampled)
             metrics.add_mean("actor/entropy", total, float(sampled.sum()))
         return metrics
@@ -142,11 +161,12 @@ class ActorGroup(StatefulGroup[ActorWorker]):
             ActorWorker.log_probs, columns, fetch, batch, with_sum_pi_squared=with_sum_pi_squared
         )
 
-    def mean_entropy(self, batch: DataProto) -> Metrics:
-        """See `ActorWorker.mean_entropy`; there are none where no pass over the batch has given entropys."""
-        if "entropys" not in {*batch.names(), *self.backend.rows.names(batch)}:
+    def measure(self, batch: DataProto, off_policy: OffPolicy) -> Metrics:
+        """See `ActorWorker.measure`; nothing is called where there is nothing to measure."""
+        has_entropy = "entropys" in {*batch.names(), *self.backend.rows.names(batch)}
+        if off_policy.is_empty and not has_entropy:
             return Metrics()
-        return self.call(ActorWorker.mean_entropy, batch)
+        return complete_correction(self.call(ActorWorker.measure, batch, off_policy=off_policy))
 
     def update(
         self,
@@ -168,6 +188,8 @@ class ActorGroup(StatefulGroup[ActorWorker]):
             )
 
         rows = self.columns_read(ActorWorker.update_mini_batch, batch)
+        if prepare is not None and "rollout_log_probs" in batch:  # which it may compare with those of now
+            rows |= batch.select(["rollout_log_probs"], [])
         if watch is None and "policy_version" in rows:
             rows.pop(["policy_version"])  # only the check looks at it
         return update_by_mini_batches(rows, plan, step, name="actor", prepare=prepare)

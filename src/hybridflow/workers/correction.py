@@ -5,17 +5,31 @@ rollout_log_probs, log-probs of the trainer ──correct_rollout──► rollo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.rollout_correction import correction_metrics, rejection, rollout_weights
+from hybridflow.algorithms.aggregation import Ratio
+from hybridflow.algorithms.rollout_correction import (
+    Bounds,
+    correction_metrics,
+    deviation_sums,
+    rejection,
+    rollout_weights,
+    spread_of_deviations,
+)
 from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.thresholds import parse_is_threshold, parse_rejection
-from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.metrics import Kind, Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
+
+DEVIATION = "rollout_corr/deviation"
+DEVIATION_SQUARED = "rollout_corr/deviation_squared"
+"""Sums over parts of a batch, which `complete_correction` takes out."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,40 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     num_weights = float(sampled.sum())
     if level == "sequence":
         num_weights = float(sampled.any(-1).sum())
+    for name, value in _add_parts(metrics, measured).items():
+        # in bypass mode a mini-batch counts by its weights
+        metrics.add_mean(name, value * num_weights, num_weights)
+    outside = mask & ~sampled
+    if weights is not None:
+        weights = view.spread(torch.where(outside, 1.0, weights))
+    if keep is not None:
+        keep = view.spread(keep | outside)
+    return Correction(weights, keep, metrics)
+
+
+def measure_correction(batch: DataProto, bounds: Bounds) -> Metrics:
+    """Return `rollout_corr/*` of a part of a batch that is not corrected, in whole trajectories.
+
+    Merged parts become the metrics of the batch by `complete_correction`. `bounds` are those of
+    `rollout_is_threshold`.
+    """
+    view = ByTrajectory(batch)
+    rows = view.samples.batch
+    sampled = rows["loss_mask"] & sampled_rows(view.samples)[:, None]
+    metrics = Metrics()
+    if not bool(sampled.any()):
+        return metrics
+    log_probs = (rows["old_log_probs"], rows["rollout_log_probs"])
+    _add_parts(metrics, correction_metrics(*log_probs, sampled, bounds=bounds))
+    total, squares = deviation_sums(*log_probs, sampled)
+    metrics.add_mean(DEVIATION, total, float(sampled.sum()))
+    metrics.add_mean(DEVIATION_SQUARED, squares, float(sampled.sum()))
+    return metrics
+
+
+def _add_parts(metrics: Metrics, measured: Mapping[str, Ratio | float]) -> dict[str, float]:
+    """Add the means, minima and maxima, which parts of a batch add up to; return the other numbers."""
+    whole: dict[str, float] = {}
     for name, value in measured.items():
         if isinstance(value, tuple):
             metrics.add_mean(name, *value)
@@ -74,14 +122,22 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
             metrics.add_min(name, value)
         elif name.endswith("_max"):
             metrics.add_max(name, value)
-        else:  # in bypass mode a mini-batch counts by its weights
-            metrics.add_mean(name, value * num_weights, num_weights)
-    outside = mask & ~sampled
-    if weights is not None:
-        weights = view.spread(torch.where(outside, 1.0, weights))
-    if keep is not None:
-        keep = view.spread(keep | outside)
-    return Correction(weights, keep, metrics)
+        else:
+            whole[name] = value
+    return whole
+
+
+def complete_correction(merged: Metrics) -> Metrics:
+    """Return the metrics with what cannot be added up over parts: standard deviation and sample size."""
+    state = merged.state_dict()
+    if DEVIATION not in state:
+        return merged
+    _, total, count = state.pop(DEVIATION)
+    _, squares, _ = state.pop(DEVIATION_SQUARED)
+    metrics = Metrics.from_state(cast("dict[str, tuple[Kind, float, float]]", state))
+    for name, value in spread_of_deviations(total, squares, count).items():
+        metrics.add_mean(name, value * count, count)
+    return metrics
 
 
 def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:

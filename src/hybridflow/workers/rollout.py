@@ -30,6 +30,10 @@ CHANNELS = 2
 """Number of channels: the first for requests that are served without an end, the second for a list of them
 that is answered in between.
 """
+COLLECTOR_NUMBERS = 1 << 48
+"""Requests of collector k have the numbers from (k + 1) times this on, those of the driver smaller ones."""
+Deliver = Callable[[int, GenerationOutput], None]
+"""Sends an output to the process that has asked for it; the first argument is the rank that has it."""
 Finished = Callable[[GenerationOutput], None]
 """Called with each output as soon as it is there."""
 
@@ -44,6 +48,8 @@ class Served:
     """Version of its weights, as the engine says."""
     stats: RolloutStats
     """Counts of the session so far."""
+    has_requests: bool
+    """Whether its engine has requests without an answer."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,9 @@ class RolloutWorker(ExactRollout):
         self.recomputes = recomputes
         self._turns = tuple(Turns(self.ranks) for _ in range(CHANNELS))
         self._session = 0
+        self._dropped: int | None = None
+        """Version of the weights that the engine dropped when it fell asleep; it gets them again first."""
+        self._deliver: Deliver | None = None
         # outputs with the numbers of their sessions; None ends a turn
         self._outbox: queue.SimpleQueue[tuple[int, GenerationOutput | None]] = queue.SimpleQueue()
 
@@ -116,6 +125,11 @@ class RolloutWorker(ExactRollout):
     def forget(self, channel: int = 0) -> None:
         """Forget the requests that wait for a session."""
         self._turns[channel].inbox.forget()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def deliver_by(self, deliver: Deliver) -> None:
+        """Give outputs of requests from COLLECTOR_NUMBERS on to `deliver`, and not to `collect`."""
+        self._deliver = deliver
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
     def collect(self, session: int, seconds: float) -> Collected:
@@ -161,13 +175,15 @@ class RolloutWorker(ExactRollout):
                 return self._served(turns)
             turn = turns.turn(self.engine, session, closed=closed, seconds=seconds)
             for output in progress.results(turn, awaited[1], done=awaited[0]):
-                if leads and finished is None:
+                if leads and self._deliver is not None and output.request_id >= COLLECTOR_NUMBERS:
+                    self._deliver(self.rank, output)
+                elif leads and finished is None:
                     self._outbox.put((session, output))
                 elif leads and finished is not None:
                     finished(output)
         finally:
             if turns.finished:
-                self.engine.sleep()
+                self._sleep()
             if leads and finished is None:
                 self._outbox.put((session, None))
         return self._served(turns)
@@ -177,12 +193,27 @@ class RolloutWorker(ExactRollout):
         for turns in self._turns:
             if not turns.finished:  # the one before was broken off, and others may have slept since
                 turns.end()
-                self.engine.sleep()
+                self._sleep()
         self._session = session
+        if self._dropped is not None:
+            self.renew_weights(version=self._dropped)
         self.engine.wake_up()
 
+    def _sleep(self) -> None:
+        """Free the engine's memory. Weights that are in this process anyway are dropped: the engine would
+        copy them to the CPU, and most often new ones are pushed before it generates again.
+        """
+        if self.owned is None or self.owned.adapters:
+            self.engine.sleep()
+            return
+        version = self.engine.policy_version
+        self.engine.sleep(level=2)
+        if self.engine.policy_version != version:
+            self._dropped = version
+
     def _served(self, turns: Turns) -> Served:
-        return Served(turns.finished, self.engine.policy_version, self.engine.stats)
+        version = self.engine.policy_version if self._dropped is None else self._dropped
+        return Served(turns.finished, version, self.engine.stats, turns.has_requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
@@ -205,6 +236,7 @@ class RolloutWorker(ExactRollout):
             self.owned.update(self.engine, version)
         else:
             self.engine.set_version(version)
+        self._dropped = None
         self._confirm(version)
 
     def _confirm(self, version: int) -> None:

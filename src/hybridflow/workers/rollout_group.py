@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hybridflow.controller import Future, WorkerGroup
 from hybridflow.controller.dealing import cut_items, plan_items
@@ -28,6 +28,7 @@ from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import CHANNELS, Finished, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica
 from hybridflow.workers.rollout_service import Over, Service
+from hybridflow.workers.rollout_use import ReplicaUse, mean_seconds
 
 T = TypeVar("T")
 
@@ -65,7 +66,10 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         numbers = count(1)
-        self._services = tuple(Service(self, channel, lambda: next(numbers)) for channel in range(CHANNELS))
+        self._uses = [ReplicaUse() for _ in self.mesh.leaders]
+        self._services = tuple(
+            Service(self, channel, lambda: next(numbers), self._uses) for channel in range(CHANNELS)
+        )
         self._main = self._services[0]
         self._is_open = False
         self._in_between = threading.Lock()
@@ -74,6 +78,17 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     def replicas(self) -> tuple[WorkerReplica, ...]:
         """The replicas, in the order of their ranks."""
         return self._main.replicas
+
+    def seconds_in(self, state: Literal["busy", "standing"]) -> float:
+        """Return the seconds since the start in which a replica, on the mean, was stepped for requests
+        (`busy`), or had requests and was not stepped (`standing`).
+        """
+        return mean_seconds(self._uses, state)
+
+    def note_asked(self, asked: bool) -> None:
+        """Note whether processes beside the driver have requests without an answer (`seconds_in`)."""
+        for use in self._uses:
+            use.be_asked(0, asked)
 
     @contextmanager
     def opened(self) -> Iterator[LLMClient]:
@@ -209,15 +224,13 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         RolloutError where an update does not reach a replica, and where the two share processes and the
         rollout is not on all processes of the actor.
         """
-        shared = self.backend.together(actor.role, self.role)
-        if shared and self.world_size < actor.world_size:
-            raise RolloutError(
-                f"{self.role} has {self.world_size} of the {actor.world_size} ranks of {actor.role}, whose "
-                "weights it shares: all must take part where shards are gathered. Set "
-                "trainer.placement.rollout to the actor's pool, or to others only"
-            )
-        # a role lives on whole pools: it has no rank outside of the actor's
-        if shared and self.world_size == actor.world_size:
+        if self.backend.together(actor.role, self.role):
+            if self.world_size != actor.world_size:
+                raise RolloutError(
+                    f"{self.role} shares processes with {actor.role} and has {self.world_size} ranks where "
+                    f"{actor.role} has {actor.world_size}: all must take part where shards are gathered, and "
+                    "no others. Set trainer.placement.rollout to the actor's pool, or to others only"
+                )
             with self._standing(version):
                 self.call(RolloutWorker.renew_weights, version=version)
             return

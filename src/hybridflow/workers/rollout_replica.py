@@ -1,4 +1,4 @@
-"""The driver's end of one replica: it sends requests to the worker and hands their outputs to the callers."""
+"""The callers' end of one replica: it sends requests to the worker and hands their outputs to the callers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from hybridflow.controller import Future, WorkerGroup
+from hybridflow.controller import Future
+from hybridflow.controller.peers import Peers
 from hybridflow.errors import WorkerError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.client import ReplicaLost
 from hybridflow.rollout.engine_replica import Tap
 from hybridflow.rollout.requests import check_ids
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_use import ReplicaUse
 
 
 class WorkerReplica:
     """A replica in the workers (`client.Replica`); its methods may be called from any thread.
 
     It takes requests while it is open. `rank` is the replica's first, and `channel` the worker's channel for
-    these requests. `pause` and `resume` stop and restart all replicas that are served together.
+    these requests, of which `use` is told. `stepped` gives the seconds in which they were served. `pause` and
+    `resume` stop and restart all replicas that are served together.
     """
 
     def __init__(
         self,
-        group: WorkerGroup[RolloutWorker],
+        group: Peers,
         rank: int,
         channel: int,
+        use: ReplicaUse,
         *,
+        stepped: Callable[[], float],
         pause: Callable[[], None],
         resume: Callable[[], None],
     ) -> None:
@@ -39,6 +44,8 @@ class WorkerReplica:
         self.failure: str | None = "nothing is generated yet: use opened(), generate() or run()"
         self._group = group
         self._channel = channel
+        self._use = use
+        self._stepped = stepped
         self._pause = pause
         self._resume = resume
         self._lock = threading.Lock()
@@ -51,6 +58,13 @@ class WorkerReplica:
     def load(self) -> int:
         """Number of requests without an answer."""
         return len(self._answers)
+
+    @property
+    def clock(self) -> float:
+        """Seconds in which the engines were stepped for these requests: a deadline does not count updates of
+        the weights, training on the same devices, and validations.
+        """
+        return self._stepped()
 
     @property
     def waiting(self) -> int:
@@ -88,6 +102,7 @@ class WorkerReplica:
                 future.set_running_or_notify_cancel()  # a caller that gives up says abort()
                 self._answers[request.request_id] = future
             if requests:
+                self._use.be_asked(self._channel, True)
                 self._sent = self._group.call_one(self.rank, RolloutWorker.submit, requests, self._channel)
         return futures
 
@@ -98,7 +113,8 @@ class WorkerReplica:
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these requests with what they have; unknown ones are passed over."""
-        self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._channel)
+        with suppress(WorkerError):  # it is lost, and with it what was to end
+            self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._channel)
 
     def pause(self) -> None:
         """Return when no engine of the role is stepped any more; the requests keep what they have begun.
@@ -124,6 +140,7 @@ class WorkerReplica:
         """Give an output to whoever awaits it, if anybody does."""
         with self._lock:
             future = self._answers.pop(output.request_id, None)
+            self._use.be_asked(self._channel, bool(self._answers))
         if future is not None:
             future.set_result(output)
 
@@ -133,6 +150,7 @@ class WorkerReplica:
             self.failure = failure
             left = self._answers
             self._answers = {}
+            self._use.be_asked(self._channel, False)
         if left:
             with suppress(WorkerError):  # the worker itself may be what is lost
                 self._group.call_one(self.rank, RolloutWorker.forget, self._channel)

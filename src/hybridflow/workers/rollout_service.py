@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Literal
 
 from hybridflow.controller import WorkerGroup
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutError, WorkerError, WorkerLost
+from hybridflow.observability.occupancy import Occupancy
 from hybridflow.rollout.base import GenerationOutput, RolloutStats
 from hybridflow.rollout.client import LLMClient
 from hybridflow.workers.rollout import Finished, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica
 from hybridflow.workers.rollout_turn import Session
+from hybridflow.workers.rollout_use import ReplicaUse
 
 Over = Callable[[], bool]
 """Whether enough was served; called in the thread that serves and in those that wake it."""
@@ -31,24 +33,52 @@ keys and values when the weights change.
 """
 
 
+class Deadline:
+    """A moment after which something has taken too long, so many seconds after it was last renewed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.renew()
+
+    @property
+    def left(self) -> float:
+        """Seconds until then; negative ones afterwards."""
+        return self._at - time.monotonic()
+
+    def renew(self) -> None:
+        """Begin anew."""
+        self._at = time.monotonic() + self.seconds
+
+
 class Service:
     """The requests of one channel and the sessions in which they are served.
 
     One thread at a time serves; every other method may be called from any thread. `number` gives the number
-    of the next session, which is the group's own.
+    of the next session, which is the group's own. `uses` has what is measured of each replica.
     """
 
-    def __init__(self, group: WorkerGroup[RolloutWorker], channel: int, number: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup[RolloutWorker],
+        channel: int,
+        number: Callable[[], int],
+        uses: Sequence[ReplicaUse],
+    ) -> None:
         self.replicas = tuple(
-            WorkerReplica(group, rank, channel, pause=self.pause, resume=self.resume)
-            for rank in group.mesh.leaders
+            WorkerReplica(
+                group, rank, channel, use, stepped=self.stepped, pause=self.pause, resume=self.resume
+            )
+            for rank, use in zip(group.mesh.leaders, uses, strict=True)
         )
+        self._uses = uses
+        self._occupancy = Occupancy("closed")
         self._group = group
         self._channel = channel
         self._number = number
         self._changed = threading.Condition()
         self._state: Literal["closed", "stepping", "resting"] = "closed"
         self._pauses: dict[Pause, int] = {"park": 0, "rest": 0}
+        self._contexts = 0  # pauses that end by themselves
         self._wakes = 0
         self._over: Over = lambda: False
         self._session = 0  # number of the newest session
@@ -67,6 +97,10 @@ class Service:
         finally:
             for replica in self.replicas:
                 replica.lose(replica.failure or "nothing is generated now: generate() or run() has ended")
+
+    def stepped(self) -> float:
+        """Return the seconds in which the engines were stepped for these requests."""
+        return self._occupancy.seconds().get("stepping", 0.0)
 
     def lose(self, error: BaseException) -> None:
         """Fail the requests without an answer, and take no others, because of this error."""
@@ -109,7 +143,8 @@ class Service:
             self._changed.notify_all()
             is_open = self._state != "closed"
         if is_open and self._over():
-            self._end("park")
+            with suppress(WorkerError):  # of a lost worker, which whoever serves is told
+                self._end("park")
 
     def pause(self, how: Pause = "park") -> None:
         """Return when the engines are not stepped any more. RolloutError where that takes longer than a call
@@ -140,11 +175,18 @@ class Service:
     @contextmanager
     def paused(self, how: Pause = "park") -> Iterator[None]:
         """Have the engines stand in this context; errors as in `pause`."""
-        self.pause(how)
+        with self._changed:
+            self._contexts += 1
         try:
-            yield
+            self.pause(how)
+            try:
+                yield
+            finally:
+                self.resume(how)
         finally:
-            self.resume(how)
+            with self._changed:
+                self._contexts -= 1
+                self._changed.notify_all()
 
     @property
     def patience(self) -> float:
@@ -159,17 +201,23 @@ class Service:
         """Have the open session end, or rest, before its next step."""
         method = RolloutWorker.park if how == "park" else RolloutWorker.rest
         for replica in self.replicas:
-            self._group.call_one(replica.rank, method, self._session, self._channel)
+            with suppress(WorkerError):  # it is lost, which whoever serves is told
+                self._group.call_one(replica.rank, method, self._session, self._channel)
 
     def _be(self, state: Literal["closed", "stepping", "resting"]) -> None:
         with self._changed:
-            self._state = state
-            self._changed.notify_all()
+            self._set(state)
+
+    def _set(self, state: Literal["closed", "stepping", "resting"]) -> None:
+        self._state = state
+        self._occupancy.be(state)
+        for use in self._uses:
+            use.be_stepped(self._channel, state == "stepping")
+        self._changed.notify_all()
 
     def _begin(self, over: Over) -> bool:
         """Wait while the engines are paused; return whether a session has begun."""
-        # an update in a pause is two calls, of the actor and of the rollout, each with its own deadline
-        until = time.monotonic() + 3 * self.patience
+        stood = Deadline(3 * self.patience)
         while True:
             with self._changed:
                 seen = self._wakes
@@ -177,11 +225,10 @@ class Service:
                 return False
             with self._changed:
                 if self._wakes == seen and not any(self._pauses.values()):
-                    self._state = "stepping"
+                    self._set("stepping")
                     self._session = self._number()
                     return True
-                if not self._changed.wait_for(partial(self._may_go_on, seen), until - time.monotonic()):
-                    raise self._stood_too_long()
+                self._stand(stood, partial(self._may_go_on, seen))
 
     def _may_go_on(self, seen: int) -> bool:
         return self._wakes != seen or not any(self._pauses.values())
@@ -197,8 +244,21 @@ class Service:
                 finished(output)
 
         session = Session(self._group, self.replicas, self._channel, self._session, closed)
+        before: list[int] = []
+        worked_at = self.stepped()
         while True:
             served = session.turn(heard, total, arrived, lambda: self._end("park"))
+            done = [heard, *(state.stats.generated_tokens + state.stats.prefill_tokens for state in served)]
+            asked = any(replica.load for replica in self.replicas)
+            asked = asked or any(state.has_requests for state in served)  # those of collectors too
+            if done != before or not asked:
+                worked_at = self.stepped()
+            elif self.stepped() - worked_at > self.patience:  # rests do not count
+                raise WorkerLost(
+                    f"{', '.join(self._names)} have read and sampled no token for {self.patience:g} s "
+                    "(trainer.worker_timeout) while requests waited: an engine hangs"
+                )
+            before = done
             for replica, state in zip(self.replicas, served, strict=True):
                 replica.version = state.version
             if all(state.finished for state in served):
@@ -207,25 +267,31 @@ class Service:
 
     def _rest(self, over: Over) -> None:
         """Stand between two turns of a session while its weights change; return where it is to end."""
-        until = time.monotonic() + 3 * self.patience
+        stood = Deadline(3 * self.patience)
         while True:
             with self._changed:
                 seen = self._wakes
             ends = over()
             with self._changed:
                 if ends or not self._pauses["rest"] or self._pauses["park"]:
-                    self._state = "stepping"
+                    self._set("stepping")
                     return
-                self._state = "resting"
-                self._changed.notify_all()
-                if not self._changed.wait_for(partial(self._may_leave, seen), until - time.monotonic()):
-                    raise self._stood_too_long()
+                self._set("resting")
+                self._stand(stood, partial(self._may_leave, seen))
 
     def _may_leave(self, seen: int) -> bool:
         return self._wakes != seen or not self._pauses["rest"] or bool(self._pauses["park"])
 
-    def _stood_too_long(self) -> RolloutError:
-        return RolloutError(
-            f"{', '.join(self._names)} stood for {3 * self.patience:g} s, thrice trainer.worker_timeout: "
-            "a pause was not ended by a resume"
-        )
+    def _stand(self, deadline: Deadline, goes_on: Callable[[], bool]) -> None:
+        """Wait, with the lock held, for what ends a pause.
+
+        A pause that ends with a context may last: what is done in it has deadlines of its own.
+        """
+        if self._contexts:
+            self._changed.wait_for(lambda: goes_on() or not self._contexts)
+            deadline.renew()
+        elif not self._changed.wait_for(lambda: goes_on() or bool(self._contexts), deadline.left):
+            raise RolloutError(
+                f"{', '.join(self._names)} stood for {deadline.seconds:g} s, thrice trainer.worker_timeout: "
+                "a pause was not ended by a resume"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,6 +41,35 @@ def test_odds(scores: list[float], method: str, weight_pow: float, weights: list
     found = shares(scores, method, weight_pow)
     assert found == pytest.approx([w / sum(weights) for w in weights], abs=0.02)
     assert all(share == 0 for share, weight in zip(found, weights, strict=True) if weight == 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "weigh"),
+    [
+        ("pow", lambda s, scores: abs(s) ** 1.5),
+        ("max_min", lambda s, scores: float(s in (max(scores), min(scores)))),
+        ("max_random", lambda s, scores: 0.4 if s == max(scores) else 0.1),
+    ],
+)
+def test_the_draw_of_a_step_over_the_rows_of_several_steps(
+    method: str, weigh: Callable[[float, list[float]], float]
+) -> None:
+    """The weights, one by one in float64, are over all steps; the number of draws is that of one."""
+    steps = [[0.5, -2.0, 1.0], [3.0, 0.25, -0.5], [3.0, -2.0, 0.0]]
+    scores = [score for step in steps for score in step]
+    weights = torch.tensor([weigh(score, scores) for score in scores], dtype=torch.float64)
+    if method == "pow":
+        weights = torch.tensor([weigh(score / 3.0, scores) for score in scores], dtype=torch.float64)
+    for seed in range(200):
+        found = resample_rows(
+            torch.tensor(scores, dtype=torch.float64),
+            method=method,
+            weight_pow=1.5,
+            generator=torch.Generator().manual_seed(seed),
+            num_draws=3,
+        )
+        rng = torch.Generator().manual_seed(seed)
+        assert found.tolist() == torch.multinomial(weights, 3, replacement=True, generator=rng).tolist()
 
 
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])

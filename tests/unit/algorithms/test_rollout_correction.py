@@ -312,3 +312,26 @@ def test_rules_of_rejection() -> None:
 def test_rejection_is_refused(options: str, thresholds: float | str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rejection(OLD, ROLLOUT, MASK, options=options, thresholds=thresholds)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0])
+def test_spread_of_ratios_from_the_sums_of_parts(scale: float) -> None:
+    draw = torch.Generator().manual_seed(4)
+    rollout = -torch.rand(6, 5, generator=draw)
+    old = rollout + scale * torch.randn(6, 5, generator=draw)
+    mask = torch.rand(6, 5, generator=draw) < 0.7
+    parts = [maths.deviation_sums(old[rows], rollout[rows], mask[rows]) for rows in ([0, 1], [2], [3, 4, 5])]
+    total, squares = (float(sum(sums)) for sums in zip(*parts, strict=True))
+    ratios = (old.double() - rollout.double())[mask].exp()
+    found = maths.spread_of_deviations(total, squares, float(mask.sum()))
+    assert found["rollout_corr/rollout_is_std"] == pytest.approx(float(ratios.std()), rel=1e-9)
+    size = float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
+    assert found["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(size, rel=1e-12)
+
+
+def test_the_spread_of_one_ratio_is_none() -> None:
+    found = maths.spread_of_deviations(0.5, 0.25, 1.0)
+    assert found == {
+        "rollout_corr/rollout_is_std": 0.0,
+        "rollout_corr/rollout_is_eff_sample_size": pytest.approx(1.0),
+    }

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.staleness import mismatch_by_staleness, trajectory_staleness
+from hybridflow.algorithms.staleness import mismatch_by_staleness, tokens_by_staleness, trajectory_staleness
 
 VERSIONS = torch.tensor([[4, 4, 5], [2, -1, 5], [5, 5, -1], [-1, -1, -1]], dtype=torch.int32)
 MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)
@@ -27,6 +27,7 @@ def test_of_no_tokens() -> None:
     found = trajectory_staleness(VERSIONS, torch.zeros_like(MASK), 5)
     assert [len(part) for part in found] == [0, 0, 0]
     assert mismatch_by_staleness(VERSIONS.float(), VERSIONS.float(), torch.zeros_like(MASK), VERSIONS) == {}
+    assert tokens_by_staleness(torch.zeros_like(MASK), VERSIONS) == {}
 
 
 def test_mismatch_by_staleness() -> None:
@@ -38,10 +39,12 @@ def test_mismatch_by_staleness() -> None:
     }
     assert list(found) == [0, 1, 3]
     e = math.exp
-    assert found[0] == pytest.approx(
-        {"k3_kl": (e(-1) - 1 + 1) / 4, "ratio": (3 + e(-1)) / 4, "tokens": 4 / 7}
-    )
-    assert found[1] == pytest.approx(
-        {"k3_kl": (e(0.5) - 1.5) / 2, "ratio": (e(0.5) + 1) / 2, "tokens": 2 / 7}
-    )
-    assert found[3] == pytest.approx({"k3_kl": e(-1), "ratio": e(-1), "tokens": 1 / 7})
+    assert found[0] == pytest.approx({"k3_kl": (e(-1) - 1 + 1) / 4, "ratio": (3 + e(-1)) / 4})
+    assert found[1] == pytest.approx({"k3_kl": (e(0.5) - 1.5) / 2, "ratio": (e(0.5) + 1) / 2})
+    assert found[3] == pytest.approx({"k3_kl": e(-1), "ratio": e(-1)})
+
+
+def test_tokens_by_staleness() -> None:
+    found = tokens_by_staleness(MASK, 5 - VERSIONS.long())
+    parts = {age: float(top) / float(bottom) for age, (top, bottom) in found.items()}
+    assert list(parts) == [0, 1, 3] and parts == pytest.approx({0: 4 / 7, 1: 2 / 7, 3: 1 / 7})

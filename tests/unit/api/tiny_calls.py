@@ -8,7 +8,7 @@ from typing import Any
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.trackers.jsonl import read_metrics
 
-TIMINGS = ("timing_s/", "perf/", "reward/seconds")
+TIMINGS = ("timing_s/", "fully_async/", "perf/", "reward/seconds")
 """Metrics that no two runs share."""
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{number} + 2 = ?"}], "answer": str(number + 2)}

@@ -166,6 +166,27 @@ BAD = [
     (["critic.optim.betas=[0.9,1.0]"], "critic.optim.betas"),
     (["trainer.n_gpus_per_node=8", "trainer.controller=local"], "ask for 8: set trainer.controller=ray"),
     (["trainer.resource_pools={a: [1]}", "trainer.controller=local"], "trainer.resource_pools ask for 1"),
+    (
+        ["trainer.num_collectors=2", "trainer.controller=local"],
+        "set trainer.controller=ray, or num_collectors=0",
+    ),
+    (["trainer.num_collectors=2"], "trainer.num_collectors=2 without Ray"),
+    (
+        ["trainer.num_collectors=2", "trainer.controller=ray", "trainer.resource_pools={collectors: [1]}"],
+        "trainer.resource_pools.collectors has the name",
+    ),
+    (
+        ["trainer.num_collectors=2", "trainer.controller=ray", "reward.manager=batch"],
+        "trainer.num_collectors=2 with reward.manager=batch",
+    ),
+    (
+        [
+            "trainer.num_collectors=2",
+            "trainer.controller=ray",
+            "actor_rollout_ref.rollout.agent.endpoint_port=9",
+        ],
+        "several processes cannot listen at one port",
+    ),
     (["trainer.resource_pools={a: [one]}"], "wanted"),
     (["trainer.resource_pools={a: [0]}"], "a pool has at least one device"),
     (
@@ -382,12 +403,10 @@ def test_several_processes_need_ray_and_one_does_not(base: list[str]) -> None:
     pools = [
         *base,
         "trainer.resource_pools={train: [1], generate: [1]}",
-        "trainer.placement={rollout: [train, generate]}",
+        "trainer.placement={rollout: [generate]}",
     ]
     config = prepare_config(PPOConfig, pools).config
-    assert config.trainer.controller == "ray" and config.trainer.placement == {
-        "rollout": ["train", "generate"]
-    }
+    assert config.trainer.controller == "ray" and config.trainer.placement == {"rollout": ["generate"]}
     assert config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 1
 
 

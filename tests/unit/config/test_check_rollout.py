@@ -20,6 +20,11 @@ TWO = "trainer.n_gpus_per_node=2"
     ("overrides", "says"),
     [
         ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
+        (
+            [APART[0], "trainer.placement={rollout: [train, gen]}"],
+            "Set trainer.placement.rollout to the actor's pools, or to others only",
+        ),
+        ([APART[0], "trainer.placement={actor: [train, gen], rollout: gen}"], "share some of their pools"),
         ([f"{ROLLOUT}.cudagraph_capture_sizes=[0,8]"], "at least 1 each"),
         (
             [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"],

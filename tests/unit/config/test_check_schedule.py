@@ -83,6 +83,56 @@ def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: 
     assert says in problem(base, *overrides)
 
 
+REPLAY = ("algorithm.use_pf_ppo=true", "algorithm.pf_ppo.max_age=2")
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_rows_that_are_trained_again_want_a_correction(base: list[str], schedule: str) -> None:
+    keys = [*REPLAY, f"trainer.schedule={schedule}"]
+    said = problem(base, *keys)
+    assert "max_age=2 trains rows again that are up to 2 steps older, and nothing corrects" in said
+    for key in ("rollout_is=token", "rollout_rs=token_k1", "bypass_mode=true"):
+        assert f"algorithm.rollout_correction.{key}" in said
+    for corrected in (CORRECTED, "algorithm.rollout_correction.bypass_mode=true"):
+        prepare_config(PPOConfig, [*base, *keys, corrected])
+    if schedule == "sync":
+        prepare_config(PPOConfig, [*base, "algorithm.use_pf_ppo=true"])
+        prepare_config(PPOConfig, [*base, "algorithm.pf_ppo.max_age=2"])  # a note says that nothing reads it
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            [
+                *("algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo"),
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gpg",
+            ],
+            "max_age=2 trains rows again that are up to 2 steps older, and algorithm.rollout_correction."
+            "bypass_mode=true leaves the correction to the ratio of the loss",
+        ),
+        (
+            [
+                CORRECTED,
+                *(
+                    "actor_rollout_ref.rollout.skip.enable=true",
+                    "actor_rollout_ref.rollout.skip.action=repeat",
+                ),
+                "actor_rollout_ref.rollout.skip.dump_dir=/tmp/dumps",
+            ],
+            "skip.action=repeat gives the same rows again as new ones: set max_age=0",
+        ),
+        (
+            [CORRECTED, "trainer.controller=ray", "trainer.num_collectors=3"],
+            "max_age=2 keeps the rows of earlier steps in the driver and in checkpoints, and "
+            "trainer.num_collectors=3 keeps them elsewhere: set one of them to 0",
+        ),
+    ],
+)
+def test_a_replay_buffer_excludes(base: list[str], overrides: list[str], says: str) -> None:
+    assert says in problem(base, *REPLAY, *overrides)
+
+
 @pytest.mark.parametrize("schedule", NAMES[1:])
 def test_stale_tokens_want_a_correction_and_none_are_stale_without_run_ahead(
     base: list[str], schedule: str

@@ -24,6 +24,7 @@ from hybridflow.controller import (
 )
 from hybridflow.controller.dispatch import Lane
 from hybridflow.controller.future import replace
+from hybridflow.controller.peers import Peers
 from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -122,6 +123,17 @@ class Counter(Worker):
     def fail(self) -> None:
         raise ValueError("no luck")
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def tell(self, luck: bool) -> tuple[str, int, int]:
+        if not luck:
+            raise ValueError("no luck")
+        return self.role, self.rank, self.value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ask(self, others: Peers, rank: int, *, luck: bool = True) -> tuple[str, int, int]:
+        """Call another role from here."""
+        return others.call_one(rank, Counter.tell, luck).result(600)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rearrange(self, batch: DataProto) -> DataProto:
         batch.batch["new"] = batch.batch["x"] + 1
@@ -192,6 +204,9 @@ class InTurn:
 
     def together(self, role: str, other: str) -> bool:
         return True
+
+    def peers(self, role: str) -> Peers:
+        return WorkerGroup[Counter](self, role)
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
         parts = self.submit(role, method, calls)

@@ -146,6 +146,15 @@ def test_call_one_is_awaitable(group: CounterGroup) -> None:
         group.call_one(group.world_size, Counter.add, 1)
 
 
+def test_a_worker_calls_a_rank_of_another_role_itself(group: CounterGroup) -> None:
+    last = group.world_size - 1
+    WorkerGroup[Counter](group.backend, "other").call(Counter.add, 7)
+    others = group.backend.peers("other")
+    assert group.call(Counter.ask, others, last) == ("other", last, 17)
+    with pytest.raises(ValueError, match="no luck"):
+        group.call(Counter.ask, others, last, luck=False)
+
+
 def test_failure_comes_through_with_its_place(group: CounterGroup) -> None:
     with pytest.raises(ValueError, match="no luck") as caught:
         group.call(Counter.fail)

@@ -38,6 +38,13 @@ def test_roles_not_named_live_in_the_first_pool() -> None:
     assert placement.infos("values", 0) == {"critic": RankInfo("critic", 0, 1)}
 
 
+def test_collectors_have_a_pool_without_devices() -> None:
+    placement = Placement.from_config(trainer(nnodes=1, num_collectors=3), [*ROLES, "collector"])
+    assert placement.num_devices == 1 and [pool.name for pool in placement.device_pools] == ["global"]
+    assert placement.ranks("collector") == [("collectors", rank) for rank in range(3)]
+    assert not placement.together("collector", "actor")
+
+
 def test_the_rollout_may_span_pools_and_counts_its_ranks_through() -> None:
     keys = trainer(resource_pools={"train": [2], "more": [1, 1]}, placement={"rollout": ["train", "more"]})
     placement = Placement.from_config(keys, ROLES)

@@ -63,6 +63,17 @@ def test_what_is_cleared_is_gone(store: RowStore) -> None:
     assert not store.list()
 
 
+def test_rows_may_outlive_what_is_cleared(store: RowStore) -> None:
+    store.put([1, 2, 3], columns(1, 3))
+    store.put([3, 4], DataProto.from_dict({"returns": torch.tensor([3.0, 4.0])}))
+    store.keep_only([2, 3, 9], ["values"])
+    assert dict(store.list()) == {2: {"values"}, 3: {"values"}}
+    store.put([5], columns(5, 1))
+    assert store.get([5, 2, 3], ["values"]).batch["values"][:, 0].tolist() == [5.0, 2.0, 3.0]
+    store.keep_only([], ["values"])
+    assert not store.list()
+
+
 def test_a_row_or_a_column_that_is_not_there_is_named(store: RowStore) -> None:
     store.put([1, 2], columns(1, 2))
     with pytest.raises(BatchError, match="row 5 has no column 'uid'"):
@@ -125,3 +136,34 @@ def test_the_rows_of_a_whole_shard_are_its_own_tensors() -> None:
     batch = columns(0, 4)
     store.put(range(4), batch)
     assert store.get(range(4), ["values"]).batch["values"] is batch.batch["values"]
+
+
+def test_a_column_may_have_a_second_name(store: RowStore) -> None:
+    """It costs nothing, and ends with its rows; a column that is stored under the name later replaces it."""
+    store.put([1, 2, 3], columns(1, 3))
+    batch = DataProto.from_dict({"row_id": torch.tensor([3, 1])})
+    store.alias(batch, "returns", "values")
+    store.alias(batch, "advantages", "nowhere")
+    assert store.names(batch) == {"values", "uid", "returns"}
+    got = store.get([1, 3], ["returns", "values"])
+    assert torch.equal(got.batch["returns"], got.batch["values"]) and got.batch["values"][1, 0] == 3.0
+    sent = store.by_reference(batch, ["returns"])
+    assert isinstance(sent, StoredRows) and sent.values.names() == ["row_id"]
+    store.put([3], DataProto.from_dict({"returns": torch.full((1, 3), 9.0)}))
+    assert store.get([3, 1], ["returns"]).batch["returns"][:, 0].tolist() == [9.0, 1.0]
+    store.clear([1])
+    with pytest.raises(BatchError, match="row 1 has no column 'returns'"):
+        store.get([1], ["returns"])
+
+
+def test_rows_that_are_cleared_are_no_longer_watched(store: RowStore) -> None:
+    first, second = columns(1, 2), columns(3, 2)
+    store.put([1, 2], first)
+    store.put([3, 4], second)
+    store.clear([1, 2])
+    first.batch["values"] += 1.0
+    batch = DataProto.from_dict({"row_id": torch.tensor([3, 4])})
+    store.by_reference(batch)
+    second.batch["values"] += 1.0
+    with pytest.raises(AssertionError, match="values was written in place"):
+        store.by_reference(batch)

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import packed_rows, tiny_hf, tiny_rows
+from zoo import tiny_hf
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedLayout, Scores, attention, make_buckets
@@ -89,18 +89,6 @@ def test_default_scaling() -> None:
     torch.testing.assert_close(
         layout.attend(*states, Scores()), layout.attend(*states, Scores(scaling=1 / math.sqrt(DIM)))
     )
-
-
-def test_kv_sink_sees_every_layer_once() -> None:
-    policy = PolicyModel(tiny_hf("llama"))
-    packed = packed_rows(tiny_rows())
-    seen: dict[int, tuple[torch.Size, torch.Size]] = {}
-    layout = PackedLayout.build(
-        packed.lengths, kv_sink=lambda layer, key, value: seen.update({layer: (key.shape, value.shape)})
-    )
-    policy.hidden(packed.input_ids[None], packed.position_ids[None], layout)
-    shape = torch.Size((1, 2, len(packed.input_ids), 8))
-    assert seen == {0: (shape, shape), 1: (shape, shape)}
 
 
 def test_buckets_waste_little() -> None:

@@ -136,7 +136,7 @@ def test_a_prompt_that_begins_like_a_finished_row_reuses_its_keys_and_stays_exac
     assert trained(policy, [again], {50: reused}, 1.0)[50] == reused.log_probs
 
 
-def test_rows_that_join_late_or_were_put_aside_stay_exact() -> None:
+def test_rows_that_join_late_or_were_preempted_stay_exact() -> None:
     policy = exact_policy("llama")
     asked = requests(16)
     outputs = generate(policy, asked)
@@ -147,7 +147,7 @@ def test_rows_that_join_late_or_were_put_aside_stay_exact() -> None:
         waiting, steps = waiting[2:], steps + 1
         found |= {output.request_id: output for output in session.step()}
         if steps in (3, 6, 9):  # as where memory is short
-            session._generation._put_aside()
+            session._preempt()
     session.close()
     assert steps > 9 and sorted(found) == list(range(16))
     for row, output in found.items():

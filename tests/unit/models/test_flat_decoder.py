@@ -9,8 +9,8 @@ from zoo import SUPPORTED, VOCABULARY, tiny_hf
 
 from hybridflow.models.kv_cache import SlotCache
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.slot_layout import SlotLayout
-from hybridflow.rollout.native.engine import layer_facts
+from hybridflow.models.probe import layer_facts
+from hybridflow.models.span_layout import SpanLayout
 
 FLAT = {"llama", "qwen2", "qwen3", "mistral"}
 SHAPED_ALIKE = {"granite": {"residual_multiplier": 0.7}}
@@ -29,7 +29,7 @@ def decoded(policy: PolicyModel, how: str, steps: int = 7) -> list[Tensor]:
         tokens = torch.randint(3, VOCABULARY, (3, 1), generator=draw)
         with torch.no_grad():
             states.append(
-                getattr(policy, how)(tokens, lengths[:, None], SlotLayout(cache, lengths, 6 + step))
+                getattr(policy, how)(tokens, lengths[:, None], SpanLayout.decoding(cache, lengths, 6 + step))
             )
         lengths = lengths + 1
     return states

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.models.attention import Scores, masked_attention
 from hybridflow.models.kv_cache import LayerShape, Places, SlotCache, bytes_per_token
-from hybridflow.models.slot_layout import SlotLayout
+from hybridflow.models.span_layout import SpanLayout
 
 SHAPES = {0: LayerShape(2, 4, 4, torch.float32), 3: LayerShape(1, 6, 5, torch.float32)}
 
@@ -22,43 +22,40 @@ def filled(num_slots: int = 5, capacity: int = 7, seed: int = 0) -> SlotCache:
 
 def test_tokens_land_in_their_slot_and_position() -> None:
     cache = SlotCache(SHAPES, 5, 7)
-    places = Places(torch.tensor([4, 0, 0]), torch.tensor([6, 2, 3]), source=torch.tensor([1, 0, 1]))
+    places = Places(torch.tensor([4, 0, 0]), torch.tensor([6, 2, 3]))
     for layer, shape in SHAPES.items():
-        key, value = (
-            torch.randn(2, shape.kv_heads, shape.key_dim),
-            torch.randn(2, shape.kv_heads, shape.value_dim),
-        )
+        key = torch.randn(3, shape.kv_heads, shape.key_dim)
+        value = torch.randn(3, shape.kv_heads, shape.value_dim)
         cache.write(layer, key, value, places)
-        assert torch.equal(cache.keys[layer][4, :, 6], key[1]) and torch.equal(
-            cache.keys[layer][0, :, 2], key[0]
-        )
-        assert torch.equal(cache.values[layer][0, :, 3], value[1])
+        assert torch.equal(cache.keys[layer][4, :, 6], key[0])
+        assert torch.equal(cache.keys[layer][0, :, 2], key[1])
+        assert torch.equal(cache.values[layer][0, :, 3], value[2])
         assert cache.values[layer].count_nonzero() == 3 * shape.kv_heads * shape.value_dim
 
 
-def test_pieces_go_to_each_of_their_slots() -> None:
-    places = Places.of_pieces([2, 3], [0, 4], [[5, 1], [0]])
-    assert places.slots.tolist() == [5, 5, 1, 1, 0, 0, 0] and places.positions.tolist() == [
-        0,
-        1,
-        0,
-        1,
-        4,
-        5,
-        6,
-    ]
-    assert places.source is not None and places.source.tolist() == [0, 1, 0, 1, 2, 3, 4]
+def test_spans_are_stored_one_after_the_other() -> None:
+    places = Places.of_spans([5, 0, 2], [0, 4, 1], [2, 3, 1])
+    assert places.rows.tolist() == [5, 5, 0, 0, 0, 2]
+    assert places.positions.tolist() == [0, 1, 4, 5, 6, 1]
 
 
-def test_moving_and_forking_copy_whole_slots_up_to_a_length() -> None:
+def test_moving_and_copying_take_slots_up_to_a_length() -> None:
     cache, before = filled(), filled()
     cache.move([4, 3], [0, 2])
     assert torch.equal(cache.keys[0][0], before.keys[0][4]) and torch.equal(
         cache.values[3][2], before.values[3][3]
     )
     assert torch.equal(cache.values[3][1], before.values[3][1])
-    cache.fork(4, [1, 2, 3], length=6)
+    cache.move([1, 3], [3, 0])  # a row may be source and destination
+    assert torch.equal(cache.values[3][3], before.values[3][1])
+    assert torch.equal(cache.values[3][0], before.values[3][3])
+    cache.copy(4, [1, 2, 3], 6)
     assert all(torch.equal(cache.keys[3][slot, :, :6], before.keys[3][4, :, :6]) for slot in (1, 2, 3))
+    cache = filled()
+    cache.fork([(0, [1, 2], 5), (4, [3], 2)])
+    for source, row in ((0, 1), (0, 2), (4, 3)):
+        assert torch.equal(cache.values[3][row, :, :5], before.values[3][source, :, :5])
+        assert torch.equal(cache.values[3][row, :, 5:], before.values[3][row, :, 5:])
 
 
 def test_bytes_are_counted_by_layer() -> None:
@@ -87,7 +84,7 @@ def test_decoding_attends_to_the_own_slot_up_to_the_new_token(
         torch.randn(3, 2, 1, 5, dtype=dtype),
     )
     scores = Scores(scaling=0.3, sliding_window=window, **special)  # type: ignore[arg-type]
-    out = SlotLayout(cache, lengths, 7).attend(query, key, value, scores)
+    out = SpanLayout.decoding(cache, lengths, 7).attend(query, key, value, scores)
     assert out.shape == (3, 1, 4, 5) and out.dtype == dtype
     for row, length in enumerate(lengths.tolist()):
         first = 0 if window is None else max(0, length + 1 - window)
@@ -98,22 +95,20 @@ def test_decoding_attends_to_the_own_slot_up_to_the_new_token(
 
 
 def test_a_row_past_its_capacity_is_our_mistake() -> None:
-    with pytest.raises(AssertionError, match="outside of slots"):
-        SlotLayout(filled(), torch.tensor([7]), 7)
+    with pytest.raises(AssertionError, match="outside of a row"):
+        SpanLayout.decoding(filled(), torch.tensor([7]), 7)
 
 
 def test_another_size_keeps_what_is_told() -> None:
     cache, before = filled(), filled()
-    cache.resize(3, 11, rows=2, length=6, last=True)
+    cache.resize(3, 11, rows=2, length=6)
     assert (cache.num_slots, cache.capacity, tuple(cache.values[3].shape)) == (3, 11, (3, 1, 11, 5))
     for stored, old in ((cache.keys, before.keys), (cache.values, before.values)):
         for layer in SHAPES:
-            assert (
-                torch.equal(stored[layer][:, :, :6], old[layer][[0, 1, 4], :, :6])
-                and not stored[layer][:, :, 6:].any()
-            )
+            assert torch.equal(stored[layer][:2, :, :6], old[layer][:2, :, :6])
+            assert not stored[layer][:2, :, 6:].any()
     with pytest.raises(AssertionError, match="are to stay"):
-        cache.resize(2, 11, rows=2, length=6, last=True)
+        cache.resize(1, 11, rows=2, length=6)
 
 
 def test_sizes_change_within_the_memory_that_is_there() -> None:
@@ -141,12 +136,30 @@ def test_sizes_change_within_the_memory_that_is_there() -> None:
     assert cache.room == 110 and cache.nbytes == 110 * sum(shape.bytes_per_token for shape in SHAPES.values())
 
 
-def test_a_copy_outlives_its_slot() -> None:
+class Kept:
+    """Copies of ten tokens each."""
+
+    num_tokens = 50
+
+    def evict(self) -> bool:
+        self.num_tokens -= 10
+        return self.num_tokens >= 0
+
+
+def test_a_copy_outlives_its_slot_and_older_ones_give_way_to_it() -> None:
     cache, before = filled(), filled()
+    cache.max_tokens = 5 * 7 + 20
+    cache.kept = kept = Kept()
     copy = cache.read(1, 5)
-    cache.clear(1, 3)
-    assert not cache.keys[0][1:3].any() and torch.equal(cache.keys[0][3], before.keys[0][3])
-    cache.load(copy, [0, 4], 4)
+    assert copy is not None and kept.num_tokens == 10
+    assert cache.read(1, 7) is not None and kept.num_tokens == 10
+    cache.max_tokens = 5 * 7 + 4
+    assert cache.read(1, 5) is None and kept.num_tokens == 10
+    cache.max_tokens = 1000
+    assert cache.grow(1, 3, 7)  # new rows are empty
+    assert not cache.keys[0][1:3].any() and torch.equal(cache.keys[0][0, :, :7], before.keys[0][0])
+    cache = filled()
+    cache.copy(copy, [0, 4], 4)
     for slot in (0, 4):
         assert torch.equal(cache.values[3][slot, :, :4], before.values[3][1, :, :4])
         assert torch.equal(cache.values[3][slot, :, 4:], before.values[3][slot, :, 4:])

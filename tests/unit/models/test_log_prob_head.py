@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridflow.distributed.accelerators import features
+from hybridflow.models import log_probs as heads
 from hybridflow.models.log_probs import LogitTransform, chunk_tokens, log_probs_from_logits, token_log_probs
 
 M, H, V = 23, 8, 31
@@ -194,6 +197,56 @@ def test_logits_of_all_tokens_never_exist() -> None:
     assert hidden.grad is not None and mode.largest == 50 * vocabulary
 
 
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
+def test_kept_logits_give_the_bits_of_computed_ones(
+    monkeypatch: pytest.MonkeyPatch, transform: LogitTransform
+) -> None:
+    results = []
+    products = []
+    chunk_bytes = 5 * V * 4
+    for kept in (0, 2 * chunk_bytes, 5 * chunk_bytes):
+        monkeypatch.setattr("hybridflow.models.log_probs.KEPT_BYTES", kept)
+        hidden, weight, bias, targets = _inputs(torch.float32)
+        with _Products() as counted:
+            log_probs, entropy, _ = token_log_probs(
+                hidden, weight, bias, targets, temperature=0.6, with_entropy=True,
+                softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=chunk_bytes,
+            )  # fmt: skip
+            assert entropy is not None
+            (log_probs - 0.01 * entropy).sum().backward()
+        products.append(counted.count)
+        results.append([log_probs, entropy, hidden.grad, weight.grad, bias.grad])
+    assert products == [20, 18, 15]  # five chunks: a product forward, two backward, one for what is not kept
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+
+
+def test_nothing_is_kept_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = []
+    gather = log_probs_from_logits
+
+    def watched(logits: Tensor, *rest: Any) -> Tensor:
+        assert sum(reference() is not None for reference in alive) <= 1, "logits of an earlier chunk are kept"
+        alive.append(weakref.ref(logits))
+        return gather(logits, *rest)
+
+    monkeypatch.setattr("hybridflow.models.log_probs.log_probs_from_logits", watched)
+    hidden, weight, bias, targets = _inputs()
+    with torch.no_grad():
+        token_log_probs(hidden, weight, bias, targets, chunk_bytes=5 * V * 8)
+    assert len(alive) == 5
+
+
 def test_a_token_that_the_policy_rules_out() -> None:
     """A logit of -inf has probability 0: it adds nothing to the entropy, and its gradient is 0."""
     hidden, weight, bias, targets = _inputs(torch.float32)
@@ -236,3 +289,63 @@ def test_ordinary_rows_keep_their_bits(dtype: torch.dtype, scale: float) -> None
     grad.scatter_add_(-1, targets[:, None], up[:, None])
     assert hidden.grad is not None
     assert hidden.grad.equal((grad * (scale / 0.7)).to(dtype) @ weight)
+
+
+class _Passes(TorchDispatchMode):
+    """Counts the operations that make or change a tensor of one shape, by name."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(x.shape == self.shape for x in _tensors(out)):
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 46), ("cuda", 3)])
+def test_chunks_by_device(device: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is a pass over the gradient of the head; on the meta device, told that it is another."""
+    monkeypatch.setattr(heads, "features", lambda _: features(device))
+    tokens, width, vocabulary = 5000, 64, 151_936
+    hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta").requires_grad_()
+    weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta").requires_grad_()
+    targets = torch.empty(tokens, dtype=torch.int64, device="meta")
+    log_probs, *_ = token_log_probs(hidden, weight, None, targets)
+    with _Passes((vocabulary, width)) as counted:
+        log_probs.sum().backward()
+    assert counted.names.count("mm") == chunks
+    assert counted.names.count("_to_copy") == 2, "to float32 for the sum, and back for the result"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows_per_chunk", [4, 7, 1000])
+def test_the_gradient_of_the_head_has_the_bits_of_a_sum_over_chunks(
+    dtype: torch.dtype, rows_per_chunk: int
+) -> None:
+    """A sum in float32 that begins with zeros; one chunk alone needs no sum and no float32."""
+    hidden, weight, _, targets = _inputs(dtype)
+    kind = torch.promote_types(dtype, torch.float32)
+    log_probs, *_ = token_log_probs(
+        hidden, weight, None, targets, temperature=0.7, chunk_bytes=rows_per_chunk * V * kind.itemsize
+    )
+    with _Passes((V, H)) as counted:
+        log_probs.sum().backward()
+    total = torch.zeros(V, H, dtype=kind)
+    for rows in hidden.detach().split(rows_per_chunk):
+        wanted = targets[: len(rows)]
+        targets = targets[len(rows) :]
+        logits = (rows @ weight.detach().T).to(kind)
+        grad = torch.log_softmax(logits / 0.7, -1).exp().mul_(-torch.ones(len(rows), 1, dtype=kind))
+        grad.scatter_add_(-1, wanted[:, None], torch.ones(len(rows), 1, dtype=kind))
+        part = grad.mul_(1 / 0.7).to(dtype)
+        if kind == dtype:
+            total.addmm_(part.T, rows)
+        else:
+            total += part.T @ rows
+    assert weight.grad is not None and torch.equal(weight.grad, total.to(dtype))
+    if rows_per_chunk == 1000:
+        assert [name for name in counted.names if name != "detach"] == ["mm"]

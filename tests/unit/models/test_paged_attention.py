@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models import paged_layout
+from hybridflow.models import paged_kernel
 from hybridflow.models.attention import Scores
 from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
 from hybridflow.models.paged_cache import PagedCache
-from hybridflow.models.paged_layout import PagedLayout, kernel_problem, varlen_kernel
-from hybridflow.models.slot_layout import SlotLayout
+from hybridflow.models.paged_kernel import kernel_problem, varlen_kernel
+from hybridflow.models.span_layout import SpanLayout
 
 SHAPE = LayerShape(2, 8, 8, torch.bfloat16)
 
@@ -76,7 +76,7 @@ def filled(
     for length in range(1, max(lengths) + 2):
         paged.extend([slot for slot, stop in enumerate(lengths) if length <= stop + 1], length)
     for slot, length in enumerate(lengths):
-        places = Places.of_pieces([length], [0], [[slot]])
+        places = Places.of_spans([slot], [0], [length])
         key, value = torch.randn(2, length, heads, 8).to(dtype).unbind()
         paged.write(0, key, value, places)
         slots.write(0, key, value, places)
@@ -94,21 +94,22 @@ def test_kernel_gathered_blocks_and_slots_agree(scores: Scores, heads: int) -> N
     paged, slots = filled(lengths, 8, torch.float64)
     query = torch.randn(4, heads, 1, 8, dtype=torch.float64)
     key, value = torch.randn(2, 4, 2, 1, 8, dtype=torch.float64).unbind()
-    wanted = SlotLayout(slots, torch.tensor(lengths), 23).attend(query, key, value, scores)
+    wanted = SpanLayout.decoding(slots, torch.tensor(lengths), 23).attend(query, key, value, scores)
     assert torch.allclose(
-        PagedLayout(paged, torch.tensor(lengths), 23).attend(query, key, value, scores), wanted
+        SpanLayout.decoding(paged, torch.tensor(lengths), 23).attend(query, key, value, scores), wanted
     )
     paged.kernel = reference
     for num_keys in (None, 24):
         assert torch.allclose(
-            PagedLayout(paged, torch.tensor(lengths), 23, num_keys).attend(query, key, value, scores), wanted
+            SpanLayout.decoding(paged, torch.tensor(lengths), 23, num_keys).attend(query, key, value, scores),
+            wanted,
         )
 
 
 def test_blocks_that_only_wiped_slots_share_are_wiped_too() -> None:
     cache = PagedCache({0: LayerShape(1, 2, 2, torch.float32)}, 4, 9, 4)
     cache.extend([0], 6)
-    cache.fork(0, [1, 2], 4)  # the first block is that of three slots
+    cache.copy(0, [1, 2], 4)  # the first block is that of three slots
     for stored in (cache.keys[0], cache.values[0]):
         stored.fill_(float("nan"))
     shared = cache.blocks[0][0]
@@ -131,9 +132,9 @@ def test_what_the_kernel_does_not_know_is_gathered() -> None:
     paged.kernel = never
     query, key = torch.randn(2, 4, 1, 8, dtype=torch.float64), torch.randn(2, 2, 1, 8, dtype=torch.float64)
     for scores in (Scores(softcap=2.0), Scores(sinks=torch.randn(4), sliding_window=3)):
-        wanted = SlotLayout(slots, torch.tensor([9, 3]), 9).attend(query, key, key, scores)
+        wanted = SpanLayout.decoding(slots, torch.tensor([9, 3]), 9).attend(query, key, key, scores)
         assert torch.allclose(
-            PagedLayout(paged, torch.tensor([9, 3]), 9).attend(query, key, key, scores), wanted
+            SpanLayout.decoding(paged, torch.tensor([9, 3]), 9).attend(query, key, key, scores), wanted
         )
 
 
@@ -156,7 +157,9 @@ def test_torchs_own_kernel_takes_the_call() -> None:
     paged.kernel = on_no_device
     query, key = torch.randn(3, 4, 1, 8).bfloat16(), torch.randn(3, 2, 1, 8).bfloat16()
     for scores in (Scores(), Scores(sliding_window=4)):
-        assert PagedLayout(paged, torch.tensor([9, 3, 12]), 12).attend(query, key, key, scores).shape == (
+        assert SpanLayout.decoding(paged, torch.tensor([9, 3, 12]), 12).attend(
+            query, key, key, scores
+        ).shape == (
             3,
             1,
             4,
@@ -167,7 +170,7 @@ def test_torchs_own_kernel_takes_the_call() -> None:
 
 def test_a_kernel_is_used_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, plain, windowed = torch.device("cpu"), {0: Scores()}, {0: Scores(sliding_window=5000)}
-    monkeypatch.setattr(paged_layout, "varlen_kernel", lambda: reference)
+    monkeypatch.setattr(paged_kernel, "varlen_kernel", lambda: reference)
     for dtype in (torch.bfloat16, torch.float16):
         for scores in (plain, windowed):
             assert kernel_problem({0: LayerShape(2, 8, 8, dtype)}, scores, cpu) is None
@@ -178,12 +181,12 @@ def test_a_kernel_is_used_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> 
     def failing(*args: Any, **settings: Any) -> Tensor:
         raise RuntimeError("no such thing\nhere")
 
-    monkeypatch.setattr(paged_layout, "varlen_kernel", lambda: without_window)
+    monkeypatch.setattr(paged_kernel, "varlen_kernel", lambda: without_window)
     assert kernel_problem({0: SHAPE}, plain, cpu) is None
     assert "differs" in (kernel_problem({0: SHAPE}, windowed, cpu) or "")
-    monkeypatch.setattr(paged_layout, "varlen_kernel", lambda: failing)
+    monkeypatch.setattr(paged_kernel, "varlen_kernel", lambda: failing)
     assert "no such thing here" in (kernel_problem({0: SHAPE}, plain, cpu) or "")
-    monkeypatch.setattr(paged_layout, "varlen_kernel", lambda: None)
+    monkeypatch.setattr(paged_kernel, "varlen_kernel", lambda: None)
     assert "torch>=2.13" in (kernel_problem({0: SHAPE}, plain, cpu) or "")
 
 
@@ -201,5 +204,5 @@ def test_a_kernel_is_used_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_no_kernel_can_do(
     shape: LayerShape, scores: Scores, block_size: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_layout, "varlen_kernel", lambda: reference)
+    monkeypatch.setattr(paged_kernel, "varlen_kernel", lambda: reference)
     assert told in (kernel_problem({0: shape}, {0: scores}, torch.device("cpu"), block_size) or "")

@@ -16,6 +16,7 @@ AGREED = {
     ("B,R", "int32"): {"policy_version", "call"},
     ("B", "int64"): {"trajectory_id", "trajectory_rows", "lineage", "row_id", "group_ids", "preference"},
     ("B", "float32"): {"rm_scores", "reward_baselines", "ref_log_prob_sum", "margin", "reference_point"},
+    ("B", "float64"): {"repetition"},
     ("B", "bool"): {"positive", "is_demonstration"},
     ("B,K", "float32"): {"reward_components"},
     ("B", "object"): {

@@ -37,7 +37,7 @@ def daemon(info):
             os.execvp("sleep", ["sleep", "600"])
         os._exit(0)
     os.wait()
-    while not os.path.exists(info["note"]):
+    while not os.path.exists(info["note"]) or not open(info["note"]).read():
         time.sleep(0.01)
 
 def tree(info):

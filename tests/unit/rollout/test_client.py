@@ -15,7 +15,7 @@ from fake_session import FakeSession
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, SamplingParams
-from hybridflow.rollout.client import DeadlinePassed, EngineReplica, LLMClient, ReplicaLost
+from hybridflow.rollout.client import LEAST_WAIT, DeadlinePassed, EngineReplica, LLMClient, ReplicaLost
 
 Make = Callable[..., tuple[LLMClient, list[FakeSession]]]
 
@@ -198,6 +198,47 @@ def test_a_deadline_names_request_replica_and_limit(make: Make) -> None:
             await asyncio.sleep(0.002)
 
     run(work())
+
+
+def test_a_deadline_counts_the_seconds_of_the_replica(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, (session,) = make(seconds=0.002)
+    looks = iter([0.0, *[0.0] * 20, 9.9, 10.0])
+    monkeypatch.setattr(EngineReplica, "clock", property(lambda self: next(looks)))
+
+    async def wait(*args: Any, timeout: float) -> None:  # its time passes, and the replica's stands
+        assert 0 < timeout <= 10
+        await asyncio.sleep(0)
+
+    async def work() -> None:
+        with pytest.raises(DeadlinePassed, match="within 10 s"):
+            await client.generate(request(4, max_tokens=5_000), deadline_s=10.0)
+        assert next(looks, None) is None
+        while not session.idle:
+            await asyncio.sleep(0.002)
+
+    monkeypatch.setattr("hybridflow.rollout.client.asyncio.wait", wait)
+    run(work())
+
+
+def test_a_clock_that_stands_just_before_the_deadline_keeps_nobody_busy(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = make()
+    now = 0.0
+    waits: list[float] = []
+    wait_for_real = asyncio.wait
+
+    async def wait(answers: Any, *, timeout: float) -> None:
+        nonlocal now
+        waits.append(timeout)
+        now = 10.0 - 1e-6
+        if len(waits) == 5:
+            await wait_for_real(answers)
+
+    monkeypatch.setattr(EngineReplica, "clock", property(lambda self: now))
+    monkeypatch.setattr("hybridflow.rollout.client.asyncio.wait", wait)
+    run(client.generate(request(4), deadline_s=10.0))
+    assert waits == [10.0, *[LEAST_WAIT] * 4]
 
 
 def test_a_pause_swaps_weights_in_flight(make: Make) -> None:

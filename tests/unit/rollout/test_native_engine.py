@@ -75,7 +75,9 @@ def test_a_group_is_prefilled_once_however_it_enters(rows: int, budget: int) -> 
     token_ids = prompts(3)
     requests = requests_for(token_ids, n=4, max_tokens=8)
     outputs = run(engine, requests)
-    assert engine.stats.prefill_tokens == sum(len(prompt) for prompt in token_ids)
+    computed = engine.stats.prefill_tokens - sum(len(prompt) for prompt in token_ids)
+    # whoever enters later computes the last token of the prompt once more, for its hidden state
+    assert computed == 0 if rows == 12 else 0 <= computed <= 12 - rows
     assert engine.stats.max_rows == rows
     assert engine.stats.generated_tokens == sum(len(output.token_ids) for output in outputs.values())
     whole = run(tiny_engine(dtype=torch.float64), requests)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,14 +25,12 @@ from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import graphs
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.graphs import (
-    CudaRecorder,
     GraphDecoder,
     capture_sizes,
     decode_rows,
     graph_decoder,
     key_bucket,
 )
-from hybridflow.rollout.native.memory import SlotMemory
 
 SIZES = [1, 2, 4, 8]
 
@@ -45,8 +42,7 @@ class Again:
         self.engine, self.replays = engine, 0
 
     def addresses(self) -> list[int]:
-        assert self.engine._memory is not None
-        cache = self.engine._memory.cache
+        cache = self.engine._kv_cache()
         held = [
             *cache.keys.values(),
             *cache.values.values(),
@@ -75,7 +71,7 @@ def recorded(
 ) -> NativeEngine:
     """A native engine whose steps are recorded."""
     engine = tiny_engine(kind, torch.float64, **settings)
-    engine._slots()
+    engine._kv_cache()
     engine.graphs = GraphDecoder(engine.policy, recorder(engine), sizes, most)
     return engine
 
@@ -85,17 +81,15 @@ def tokens(outputs: dict[int, GenerationOutput]) -> dict[int, list[int]]:
     return {number: output.token_ids for number, output in outputs.items()}
 
 
-class OnCuda(SlotMemory):
+class OnCuda(SlotCache):
     """Slots of the sizes that they have on CUDA."""
 
-    def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
-        super().__init__(shapes, budget, device)
-        self.device = torch.device("cuda")
+    _follows = False
 
 
 @pytest.fixture(autouse=True)
 def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.rollout.native.engine.SlotMemory", OnCuda)
+    monkeypatch.setattr("hybridflow.rollout.native.engine.SlotCache", OnCuda)
     monkeypatch.setattr(graphs, "LEAST_KEYS", 8)
 
 
@@ -113,7 +107,7 @@ def test_the_tokens_are_those_of_steps_that_are_not_recorded(kind: str) -> None:
     assert engine.graphs._recorder.replays > engine.graphs.num_recorded  # type: ignore[attr-defined]
 
 
-def test_a_prompt_in_pieces_keeps_its_slot_while_recorded_rows_beside_it_are_filled_up() -> None:
+def test_a_prompt_in_chunked_prefill_is_safe_from_recorded_rows_beside_it_that_are_filled_up() -> None:
     wanted = tokens(
         run(
             tiny_engine(dtype=torch.float64),
@@ -271,14 +265,16 @@ def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None
 def test_rows_that_fill_a_graph_up_write_one_finite_token_and_to_free_slots_only() -> None:
     # a window of five tokens, which must not hide all that a row sees
     engine = recorded("mistral", sizes=[8])
-    cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float64)), 8, 64)
-    assert engine.graphs is not None and engine._memory is not None
-    engine._memory.cache = cache
+    cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float64)), 7, 64)
+    assert engine.graphs is not None
+    engine._cache = cache
     # the padding token's is 0, and would leave no trace
     engine.policy.hf.get_input_embeddings().weight.data[0] = 1
     for turn in range(2):
         with torch.no_grad():
-            engine.graphs(cache, torch.tensor([5, 6, 7]), torch.tensor([20, 9, 3]) + turn, 20 + turn, slots=7)
+            # the fourth row's prompt is in chunked prefill: its next token is the eleventh
+            lengths = torch.tensor([20, 9, 3, 11]) + turn * torch.tensor([1, 1, 1, 0])
+            engine.graphs(cache, torch.tensor([5, 6, 7]), lengths, 20 + turn)
     assert engine.graphs.num_recorded == 1 and engine.graphs._recorder.replays == 2  # type: ignore[attr-defined]
     for stored in (*cache.keys.values(), *cache.values.values()):
         written = stored.abs().sum((1, 3)) > 0  # [slots, capacity]
@@ -289,7 +285,8 @@ def test_rows_that_fill_a_graph_up_write_one_finite_token_and_to_free_slots_only
             [1, 10],
             [2, 3],
             [2, 4],
-            *([slot, 0] for slot in range(3, 7)),
+            [3, 11],
+            *([slot, 0] for slot in range(4, 7)),
         ]
         assert stored.isfinite().all()
 
@@ -347,83 +344,3 @@ def test_the_keys_reach_the_engine_which_records_on_cuda_only() -> None:
     run(engine, requests_for(prompts(2)))
     assert engine.graphs is None
     assert graph_decoder(engine.policy, max_rows=4, enforce_eager=False, sizes=None, ranks=1) is None
-
-
-class FakeCuda:
-    """Stands in for `torch.cuda`: notes what is called, in order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.mode = 0
-        calls, fake = self.calls, self
-
-        class Stream:
-            def __init__(self, *_: Any) -> None: ...
-
-            def wait_stream(self, other: Any) -> None:
-                calls.append("wait")
-
-        class Graph:
-            def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
-                assert (pool, capture_error_mode, fake.mode) == ("pool", "thread_local", 0)
-                calls.append("begin")
-
-            def capture_end(self) -> None:
-                calls.append("end")
-                if "run fails" in calls:
-                    raise RuntimeError("the recording was invalidated")
-
-            def replay(self) -> None:
-                calls.append("replay")
-
-        def set_mode(mode: int | str) -> None:
-            fake.mode = 2 if mode == "error" else int(mode)
-
-        stand_ins = {
-            "Stream": Stream,
-            "CUDAGraph": Graph,
-            "stream": lambda stream: nullcontext(),
-            "current_stream": Stream,
-            "graph_pool_handle": lambda: "pool",
-            "synchronize": lambda *_: None,
-            "get_sync_debug_mode": lambda: fake.mode,
-            "set_sync_debug_mode": set_mode,
-        }
-        for name, stand_in in stand_ins.items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
-
-
-def test_a_graph_is_recorded_after_two_runs_the_second_of_which_may_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda, output = FakeCuda(monkeypatch), torch.zeros(1)
-
-    def work() -> Tensor:
-        cuda.calls.append(f"run {cuda.mode}")
-        return output
-
-    replay = CudaRecorder(torch.device("cuda")).record(work)
-    assert cuda.calls == ["wait", "run 0", "run 2", "begin", "run 0", "end", "wait"]
-    assert replay() is output and cuda.calls[-1] == "replay"
-
-
-@pytest.mark.parametrize(
-    ("fails_in", "calls"), [(2, ["wait", "run"]), (3, ["wait", "run", "run", "begin", "run fails", "end"])]
-)
-def test_a_recording_that_fails_is_ended_and_tells_its_first_error(
-    fails_in: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda, runs = FakeCuda(monkeypatch), [0]
-
-    def work() -> Tensor:
-        runs[0] += 1
-        if runs[0] == fails_in:
-            if fails_in == 3:
-                cuda.calls.append("run fails")
-            raise RuntimeError("the cause")
-        cuda.calls.append("run")
-        return torch.zeros(1)
-
-    with pytest.raises(RuntimeError, match="the cause"):
-        CudaRecorder(torch.device("cuda")).record(work)
-    assert cuda.calls == calls and cuda.mode == 0

@@ -13,12 +13,12 @@ from torch import nn
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.exact import ExactMode
-from hybridflow.models.kv_cache import LayerShape
+from hybridflow.models.kv_cache import LayerShape, SlotCache, slot_capacity
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.memory import SlotMemory, free_memory
+from hybridflow.rollout.native.memory import free_memory
 
 
 def test_sleep_frees_the_cache_and_wake_up_restores_the_output() -> None:
@@ -40,7 +40,7 @@ def test_the_cache_is_gone_when_the_engine_sleeps() -> None:
     session = engine.open()
     session.add(requests_for(prompts(2)))
     session.step()
-    held = [weakref.ref(memory) for memory in session._generation.cache._memory.values()]
+    held = [weakref.ref(memory) for memory in session.cache._memory.values()]
     session.close()
     del session
     gc.disable()  # nothing may wait for it: it comes late, and the memory is wanted now
@@ -60,40 +60,59 @@ def test_a_cache_that_was_used_before_gives_the_same_tokens() -> None:
     assert engine.cache_bytes == held
 
 
+def sized(cache: SlotCache, rows: int, length: int, live: int, longest: int) -> tuple[int, int, int]:
+    """Slots, their capacity, and the room of each layer after the cache was asked for rows of a length."""
+    running = min(rows, cache.num_slots)
+    assert cache.grow(running, rows, length, live=live, longest=longest)
+    return cache.num_slots, cache.capacity, cache.room
+
+
 def test_slots_grow_with_rows_and_lengths_up_to_what_the_memory_holds() -> None:
     shapes = dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float32))
-    per_token = (2 * 2 + 1) * 16 * 4  # keys and values of two layers, and a spare piece
-    memory = SlotMemory(shapes, per_token * 1000 + 5, torch.device("cpu"))
-    assert memory.max_tokens == 1000 and memory.cache.room == 0 and memory.rows_of(300) == 3
-    assert memory.size_for(2, 10, wanted=4, longest=30) == (4, 16, 4 * 32)  # all that these requests can need
-    assert memory.size_for(2, 10, wanted=4, longest=500) == (4, 16, 4 * 80)
-    assert memory.size_for(2, 10, wanted=40, longest=500) == (40, 16, 1000)
-    memory.cache.resize(4, 128, room=600)
-    assert memory.cache.room == 600 and memory.size_for(4, 128, wanted=9, longest=500) == (4, 128, 600)
-    assert memory.size_for(4, 112, wanted=5, longest=500) == (5, 112, 600)  # rows that have become shorter
-    assert memory.size_for(4, 129, wanted=4, longest=500) == (4, 144, 600)
-    assert memory.size_for(4, 161, wanted=4, longest=500) == (4, 176, 4 * 240)
-    assert memory.size_for(4, 241, wanted=4, longest=500) is None and memory.size_for(
-        3, 300, wanted=9, longest=500
-    ) == (3, 320, 1000)
-    assert memory.problem(960) is None and "gpu_memory_utilization" in (memory.problem(961) or "")
+
+    def new() -> SlotCache:
+        return SlotCache(shapes, max_tokens=1000)
+
+    assert sized(new(), 2, 10, 4, 30) == (4, 16, 4 * 32)  # all that these requests can need
+    assert sized(new(), 2, 10, 4, 500) == (4, 16, 4 * 80)
+    assert sized(new(), 2, 10, 40, 500) == (40, 16, 1000)
+    cache = new()
+    cache.resize(4, 128, room=600)
+    assert cache.room == 600 and sized(cache, 4, 128, 9, 500) == (4, 128, 600)
+    assert sized(cache, 4, 129, 4, 500) == (4, 144, 600)
+    assert sized(cache, 4, 112, 5, 500) == (5, 112, 600)  # rows that have become shorter
+    cache = new()
+    cache.resize(4, 128, room=600)
+    assert sized(cache, 4, 161, 4, 500) == (4, 176, 4 * 240)
+    assert not cache.grow(4, 4, 241, live=4, longest=500) and cache.capacity == 176
+    assert sized(cache, 3, 300, 9, 500) == (3, 320, 960)
+    assert cache.problem(960) is None and "gpu_memory_utilization" in (cache.problem(961) or "")
     assert free_memory(torch.device("cpu")) > 2**20
-    memory.exact = ExactMode(96)
-    assert memory.rows_of(97) == 5 and memory.size_for(1, 97, wanted=1, longest=200) == (4, 192, 1000)
+    cache = new()
+    cache.capacity_of = ExactMode(96).num_keys
+    assert sized(cache, 1, 97, 1, 200) == (1, 192, 192)
+
+
+def test_as_many_rows_are_admitted_as_fit_with_the_longest() -> None:
+    cache = SlotCache({0: LayerShape(1, 2, 2, torch.float32)}, max_tokens=1000)
+    cache.plan(2, 40)
+    assert cache.admit(5, 30, 90, None, 0) == 5  # 7 slots of 96
+    assert cache.admit(5, 30, 20, None, 0) == 3  # 10
+    assert cache.admit(1, 30, 20, None, 0) == 0
+    cache.plan(2, 300)
+    assert cache.admit(5, 30, 20, None, 0) == 1
 
 
 def test_slots_take_all_the_room_where_parts_of_them_are_read_as_fast() -> None:
-    memory = SlotMemory({0: LayerShape(1, 8, 8, torch.float32)}, 96 * 1000, torch.device("meta"))
-    assert memory.max_tokens == 1000 and memory.size_for(2, 10, wanted=4, longest=500) == (4, 80, 4 * 80)
-    memory.cache.resize(4, 80)
-    assert memory.size_for(3, 70, wanted=4, longest=500) == (4, 80, 320)
-    assert memory.size_for(3, 81, wanted=4, longest=500) == (4, 160, 640)
-    assert memory.size_for(4, 200, wanted=4, longest=500) == (4, 250, 1000)
+    cache = SlotCache({0: LayerShape(1, 8, 8, torch.float32)}, device="meta", max_tokens=1000)
+    assert sized(cache, 2, 10, 4, 500) == (4, 80, 4 * 80)
+    assert sized(cache, 3, 70, 4, 500) == (4, 80, 320)
+    assert sized(cache, 3, 81, 4, 500) == (4, 160, 640)
+    assert sized(cache, 4, 200, 4, 500) == (4, 250, 1000)
 
 
 def test_keys_that_are_attended_over_follow_the_longest_row_alone() -> None:
-    memory = SlotMemory({0: LayerShape(1, 2, 2, torch.float32)}, 2**20, torch.device("cpu"))
-    capacities = [memory.capacity_for(length) for length in range(1, 5000)]
+    capacities = [slot_capacity(length) for length in range(1, 5000)]
     assert capacities == sorted(capacities) and all(
         length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1)
     )

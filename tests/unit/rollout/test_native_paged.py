@@ -13,17 +13,17 @@ from test_native_session import alone, finish, limit_memory, random_prompt, same
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
+from hybridflow.models import kv_cache
 from hybridflow.models.exact import ExactMode
+from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import engine as engine_module
 from hybridflow.rollout.native import graphs
-from hybridflow.rollout.native import memory as memory_module
 from hybridflow.rollout.native.engine import CacheKind, NativeEngine
 from hybridflow.rollout.native.graphs import GraphDecoder
-from hybridflow.rollout.native.paged_memory import PagedMemory
 
 BLOCK = 16
 
@@ -34,18 +34,22 @@ def paged(
     return tiny_engine(kind, dtype, kv_cache="paged", block_size=block_size, **settings)
 
 
-def memory_of(engine: NativeEngine) -> PagedMemory:
-    memory = engine._slots()
-    assert isinstance(memory, PagedMemory)
-    return memory
+def cache_of(engine: NativeEngine) -> PagedCache:
+    cache = engine._kv_cache()
+    assert isinstance(cache, PagedCache)
+    return cache
 
 
-def assert_counted(memory: PagedMemory, kept: list[Any]) -> None:
+def assert_counted(cache: PagedCache, kept: list[Any]) -> None:
     """Each block has as many who have it as it says, and is free where nobody has."""
-    cache, pool = memory.cache, memory.cache.pool
+    pool = cache.pool
     counts = [1] + [0] * (pool.size - 1)
-    for blocks in (*cache.blocks, *(one.copy.blocks for one in kept)):
+    for blocks in cache.blocks:
         for block in blocks:
+            counts[block] += 1
+    assert counts == pool.row_counts and pool.in_rows == sum(count > 0 for count in counts[1:])
+    for one in kept:
+        for block in one.copy.blocks:
             counts[block] += 1
     assert counts == pool.counts and sorted(pool.free) == [
         block for block, count in enumerate(counts) if count == 0
@@ -54,8 +58,8 @@ def assert_counted(memory: PagedMemory, kept: list[Any]) -> None:
 
 
 def assert_all_free(engine: NativeEngine) -> None:
-    pool = memory_of(engine).cache.pool
-    assert len(pool.free) == pool.size - 1 > 0 and not any(memory_of(engine).cache.blocks)
+    pool = cache_of(engine).pool
+    assert len(pool.free) == pool.size - 1 > 0 and not any(cache_of(engine).blocks)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_a_group_has_its_prompt_once() -> None:
     session = engine.open()
     session.add(requests_for([tuple(range(3, 3 + 2 * BLOCK + 5))], n=8, max_tokens=30, ignore_eos=True))
     session.step()
-    cache = memory_of(engine).cache
+    cache = cache_of(engine)
     assert (
         len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1
         and len({row[2] for row in cache.blocks[:8]}) == 8
@@ -95,7 +99,7 @@ def test_a_group_has_its_prompt_once() -> None:
 
 
 def test_short_rows_beside_a_long_one_take_only_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "AHEAD", 4)
+    monkeypatch.setattr(kv_cache, "AHEAD", 4)
     most: dict[str, int] = {}
     requests = [
         GenerationRequest(
@@ -118,12 +122,12 @@ def test_random_sequences_lose_no_block(
     kind: str, tokens: int, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(11)
-    monkeypatch.setattr(memory_module, "AHEAD", 4)
+    monkeypatch.setattr(kv_cache, "AHEAD", 4)
     oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     engine = paged(kind, block_size=block_size, max_num_seqs=5, max_num_batched_tokens=24)
     limit_memory(engine, tokens, monkeypatch)
     session = engine.open()
-    generation, memory = session._generation, memory_of(engine)
+    cache = cache_of(engine)
     known: dict[int, GenerationRequest] = {}
     outputs: dict[int, GenerationOutput] = {}
     pool = [random_prompt(draw, length) for length in (18, 30, 50)]
@@ -148,11 +152,10 @@ def test_random_sequences_lose_no_block(
             }
         else:
             outputs |= {output.request_id: output for output in session.step()}
-        made_room += any(len(one.begun) for one in generation.scheduler.waiting)
-        assert_counted(memory, list(generation.prefixes._kept.values()))
-        assert [memory.cache.lengths[row] for row in range(session.num_running)] == generation.rows.length[
-            : session.num_running
-        ].tolist()
+        made_room += any(len(one.begun) for one in session.scheduler.waiting)
+        assert_counted(cache, list(session.prefixes._copies))
+        running = session.num_running
+        assert cache.lengths[:running] == session.rows.length[:running].tolist()
     assert set(outputs) == set(known) and {"length", "abort"} <= {
         output.finish_reason for output in outputs.values()
     }
@@ -222,7 +225,7 @@ def test_what_is_not_finite_does_not_stay_in_blocks() -> None:
     weight.fill_(float("nan"))
     assert {output.finish_reason for output in session.step()} == {"error"}
     weight.copy_(saved)
-    assert all(stored.isfinite().all() for stored in memory_of(engine).cache.keys.values())
+    assert all(stored.isfinite().all() for stored in cache_of(engine).keys.values())
     session.add(requests[2:])
     assert finish(session)[2].token_ids == run(tiny_engine(), requests)[2].token_ids
 
@@ -234,11 +237,11 @@ def test_steps_over_blocks_are_recorded(kind: str, monkeypatch: pytest.MonkeyPat
     requests = requests_for(prompts(7), n=2, max_tokens=18)
     wanted = run(tiny_engine(kind, torch.float64, **settings), requests)
     engine = paged(kind, block_size=8, **settings)
-    memory = memory_of(engine)
+    cache = cache_of(engine)
 
     class WithTable(Again):
         def addresses(self) -> list[int]:
-            return [*super().addresses(), memory.cache.table.data_ptr()]
+            return [*super().addresses(), cache.table.data_ptr()]
 
     engine.graphs = GraphDecoder(engine.policy, WithTable(engine), [1, 2, 4, 8])
     got = run(engine, requests)
@@ -278,4 +281,4 @@ def test_the_key_chooses() -> None:
     for kind, is_paged in (("auto", False), ("slots", False), ("paged", True)):
         engine = build_rollout_engine(RolloutConfig(kv_cache=kind), policy, [])
         assert isinstance(engine, NativeEngine) and engine.block_size == 256
-        assert isinstance(engine._slots(), PagedMemory) == is_paged
+        assert isinstance(engine._kv_cache(), PagedCache) == is_paged

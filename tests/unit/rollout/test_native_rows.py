@@ -108,7 +108,7 @@ def test_a_wide_row_leaves_the_others_as_narrow_as_they_were() -> None:
     session = engine.open()
     session.add([request(0, max_tokens=60)])
     session.step()
-    rows = session._generation.rows
+    rows = session.rows
     assert rows.stops.shape[1] <= 4
     session.add([request(1, max_tokens=100, **WIDE)])
     session.step()
@@ -133,11 +133,10 @@ def test_rows_that_narrow_and_come_back_keep_what_is_theirs() -> None:
     session.add([*requests, request(9, max_tokens=8, **WIDE)])
     for _ in range(4):
         session.step()
-    generation = session._generation
-    generation._put_aside()  # rows that leave while a wide one is there
-    generation._put_aside()
+    session._preempt()  # rows that leave while a wide one is there
+    session._preempt()
     session.abort([9])
-    assert generation.rows.stops.shape[1] == 2
+    assert session.rows.stops.shape[1] == 2
     outputs = finish(session)
     assert len(outputs) == 3
     for number, output in outputs.items():

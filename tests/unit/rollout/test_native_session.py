@@ -9,12 +9,13 @@ import torch
 from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 
 from hybridflow.errors import RolloutError
+from hybridflow.models import kv_cache
 from hybridflow.models.kv_cache import bytes_per_token
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.probe import layer_facts
 from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams, SomeWeights
 from hybridflow.rollout.native import engine as engine_module
-from hybridflow.rollout.native import memory as memory_module
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.session import Session
 
@@ -34,7 +35,7 @@ def random_prompt(draw: random.Random, length: int) -> tuple[int, ...]:
 def limit_memory(engine: NativeEngine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let slots and kept prefixes hold so many tokens."""
     engine.gpu_memory_utilization = 0.5
-    per_token = bytes_per_token(engine_module.layer_facts(engine.policy)[0])
+    per_token = bytes_per_token(layer_facts(engine.policy)[0])
     monkeypatch.setattr(engine_module, "free_memory", lambda device: 2 * tokens * per_token)
 
 
@@ -57,17 +58,11 @@ def same(output: GenerationOutput, wanted: GenerationOutput) -> bool:
 
 
 def assert_nothing_is_held(session: Session) -> None:
-    generation = session._generation
     assert session.idle and session.num_running == session.num_waiting == 0
-    assert (
-        not generation._entered
-        and not session._live
-        and not generation.scheduler._by_context
-        and not generation.rows.requests
-    )
-    memory = generation.memory
-    assert memory.cache.room + generation.prefixes.num_tokens <= memory.max_tokens
-    assert not any(kept.pinned for kept in generation.prefixes._kept.values())
+    assert not session._live and not session.scheduler._groups and not session.rows.rows
+    assert session.cache.room + session.prefixes.num_tokens <= session.cache.max_tokens
+    listed = {prefix for prefixes in session.prefixes._by_hash.values() for prefix in prefixes}
+    assert all(prefix.rows == 0 and prefix.copy is not None for prefix in listed)
 
 
 def test_requests_join_while_others_run() -> None:
@@ -253,7 +248,7 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
     session.add(requests)
     for _ in range(3):
         session.step()
-    assert session.num_running == 2 and session.num_waiting == 1  # the long one is in pieces
+    assert session.num_running == 2 and session.num_waiting == 1  # the long one is in chunked prefill
     before = {i: tokens_of(session, i) for i in (0, 1)}
     weight = engine.policy.hf.model.layers[0].self_attn.v_proj.weight
     new = SomeWeights([("model.layers.0.self_attn.v_proj.weight", weight.detach() * -1.5)])
@@ -273,7 +268,7 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
         of_new_weights = logits.log_softmax(-1).gather(-1, ids[0, lengths[i] + had :, None])[:, 0].tolist()
         assert (outputs[i].log_probs[had:] == pytest.approx(of_new_weights, abs=1e-9)) == recompute
     session.close()
-    assert same(outputs[2], alone(tiny_like(engine), requests)[2]) == recompute
+    assert same(outputs[2], alone(tiny_like(engine), requests)[2])  # its prompt began anew
 
 
 def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,11 +325,10 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
         outputs |= {output.request_id: output for output in session.step()}
         left += session.num_running < before and not outputs
         most = max(most, session.num_running)
-        assert session._generation.memory.cache.room + session._generation.prefixes.num_tokens <= 320
+        assert session.cache.room + session.prefixes.num_tokens <= 320
         if left == 1 and not outputs:
-            number = next(
-                i for i in range(4) if i not in [r.request_id for r in session._generation.rows.requests]
-            )
+            running = [row.request.request_id for row in session.rows.rows]
+            number = next(i for i in range(4) if i not in running)
             assert len(tokens_of(session, number)) > 50  # what it had is not lost
     assert most == 4 and left > 0
     assert all(same(outputs[i], wanted[i]) for i in range(4))
@@ -357,15 +351,10 @@ def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
         99, Prompt((5, 6)), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0
     )
     run(engine, [*short, could_be_long])
-    memory = engine._memory
-    assert (
-        memory is not None
-        and memory.cache.capacity == 16
-        and memory.cache.num_slots == 5
-        and memory.cache.room == 5 * 80
-    )
+    cache = engine._cache
+    assert cache is not None and (cache.capacity, cache.num_slots, cache.room) == (16, 5, 5 * 80)
     run(engine, requests_for(prompts(1), max_tokens=200))
-    assert memory is engine._memory and memory.cache.capacity >= 200
+    assert cache is engine._cache and cache.capacity >= 200
 
 
 def test_what_is_not_finite_does_not_stay_behind() -> None:
@@ -391,8 +380,8 @@ def test_random_sequences_give_what_each_request_gets_alone(
     oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
     limit_memory(engine, tokens, monkeypatch)
-    monkeypatch.setattr(memory_module, "AHEAD", 4)
-    monkeypatch.setattr(memory_module, "KEYS", 2)
+    monkeypatch.setattr(kv_cache, "AHEAD", 4)
+    monkeypatch.setattr(kv_cache, "KEYS", 2)
     session = engine.open()
     known: dict[int, GenerationRequest] = {}
     outputs: dict[int, GenerationOutput] = {}
@@ -418,9 +407,8 @@ def test_random_sequences_give_what_each_request_gets_alone(
         else:
             outputs |= {output.request_id: output for output in session.step()}
         assert session.num_running <= 5
-        made_room += any(len(one.begun) for one in session._generation.scheduler.waiting)
-        memory = session._generation.memory
-        assert memory.cache.room + session._generation.prefixes.num_tokens <= memory.max_tokens
+        made_room += any(len(one.begun) for one in session.scheduler.waiting)
+        assert session.cache.room + session.prefixes.num_tokens <= session.cache.max_tokens
     assert set(outputs) == set(known) and {"length", "abort"} <= {
         output.finish_reason for output in outputs.values()
     }

@@ -25,7 +25,7 @@ from hybridflow.rollout.push import sender as sending
 from hybridflow.rollout.push import transports
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
-from hybridflow.rollout.push.sender import Transport, address_towards, push
+from hybridflow.rollout.push.sender import KeptGroup, Transport, address_towards, push
 from hybridflow.rollout.push.tunnel import TunnelEnd
 from ranks import forked
 
@@ -43,6 +43,21 @@ def engine_has(_: dict[str, Any]) -> dict[str, Any]:
     """What the engine's process holds, by a number of each."""
     sums = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in HELD.items()}
     return {"version": HERE.version, "sums": sums, "checksums": HERE.checksums}
+
+
+def engine_knows_nothing(_: dict[str, Any]) -> None:
+    """The next push may have other tensors."""
+    HERE._names.clear()
+
+
+def engine_forgets_its_group(_: dict[str, Any]) -> None:
+    """As an engine that was started anew."""
+    HERE._group = None
+
+
+def engine_group(_: dict[str, Any]) -> tuple[int, int] | None:
+    """The object of the group that the engine's process has kept, and the bytes that it holds."""
+    return HERE._group and (id(HERE._group), len(HERE._group.buffer))
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +78,13 @@ def send(
     tensors: list[tuple[str, Tensor]],
     version: int,
     transport: Transport = "shared_memory",
+    kept: KeptGroup | None = None,
 ) -> None:
     def call(method: str, receipt: dict[str, Any]) -> list[Any]:
         assert method == "hybridflow_receive"
         return [engine.submit(engine_receives, receipt).result(600)]
 
-    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=600)
+    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=600, kept=kept)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
@@ -82,6 +98,104 @@ def test_what_arrives_is_what_was_sent(
         wanted = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in weights(version)}
         assert found == {"version": version, "sums": wanted, "checksums": wanted}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_group_serves_all_pushes_until_one_fails(
+    engine: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store and a communicator of their own would cost every push a second and, by NCCL, memory."""
+    made = []
+    begin = transports.GroupWriter.__init__
+
+    def counted(self: transports.GroupWriter, *args: Any, **how: Any) -> None:
+        made.append(self)
+        begin(self, *args, **how)
+
+    monkeypatch.setattr(transports.GroupWriter, "__init__", counted)
+    kept = KeptGroup()
+
+    def push_one(tensors: Any, version: int) -> Any:
+        send(engine, tensors, version, "process_group", kept)
+        found = engine.submit(engine_has, {}).result(600)
+        sums = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in tensors}
+        assert found["version"] == version and {name: found["sums"][name] for name in sums} == sums
+        group = engine.submit(engine_group, {}).result(600)
+        assert group[1] == len(made[-1].buffer) == 0, "buffers are given back between pushes"
+        return group[0]
+
+    groups = [push_one(weights(version), version) for version in (1, 2)]
+    larger = [*weights(3), ("larger than any before", torch.ones(300_000))]
+    groups.append(push_one(larger, 3))
+    assert len(made) == len(set(groups)) == 1
+
+    def breaking() -> Iterator[tuple[str, Tensor]]:
+        yield from larger[:3]
+        raise RolloutError("the trainer's side broke")
+
+    with pytest.raises(RolloutError, match="version 4 did not reach the engine"):
+        send(engine, breaking(), 4, "process_group", kept)  # type: ignore[arg-type]
+    assert engine.submit(engine_group, {}).result(600) is None
+    push_one(larger, 5)
+    assert len(made) == 2
+    engine.submit(engine_forgets_its_group, {}).result(600)
+    push_one(larger, 6)
+    push_one(larger, 7)
+    assert len(made) == 3
+    kept.close()
+    assert made[-1]._tunnel._closed.is_set()
+    send(engine, larger, 8)  # by shared memory
+    assert engine.submit(engine_group, {}).result(600) is None
+    engine.submit(engine_knows_nothing, {}).result(600)
+
+
+def test_readers_are_told_of_a_bucket_when_it_is_in_the_buffer() -> None:
+    """The copy into a CUDA buffer goes on after the call that begins it has returned."""
+    happened = []
+
+    class Recorded(transports.Writer):
+        buffer = torch.empty(1 << 20, dtype=torch.uint8)
+
+        def facts(self, receiver: int) -> dict[str, Any]:
+            return {}
+
+        def settle(self) -> None:
+            happened.append("settled")
+
+        def publish(self, size: int) -> None:
+            happened.append("published")
+
+        def close(self) -> None:
+            happened.append("closed")
+
+    class Told:
+        def send(self, frame: dict[str, Any]) -> None:
+            happened.append(next(iter(frame)))
+
+        def receive(self) -> dict[str, Any]:
+            return {"group": None}
+
+    channel: Any = Told()
+    sending._send([channel], weights(), 8192, lambda *_: Recorded(), KeptGroup())
+    assert happened[:4] == ["open", "settled", "bucket", "published"]
+    assert all(happened[place - 1] == "settled" for place, what in enumerate(happened) if what == "bucket")
+    assert happened[-2:] == ["end", "closed"]
+
+
+def test_a_cuda_buffer_is_settled_once_its_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            waited.append(self.device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    writer = object.__new__(transports.CudaIpcWriter)
+    writer.buffer = torch.empty(8, dtype=torch.uint8)
+    writer.settle()
+    assert waited == [torch.device("cpu")]
 
 
 def test_a_changed_byte_is_found(engine: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

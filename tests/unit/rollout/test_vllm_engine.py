@@ -29,8 +29,15 @@ FACTS = {
 } | dict.fromkeys(("adapters", "quantized"), False)
 
 
+PARTS = {"weights", "kv_cache"}
+
+
 class Scripted:
-    """Says token 10 + request id again and again, one piece a poll, and ends at max_tokens."""
+    """Says token 10 + request id again and again, one piece a poll, and ends at max_tokens.
+
+    Its memory is as strict as vLLM's on a GPU: what is mapped cannot be mapped again, weights go into mapped
+    memory only, and an order to sleep is passed over while a part sleeps.
+    """
 
     name = "a scripted engine"
 
@@ -40,6 +47,7 @@ class Scripted:
         self.dies_at: int | None = None
         self.polls = 0
         self.drops = False
+        self.mapped = set(PARTS)
 
     def facts(self) -> dict[str, Any]:
         return self.said
@@ -52,6 +60,7 @@ class Scripted:
         self.open |= {each.request_id: (0, each.params["max_tokens"]) for each in submissions}
 
     def poll(self) -> list[Piece]:
+        assert self.mapped == PARTS
         self.polls += 1
         if self.polls == self.dies_at:
             raise EngineDied(f"{self.name} died: out of luck")
@@ -71,14 +80,22 @@ class Scripted:
             del self.open[number]
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        assert "weights" in self.mapped, "there is no memory to put weights into"
+        self.log.append(f"push {version}")
         if not self.drops:
             self.received.take(dict, checked(weights), version)
 
     def sleep(self, level: int) -> None:
         self.log.append(f"sleep {level}")
+        if level > 1:
+            self.received.forget()
+        if self.mapped == PARTS:
+            self.mapped = set()
 
-    def wake_up(self, tags: Sequence[str] | None) -> None:
+    def wake_up(self, tags: Sequence[str]) -> None:
         self.log.append(f"wake {tags}")
+        assert not self.mapped.intersection(tags), f"{tags} would be mapped twice"
+        self.mapped |= set(tags)
 
     def close(self) -> None:
         self.log.append("close")
@@ -219,7 +236,7 @@ def test_sleep_and_wake_as_the_trainer_calls_them() -> None:
     generate()  # a validation: no update before it
     engine.update_weights(WEIGHTS, 5)
     generate()
-    said = [each for each in runner.log if isinstance(each, str)]
+    said = [each for each in runner.log if isinstance(each, str) and "push" not in each]
     both = "wake ['weights', 'kv_cache']"
     assert said == ["sleep 1", both, "sleep 1", "wake ['weights']", "wake ['kv_cache']", "sleep 1"]
     engine.sleep()
@@ -231,11 +248,23 @@ def test_sleep_and_wake_as_the_trainer_calls_them() -> None:
     engine.update_weights(WEIGHTS, 7)
     engine.wake_up(["kv_cache"])
     assert len(list(engine.generate([request(0)]))) == 1
-    said = [each for each in runner.log if isinstance(each, str)]
+    said = [each for each in runner.log if isinstance(each, str) and "push" not in each]
     assert said[6:] == ["wake ['weights']", "wake ['kv_cache']"]
     on_cpu, cpu_runner = ready(device="cpu")
     on_cpu.sleep(2)
-    assert cpu_runner.log == [] and len(list(on_cpu.generate([request(0)]))) == 1
+    assert cpu_runner.log == ["push 4"] and len(list(on_cpu.generate([request(0)]))) == 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_is_half_asleep_falls_asleep_as_a_whole(level: int) -> None:
+    engine, runner = ready()
+    engine.sleep()
+    engine.update_weights(WEIGHTS, 5)
+    assert runner.mapped == {"weights"}
+    engine.sleep(level)
+    assert runner.mapped == set() and engine.asleep
+    engine.wake_up()
+    assert runner.mapped == PARTS and engine.policy_version == (5 if level == 1 else NOTHING)
 
 
 def test_nothing_else_while_generating() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 
 from hybridflow.checkpoint.manifest import read_manifest
-from hybridflow.errors import CheckpointError, DataError, RewardError, RolloutError
+from hybridflow.errors import CheckpointError, DataError, RewardError, RolloutError, TrainingError
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from hybridflow.trainer.schedules.ledger_state import Phase
 
@@ -94,6 +97,25 @@ def test_the_bound_holds_for_each_token_and_each_group_is_trained_once(
     assert max(state.staleness) <= bound
     uids = [uid for batch in run.batches.values() for uid in dict.fromkeys(batch.non_tensor_batch["uid"])]
     assert len(uids) == len(set(uids)) == STEPS * GROUPS
+
+
+@pytest.mark.parametrize("schedule", ["colocated_async", "one_step_off"])
+def test_each_step_logs_who_has_waited_for_whom(model: Path, tmp_path: Path, schedule: str) -> None:
+    shares = []
+    keys = ("trainer.total_training_steps=3", *GRPO, *COLOCATED, f"trainer.schedule={schedule}")
+    config = ppo_config(model, tmp_path / "run", *keys)
+    with build(config) as trainer:
+
+        def keep(batch: DataProto, values: Any, step: int) -> dict[str, float]:
+            shares.append([values[f"fully_async/{who}/idle_ratio"] for who in ("trainer", "rollouter")])
+            return {}
+
+        trainer.log_samples = keep
+        trainer.fit()
+    assert len(shares) == 3
+    assert all(-1e-3 < share < 1.001 for of_a_step in shares for share in of_a_step)
+    waited, unused = shares[0]  # the first batch is there only after a wait, in which the engine works
+    assert waited > 0 and unused < 1
 
 
 @pytest.mark.parametrize("partial", ["true", "false"])
@@ -185,6 +207,38 @@ def test_an_engine_that_fails_is_named_and_not_the_requests_that_it_leaves(
     def broken(*args: Any) -> None:
         raise RuntimeError("out of tokens")
 
-    monkeypatch.setattr("hybridflow.rollout.native.generation.Generation.step", broken)
+    monkeypatch.setattr("hybridflow.rollout.native.session.Session.step", broken)
     with pytest.raises(RolloutError, match=r"the engine failed with .* left: RuntimeError: out of tokens"):
         Run(model, tmp_path / "a", *GRPO, *COLOCATED).train()
+
+
+def test_an_error_of_the_training_step_says_what_is_open(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **named: Any) -> None:
+        raise TrainingError("no gradient")
+
+    monkeypatch.setattr("hybridflow.trainer.ppo.step.PPOStep.__call__", broken)
+    with pytest.raises(TrainingError, match="no gradient") as caught:
+        Run(model, tmp_path / "a", *GRPO, *COLOCATED).train()
+    assert [note for note in caught.value.__notes__ if "in the batch of step 0: 0-3" in note]
+
+
+def test_all_admitted_groups_can_be_scored_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one step ahead, two steps' groups are admitted; asyncio's own threads would be five here."""
+    admitted = 2 * GROUPS
+    at_once = threading.Barrier(admitted)
+    calls = itertools.count()
+    scored = Scoring.result
+
+    def together(self: Scoring, **named: Any) -> Any:
+        if next(calls) < admitted:
+            at_once.wait(120)  # an error where fewer come
+        return scored(self, **named)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(Scoring, "result", together)
+    Run(model, tmp_path / "a", *GRPO, *COLOCATED, "trainer.async.run_ahead=1", steps=2).train()
+    assert next(calls) >= admitted

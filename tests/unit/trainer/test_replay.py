@@ -22,6 +22,10 @@ RECIPES = {
         "actor_rollout_ref.rollout.exact=false",
     ),
     "pf_ppo": ("algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+    "pf_ppo with a buffer": (
+        *("algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.max_age=2"),
+        *("algorithm.rollout_correction.rollout_is=token", "trainer.schedule=one_step_off"),
+    ),
 }
 
 

@@ -117,3 +117,21 @@ def test_other_errors_are_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         run_with_restarts(config_of(tmp_path, max_restarts=5), attempt)
     assert count == 1
+
+
+def test_what_is_noted_on_a_loss_is_said_before_the_next_attempt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = 0
+
+    def attempt(config: PPOConfig, patience: float) -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            loss = WorkerLost("rollout rank 0 is lost")
+            loss.add_note("open: version 3")
+            raise loss
+        return "done"
+
+    assert run_with_restarts(config_of(tmp_path, max_restarts=1), attempt) == "done"
+    assert "rollout rank 0 is lost\nopen: version 3" in caplog.text

@@ -158,12 +158,67 @@ def test_columns_that_only_workers_read_stay_in_the_row_store(model: Path, tmp_p
             for step in (1, 2):
                 batch, found = trainer.step(trainer.source.next(step).rows, step)
                 assert not trainer.step.row_store.list()
-                assert ("ref_log_prob" in batch) == ("entropys" in batch) == shows
-                assert "old_log_probs" in batch, "the driver compares them with the rollout's"
+                for name in ("ref_log_prob", "old_log_probs", "entropys"):
+                    assert (name in batch) == shows
             weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
             metrics.append(found.to_floats())
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
     assert metrics[0] == metrics[1] and "actor/entropy" in metrics[0] and metrics[0]["actor/kl_loss"] > 0
+
+
+BYPASS = ("algorithm.rollout_correction.bypass_mode=true",)
+REJECTION = (
+    "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=1.5",
+)
+REUSED = ("actor_rollout_ref.rollout.reuse_log_probs_within=1.0",)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (FAST,),
+        ("actor_rollout_ref.rollout.exact=true",),
+        (FAST, *REUSED),
+        (FAST, *BYPASS),
+        (FAST, *REJECTION),
+        (FAST, *BYPASS, *REJECTION),
+        (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
+        (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
+        (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+        (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+    ],
+    ids=lambda keys: " ".join(key.rpartition(".")[2] for key in keys),
+)
+@pytest.mark.parametrize("shows", [False, True])
+def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
+    model: Path, tmp_path: Path, keys: tuple[str, ...], shows: bool
+) -> None:
+    """The update and the metrics are the same; the driver gets them where it reads or shows them."""
+    made_elsewhere = ["prompts", "responses", "input_ids", "rollout_log_probs"]
+    weights, metrics = [], []
+    for stored in (False, True):
+        (tmp_path / str(stored)).mkdir()
+        keys = ("algorithm.adv_estimator=grpo", "reward.watch=false", *keys)
+        with build(ppo_config(model, tmp_path / str(stored) / "run", *keys)) as trainer:
+            trainer.step.shows = lambda step: shows
+            rows = trainer.source.next(1).rows
+            if stored:
+                store = trainer.step.row_store
+                store.put(rows.batch["row_id"].tolist(), rows.pop(made_elsewhere))
+                later = rows.batch["row_id"] + 1000
+                store.put(later.tolist(), DataProto.from_dict({"values": later}))
+            batch, found = trainer.step(rows, 1)
+            if stored:
+                assert set(store.list()) == set(later.tolist()), "rows of later steps stay"
+            if shows:
+                assert {*made_elsewhere, "old_log_probs", "advantages"} <= {*batch.names()}
+            weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
+            metrics.append(found.to_floats())
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    timings = {name for name in metrics[0] if name.startswith("timing")}
+    first, second = ({k: v for k, v in line.items() if k not in timings} for line in metrics)
+    assert first == second
 
 
 def run_one_step(trainer: PPOTrainer, **columns: Any) -> tuple[DataProto, dict[str, float]]:

@@ -12,6 +12,7 @@ from hybridflow.trainer.ppo.build import PPOTrainer, build
 
 TIMINGS = (
     "timing_s/",
+    "fully_async/",
     "perf/throughput",
     "perf/time_per_step",
     "perf/rollout_tokens_per_second",

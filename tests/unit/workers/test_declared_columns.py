@@ -16,7 +16,7 @@ from hybridflow.workers.sft import SFTWorker
 
 METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "actor.log_probs": ("actor", ActorWorker.log_probs, {}),
-    "actor.mean_entropy": ("actor", ActorWorker.mean_entropy, {}),
+    "actor.measure": ("actor", ActorWorker.measure, {}),
     "actor.update": ("actor", ActorWorker.update_mini_batch, {}),
     "critic.values": ("critic", CriticWorker.values, {}),
     "critic.update": ("critic", CriticWorker.update_mini_batch, {}),

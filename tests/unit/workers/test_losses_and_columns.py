@@ -33,7 +33,7 @@ from hybridflow.trainer.ppo.columns import (
     leave_out_unpaired,
     select_tokens,
 )
-from hybridflow.workers.correction import correct_rollout
+from hybridflow.workers.correction import complete_correction, correct_rollout, measure_correction
 from hybridflow.workers.losses import LOSS_SHARES, critic_loss, find_policy_loss, policy_loss, sft_loss
 
 NAN = float("nan")
@@ -89,6 +89,19 @@ def test_an_adaptive_coefficient_moves_after_use() -> None:
         torch.testing.assert_close(batch.batch["token_level_rewards"], SCORES - beta * KL)
         assert metrics.to_floats()["actor/reward_kl_penalty_coeff"] == pytest.approx(beta)
     assert controller.value == pytest.approx(0.1 * 1.02**3)
+
+
+def test_rows_of_earlier_steps_are_penalised_and_do_not_move_the_coefficient() -> None:
+    config = AlgorithmConfig(
+        use_kl_in_reward=True,
+        kl_penalty="kl",
+        kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=40, target_kl=0.1),
+    )
+    controller = kl_controller(config)
+    batch, metrics = apply_kl_penalty(kl_rows(), config, controller, 2)
+    torch.testing.assert_close(batch.batch["token_level_rewards"], SCORES - 0.1 * KL)
+    assert metrics.to_floats()["actor/reward_kl_penalty"] == pytest.approx((0.5 + 0.5) / 2)
+    assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 40)), "of two rows"
 
 
 def test_without_kl_in_the_reward_scores_are_rewards() -> None:
@@ -419,6 +432,26 @@ def test_a_row_left_out_of_the_loss_keeps_its_weight_and_its_place_in_the_baseli
     advantages = advantages_of(batch, config).batch["advantages"][:2, 0]
     torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0]))
     assert found.metrics.to_floats()["rollout_corr/rollout_is_mean"] == 1.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-7, 0.0])
+@pytest.mark.parametrize("several", [False, True])
+def test_parts_of_a_batch_are_measured_as_the_whole_is(scale: float, several: bool) -> None:
+    """Also the standard deviation, of ratios that are far from 1, within rounding of it and 1 itself."""
+    batch = rows("aabb", rollout_log_probs=torch.linspace(-1.0, -0.5, 12).reshape(4, 3))
+    if several:
+        batch |= DataProto.from_dict({"trajectory_id": torch.tensor([4, 4, 5, 6])})
+    apart = scale * torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).reshape(4, 3)
+    trained = batch.batch["rollout_log_probs"].double() + apart
+    batch |= DataProto.from_dict({"old_log_probs": trained})
+    expected = correct_rollout(batch, RolloutCorrectionConfig(), trained).metrics.to_floats()
+    for cuts in ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[2, 3], [], [0, 1]]):
+        parts = [measure_correction(batch.select_idxs(cut), (None, 2.0)) for cut in cuts]
+        found = complete_correction(Metrics.merge(parts)).to_floats()
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    nothing = Metrics()
+    nothing.add_sum("other", 1.0)
+    assert complete_correction(nothing).to_floats() == {"other": 1.0}
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -7,7 +7,9 @@ model's files.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.settings import command_line, engine_arguments
 from hybridflow.workers import rollout_build
 from hybridflow.workers.actor import ActorGroup
@@ -43,6 +46,10 @@ from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.rollout_group import RolloutGroup
 from ranks import Ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+
+from test_vllm_engine import Scripted
 
 __all__ = ["folder"]
 VLLM = RolloutConfig(name="vllm", max_model_len=32)
@@ -120,6 +127,62 @@ def test_a_sharded_actor_fills_an_engine_on_each_rank(
     two_ranks: Ranks, folder: str, lora: LoraSettings | None
 ) -> None:
     assert two_ranks.run(push_on_ranks, folder, lora) == [expected(folder, 1, lora)] * 2
+
+
+def test_memory_of_an_engine_beside_the_trainer_in_the_order_of_a_run(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step generates, trains and pushes; a validation generates between two steps without a push.
+
+    Between generations nothing of the engine is on the device, nor is a copy of its weights kept on the CPU.
+    """
+    engine, runner = actor_engine(folder), Scripted()
+    monkeypatch.setattr(
+        rollout_build, "build_vllm_engine", lambda *_, **__: VLLMEngine(runner, eos_token_ids=EOS)
+    )
+    worker = build_rollout_worker(VLLM, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    asked = requests(groups=2, n=1)
+
+    def generate(version: int) -> list[str]:
+        """Generate with weights of `version`; return what the engine was told since it was asked last."""
+        outputs = generated(worker, asked)
+        assert {each for output in outputs for each in output.policy_versions} == {version}
+        assert runner.mapped == set()
+        told = [each for each in runner.log if isinstance(each, str)]
+        runner.log.clear()
+        return told
+
+    worker.renew_weights(version=0)
+    assert generate(0) == ["push 0", "sleep 2"]
+    for version in (1, 2):
+        learn(engine)
+        worker.renew_weights(version=version)
+        assert runner.mapped == {"weights"}, "the cache has no memory before the engine generates"
+        new = ["wake ['weights']", f"push {version}", "wake ['kv_cache']", "sleep 2"]
+        assert generate(version) == new
+    sums = dict(runner.received.checksums)
+    assert generate(2) == new, "a validation: the same weights once more"
+    assert runner.received.checksums == sums
+    learn(engine)
+    worker.renew_weights(version=3)
+    worker.renew_weights(version=3)  # what a resumed run pushes before its first step
+    assert generate(3)[:3] == ["wake ['weights']", "push 3", "push 3"]
+
+
+def test_memory_of_an_engine_whose_weights_come_from_elsewhere(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody pushes them again before the next generation, so the engine keeps them."""
+    runner = Scripted()
+    monkeypatch.setattr(
+        rollout_build, "build_vllm_engine", lambda *_, **__: VLLMEngine(runner, eos_token_ids=EOS)
+    )
+    worker = build_rollout_worker(VLLM, actor_engine=None, model=model(folder), eos_token_ids=EOS)
+    worker.engine.update_weights([("w", torch.ones(1))], 4)
+    for _ in range(2):
+        generated(worker, requests(groups=1, n=1))
+    said = [each for each in runner.log if isinstance(each, str)]
+    assert said == ["push 4", "sleep 1", "wake ['weights', 'kv_cache']", "sleep 1"] and not runner.mapped
 
 
 def test_plain_weights_are_those_of_a_file_and_tied_ones_have_each_name(folder: str) -> None:

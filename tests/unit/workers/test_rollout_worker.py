@@ -163,17 +163,20 @@ def test_in_one_process_the_module_is_shared_and_nothing_moves(folder: str) -> N
     assert worker.engine.policy_version == 1
 
 
-class Sized(LocalBackend):
-    """One process that says how many ranks its roles have."""
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_rollout_on_other_processes_than_the_actor_whose_module_it_shares_is_refused(
+    folder: str, size: int
+) -> None:
+    class Sized(LocalBackend):
+        """One process that says how many ranks its roles have."""
 
-    def mesh(self, role: str) -> MeshInfo:
-        return MeshInfo({"actor": 2, "rollout": 1}[role])
+        def mesh(self, role: str) -> MeshInfo:
+            return MeshInfo({"actor": 2, "rollout": size}[role])
 
-
-def test_a_rollout_on_a_part_of_the_actors_processes_is_refused(folder: str) -> None:
     actor, rollout, _ = local_groups(folder, Sized)
     with pytest.raises(
-        RolloutError, match=r"rollout has 1 of the 2 ranks of actor.*trainer\.placement\.rollout"
+        RolloutError,
+        match=rf"rollout shares .* has {size} ranks where actor has 2.*trainer\.placement\.rollout",
     ):
         rollout.update_from(actor, 1)
 

@@ -15,6 +15,8 @@ from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
+COLLECTORS = "collectors"
+"""The name of the pool of `trainer.num_collectors`."""
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -103,6 +105,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     roles = config.actor_rollout_ref
     yield from _controller(trainer)
     yield from _placement(trainer)
+    yield from _collectors(config)
     cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
     if roles.actor.use_prefix_grouper and cut > 1:
         yield (
@@ -204,6 +207,36 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
                 )
 
 
+def _collectors(config: PPOConfig) -> Iterator[str]:
+    number = config.trainer.num_collectors
+    if not number:
+        return
+    here = f"trainer.num_collectors={number}"
+    if resolved_controller(config.trainer) == "local":
+        yield (
+            f"{here} without Ray: in one process tokens pass no other; set trainer.controller=ray, or "
+            "num_collectors=0"
+        )
+    if COLLECTORS in config.trainer.resource_pools:
+        yield f"trainer.resource_pools.{COLLECTORS} has the name of the pool of {here}: choose another name"
+    if config.reward.reward_model.enable:
+        yield (
+            f"{here} with reward.reward_model.enable=true: the model scores all responses of a step "
+            "together, and no collector has them all; set num_collectors=0"
+        )
+    if config.reward.manager:
+        yield (
+            f"{here} with reward.manager={config.reward.manager}: a manager scores all responses of a "
+            "step in one call, and no collector has them all; set num_collectors=0"
+        )
+    if config.actor_rollout_ref.rollout.agent.endpoint_port:
+        yield (
+            f"{here} with {ROLLOUT}.agent.endpoint_port="
+            f"{config.actor_rollout_ref.rollout.agent.endpoint_port}: several processes cannot listen at one "
+            "port; set endpoint_port=0"
+        )
+
+
 def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     processes = num_processes(trainer)
     pools = getattr(trainer, "resource_pools", {})
@@ -232,6 +265,15 @@ def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
     if not trainer.resource_pools:
         return True
     return not set(_pools_of(trainer, role)).isdisjoint(_pools_of(trainer, other))
+
+
+def mix_pools(trainer: TrainerConfig, role: str, other: str) -> bool:
+    """Return whether two roles share some of their pools and not all of them."""
+    if not trainer.resource_pools:
+        return False
+    mine = set(_pools_of(trainer, role))
+    others = set(_pools_of(trainer, other))
+    return mine != others and not mine.isdisjoint(others)
 
 
 def _pools_of(trainer: TrainerConfig, role: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.checks.cluster import pool_sizes, share_a_pool
+from hybridflow.config.checks.cluster import mix_pools, pool_sizes, share_a_pool
 from hybridflow.config.needs import is_given, uses_agents
 from hybridflow.config.root import PPOConfig
 
@@ -59,6 +59,12 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.skip.enable=true with {ROLLOUT}.exact=true: dumped log-probs are those of other "
             f"weights than the actor's; set {ROLLOUT}.exact=auto"
+        )
+    if mix_pools(config.trainer, "rollout", "actor"):
+        yield (
+            f"trainer.placement={config.trainer.placement} has rollout and actor share some of their pools "
+            "and not all: generation takes its weights either in place or by a push. Set "
+            "trainer.placement.rollout to the actor's pools, or to others only"
         )
     if rollout.name in WITH_WEIGHTS:
         yield from _with_weights(config, rollout)

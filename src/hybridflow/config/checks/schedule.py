@@ -1,4 +1,4 @@
-"""The checks of `trainer.schedule` and of the keys of `trainer.async`.
+"""The checks of `trainer.schedule`, of the keys of `trainer.async`, and of rows that are trained again.
 
     resolved config ──schedule_problems──► one line for each key that does not fit, with the way out
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set
 
-from hybridflow.config.needs import is_given, loss_facts
+from hybridflow.config.needs import is_given, loss_facts, replayed_steps
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 
@@ -21,11 +21,12 @@ CORRECTION = "algorithm.rollout_correction"
 def schedule_problems(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each key that the schedule excludes or cannot do without."""
     schedule = config.trainer.schedule
+    yield from _correction(config)
+    yield from _replayed(config)
     if schedule == "sync":
         yield from _asynchronous_keys(config)
         return
     yield from _bounds(config)
-    yield from _correction(config)
     if schedule in EXACT_SCHEDULES and config.trainer.async_.run_ahead > 0:
         yield from _refill(config)
     if schedule == "colocated_async" and "rollout" in config.trainer.placement:
@@ -91,10 +92,13 @@ def _bounds(config: PPOConfig) -> Iterator[str]:
 def _correction(config: PPOConfig) -> Iterator[str]:
     """A loss on stale tokens has to know the policy that sampled them."""
     bound = config.trainer.async_.max_staleness
+    age = replayed_steps(config)
     correction = config.algorithm.rollout_correction
-    if not bound:
+    if not bound and not age:
         return
     stale = f"trainer.schedule={config.trainer.schedule} trains tokens up to {bound} steps old"
+    if age:
+        stale = f"algorithm.pf_ppo.max_age={age} trains rows again that are up to {age} steps older"
     if not (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
         yield (
             f"{stale}, and nothing corrects for the policy that sampled them. Set one of "
@@ -113,6 +117,24 @@ def _correction(config: PPOConfig) -> Iterator[str]:
             f"{stale}, and {CORRECTION}.bypass_mode=true leaves the correction to the ratio of the loss, "
             f"which actor_rollout_ref.actor.policy_loss.loss_mode={loss} does not have: set "
             f"{CORRECTION}.bypass_mode=false with rollout_is=token, or a loss with a ratio"
+        )
+
+
+def _replayed(config: PPOConfig) -> Iterator[str]:
+    """Rows of a replay buffer are told apart by their groups."""
+    skip = config.actor_rollout_ref.rollout.skip
+    age = replayed_steps(config)
+    if age and config.trainer.num_collectors:
+        yield (
+            f"algorithm.pf_ppo.max_age={age} keeps the rows of earlier steps in the driver and in "
+            f"checkpoints, and trainer.num_collectors={config.trainer.num_collectors} keeps them "
+            "elsewhere: set one of them to 0"
+        )
+    if age and skip.enable and skip.action == "repeat":
+        yield (
+            f"algorithm.pf_ppo.max_age={age} keeps the rows of earlier steps, and "
+            "actor_rollout_ref.rollout.skip.action=repeat gives the same rows again as new ones: set "
+            "max_age=0, or skip.action=cache"
         )
 
 

@@ -31,7 +31,8 @@ from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.place import Place
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
 from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
-from hybridflow.controller.ray.process import Met, RankProcess, SetUp
+from hybridflow.controller.ray.peers import RayPeers
+from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
@@ -52,8 +53,6 @@ GROUPS = {"control": 1, "requests": 1, "collect": 1}
 """Threads of a process beside that of the ordered calls. Each has one: several would change the order of
 calls, and a poll would hold back the requests in its thread.
 """
-TASKS: dict[Lane, str] = {"ordered": "invoke", "requests": "invoke_request", "collect": "invoke_collect"}
-"""The method of `RankProcess` for calls of a lane."""
 
 
 class RayBackend:
@@ -101,7 +100,10 @@ class RayBackend:
         self._watch: Watchdog | None = None
         try:
             for pool in placement.pools:
-                self._pools.append(cluster.place(pool, device, deadline=self._left()))
+                if pool.has_devices:
+                    self._pools.append(cluster.place(pool, device, deadline=self._left()))
+                else:
+                    self._pools.append(cluster.place_without_devices(pool))
                 self._start(self._pools[-1], runtime_env)
             self._watch = Watchdog(
                 list(self._processes.values()), heartbeat_timeout, report_every=report_every
@@ -126,6 +128,10 @@ class RayBackend:
     def together(self, role: str, other: str) -> bool:
         """Return whether two roles share a process."""
         return self._placement.together(role, other)
+
+    def peers(self, role: str) -> RayPeers:
+        """See `Backend.peers`."""
+        return RayPeers(role, [self._processes[place].actor for place in self._placement.ranks(role)])
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
         """See `Backend.run`."""
@@ -209,9 +215,13 @@ class RayBackend:
             if process.place.rank == 0:
                 heads[process.place.pool] = met[rank]
         how_by_rank = {}
+        bare = {placed.pool.name for placed in self._pools if not placed.pool.has_devices}
         for rank, process in everywhere.items():
             head = heads[process.place.pool]
-            how_by_rank[rank] = (dataclasses.replace(how, address=head.address, port=head.port),)
+            if process.place.pool in bare:
+                how_by_rank[rank] = (dataclasses.replace(how, device="cpu"),)
+            else:
+                how_by_rank[rank] = (dataclasses.replace(how, address=head.address, port=head.port),)
         self._all("set_up", everywhere, how_by_rank)
 
     def _build(self, make: Make) -> None:

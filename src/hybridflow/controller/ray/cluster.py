@@ -26,7 +26,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray import session
@@ -205,12 +205,12 @@ class Cluster:
         until = time.monotonic() + wait
         while True:
             nodes = self.nodes()
-            plan = assign(placement.pools, nodes)
+            plan = assign(placement.device_pools, nodes)
             if plan is not None:
                 self._plan = plan
                 return
-            if assign(placement.pools, nodes, by_total=True) is None or time.monotonic() >= until:
-                raise ConfigError(shortage(placement.pools, nodes, device, self._name, self.owns))
+            if assign(placement.device_pools, nodes, by_total=True) is None or time.monotonic() >= until:
+                raise ConfigError(shortage(placement.device_pools, nodes, device, self._name, self.owns))
             time.sleep(0.2)
 
     @property
@@ -251,6 +251,19 @@ class Cluster:
                 remove_placement_group(group)
             raise
         self._placed.append(placed)
+        return placed
+
+    def place_without_devices(self, pool: ResourcePool) -> PlacedPool:
+        """Spread the processes of a pool that has no devices over the nodes; Ray counts nothing for them."""
+        nodes = self.nodes()
+        placed = PlacedPool(pool, [], [], [], [], [])
+        for rank in range(pool.world_size):
+            node = nodes[rank % len(nodes)]
+            strategy = NodeAffinitySchedulingStrategy(node.id, soft=True)
+            placed.bundles.append({"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy})
+            placed.nodes.append(node.name)
+            placed.node_ids.append(node.id)
+            placed.local_ranks.append(rank // len(nodes))
         return placed
 
     def _await(

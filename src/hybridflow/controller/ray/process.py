@@ -24,7 +24,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from hybridflow.controller.dispatch import Call
+from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import replace
 from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.ray.failure import Failure, telling
@@ -36,6 +36,8 @@ from hybridflow.distributed.device import set_current, set_threads
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.logging_setup import setup_logging
 
+TASKS: dict[Lane, str] = {"ordered": "invoke", "requests": "invoke_request", "collect": "invoke_collect"}
+"""The method of `RankProcess` for calls of a lane."""
 Answer = tuple[Failure | None, Packet | Failure]
 """The status, which the driver reads, and the result, which it fetches when somebody asks for it."""
 
@@ -48,8 +50,8 @@ class SetUp:
     """cpu or cuda."""
     num_threads: int | None
     address: str
+    """Where rank 0 of the pool listens for torch.distributed, with `port`; empty: there is no such world."""
     port: int
-    """With `address`, the place where rank 0 of the pool listens for torch.distributed."""
     timeout: float
     """Seconds after which a collective that waits fails."""
     folder: str
@@ -170,7 +172,7 @@ class RankProcess:
         if how.device != "cpu":
             device = torch.device(how.device, 0)  # Ray shows each process its own one
             set_current(device)
-        if place.world_size > 1:
+        if place.world_size > 1 and how.address:
             process_group.init(place.rank, place.world_size, how.address, how.port, device, how.timeout)
 
     def _build(self, make: Callable[[WorkerHost], Any], infos: Mapping[str, RankInfo]) -> None:

@@ -7,6 +7,9 @@ becomes a view of its own bytes, which pickle protocol 5 passes beside the pickl
 structure may nest DataProto, dictionaries, lists and dataclasses in any way. No class is registered with Ray:
 only values that go through `encode` travel this way.
 
+A column of a DataProto travels in a shorter form where it has one (`compact.py`), and then it is copied. All
+other tensors, weights among them, travel as they are.
+
 What arrives is read-only, because other processes may read the same memory. PyTorch cannot enforce that;
 `controller.read_only` notices writes.
 """
@@ -22,7 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 from ray.cloudpickle import CloudPickler
+from tensordict import TensorDict
 from torch import Tensor
+
+from hybridflow.controller.ray.compact import compact
 
 SMALL_BYTES = 4096
 """Smaller buffers stay inside the pickled bytes, where copying costs less than passing them separately."""
@@ -70,7 +76,11 @@ def decode(packet: Packet) -> Any:
 
 
 class _Pickler(CloudPickler):  # Ray's pickler, so that classes and functions of a script travel by value
+    _columns: frozenset[int] = frozenset()
+
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TensorDict):
+            self._columns |= {id(column) for column in obj.values()}
         if isinstance(obj, Tensor):
             assert not hasattr(obj, "to_local"), (
                 "a DTensor cannot leave its ranks: send its to_local() or its full_tensor()"
@@ -80,12 +90,16 @@ class _Pickler(CloudPickler):  # Ray's pickler, so that classes and functions of
                 and obj.layout is torch.strided
                 and not (obj.is_meta or obj.is_quantized)
             ):
-                return _reduce(obj)
+                return _reduce(obj, may_be_short=id(obj) in self._columns)
         return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
 
-def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce(tensor: Tensor, *, may_be_short: bool) -> tuple[Any, ...]:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if may_be_short and flat.nbytes >= SMALL_BYTES:
+        short = compact(flat, tuple(tensor.shape))
+        if short is not None:
+            return short
     raw: Any = flat.view(torch.uint8).numpy()  # bytes, because numpy has no bfloat16 and no float8
     return _rebuild, (pickle.PickleBuffer(raw), tensor.dtype, tuple(tensor.shape))
 

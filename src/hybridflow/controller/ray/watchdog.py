@@ -25,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from hybridflow.controller.ray.failure import Failure, cause_of, lost
 from hybridflow.controller.ray.preflight import answers
 from hybridflow.controller.ray.running import Process, Running
-from hybridflow.errors import WorkerError
+from hybridflow.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,8 @@ class Watchdog:
         if not ranks:
             return
         what = call.starting or str(call)
-        error = WorkerError(
+        kind = WorkerLost if call.limit_key == "trainer.worker_timeout" else WorkerError
+        error = kind(
             f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or "
             f"{call.limit_key} is too short for it",
             role=call.role,
@@ -290,7 +291,8 @@ class Watchdog:
         )
         if stack := self._stack(call, ranks[0]):
             error.add_note(stack)
-        self._break(call, lambda: error)
+        # one that is late at the same time may only have waited for the result of the first
+        self._break(call, lambda: self._broken or error)
 
     def _end_hanging(self, call: Running) -> None:
         """End a call in which one rank has failed and others do not answer.

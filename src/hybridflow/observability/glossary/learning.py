@@ -96,7 +96,7 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry(
             "training/off_policy/trajectory_staleness_worst/{stat}",
             "Steps between the oldest weights that sampled a trajectory and those that it trains; "
-            "trainer.async.max_staleness bounds it.",
+            "trainer.async.max_staleness bounds it, and algorithm.pf_ppo.max_age more with a replay buffer.",
             "steps",
             "lower",
         ),
@@ -120,6 +120,19 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "Mean importance ratio of the policy at the start of the step to the one that sampled tokens of "
             "this age.",
             "1",
+        ),
+    ),
+    "Replay buffer": (
+        MetricEntry(
+            "training/replay/drawn_again",
+            "Part of the drawn trajectories that are rows of earlier steps (algorithm.pf_ppo.max_age).",
+            "fraction",
+        ),
+        MetricEntry(
+            "training/replay/bytes",
+            "Tensors that the buffer holds for later steps in the driver's memory.",
+            "bytes",
+            "lower",
         ),
     ),
     "Scores and lengths": (
@@ -174,7 +187,7 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry("actor/pg_loss", "Policy loss, the mean over mini-batches.", "1", "", ("report",)),
         MetricEntry(
             "actor/entropy",
-            "Mean entropy of the policy where it sampled.",
+            "Mean entropy of the policy on sampled tokens; with a replay buffer also on those of its rows.",
             "nats/token",
             "",
             ("line", "report", "health"),

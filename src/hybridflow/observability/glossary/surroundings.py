@@ -241,6 +241,27 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
         ),
         MetricEntry("rollout/decode_steps", "Decode steps of all replicas.", "steps", "lower"),
         MetricEntry("rollout/max_rows", "Most rows that one replica decoded together.", "rows"),
+        MetricEntry(
+            "fully_async/trainer/idle_ratio",
+            "Share of the time since the last step's line in which the trainer waited for rollouts; under "
+            "the schedules that generate ahead.",
+            "fraction",
+            "lower",
+        ),
+        MetricEntry(
+            "fully_async/rollouter/idle_ratio",
+            "Share of the same time in which the engines, on the mean, were not stepped for any request. "
+            "With trainer.num_collectors a group counts as one until it is scored.",
+            "fraction",
+            "lower",
+        ),
+        MetricEntry(
+            "fully_async/rollouter/standing_ratio",
+            "The part of it in which they had requests: new weights came, or their devices trained. In the "
+            "rest there were none: no group may be admitted, or rewards and tools are awaited.",
+            "fraction",
+            "lower",
+        ),
         MetricEntry("timing_s/{section}", "Time of a part of the step.", "s", "lower", ("line", "report")),
     ),
 }

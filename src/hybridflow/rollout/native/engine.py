@@ -13,26 +13,24 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
-from hybridflow.models.attention import PackedLayout, Scores
-from hybridflow.models.flat_decoder import ScoresSeen
-from hybridflow.models.kv_cache import LayerShape
-from hybridflow.models.paged_layout import BLOCK_SIZE, kernel_problem, varlen_kernel
-from hybridflow.models.policy import PolicyModel, run_backbone
+from hybridflow.models.attention import Scores
+from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token, slot_capacity
+from hybridflow.models.paged_cache import PagedCache
+from hybridflow.models.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_kernel
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.probe import layer_facts
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
-from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
-from hybridflow.rollout.native.memory import KVMemory, SlotMemory, free_memory
-from hybridflow.rollout.native.paged_memory import PagedMemory
+from hybridflow.rollout.native.memory import free_memory
 from hybridflow.rollout.native.row_numbers import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
-from hybridflow.rollout.native.session import Session
+from hybridflow.rollout.native.session import Session, SessionSettings, Weights
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import request_problem
 from hybridflow.rollout.session_engine import SessionEngine
@@ -89,7 +87,7 @@ class NativeEngine(SessionEngine):
         self._version = 0
         self._weights_state = 0  # counts changes
         self._asleep = source is not None
-        self._memory: KVMemory | None = None
+        self._cache: KVCache | None = None
         self._shapes: dict[int, LayerShape] | None = None
         self.kv_cache = kv_cache
         self.block_size = block_size
@@ -112,9 +110,9 @@ class NativeEngine(SessionEngine):
     @property
     def cache_bytes(self) -> int:
         """Bytes that the KV cache holds now."""
-        if self._memory is None:
+        if self._cache is None:
             return 0
-        return self._memory.cache.nbytes
+        return self._cache.nbytes
 
     def set_version(self, version: int) -> None:
         """Set the version of the shared weights, which have changed in place.
@@ -139,7 +137,7 @@ class NativeEngine(SessionEngine):
         """Free the KV cache and, at every level, weights that have a source. RolloutError while in use."""
         self._check_free("sleep()")
         self._asleep = True
-        self._memory = None
+        self._cache = None
         if self.graphs is not None:
             self.graphs.drop()
         if self.source is not None:
@@ -171,9 +169,9 @@ class NativeEngine(SessionEngine):
             return f"one of its values cannot be used: {type(error).__name__}: {error}"
         return problem
 
-    def _slots(self) -> KVMemory:
+    def _kv_cache(self) -> KVCache:
         """Return the KV cache; the first call makes it, empty, and sets how large it may become."""
-        if self._memory is None:
+        if self._cache is None:
             if self._shapes is None:
                 self._shapes, scores = layer_facts(self.policy)
                 self._paged = self._chosen(self._shapes, scores)
@@ -185,20 +183,21 @@ class NativeEngine(SessionEngine):
                     ranks=self.replica.size,
                 )
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
-            self._memory = self._new_memory(self._shapes, budget)
-        self._memory.exact = self.policy.exact
-        return self._memory
+            self._cache = self._new_cache(self._shapes, budget // bytes_per_token(self._shapes))
+        if isinstance(self._cache, SlotCache):
+            exact = self.policy.exact
+            self._cache.capacity_of = slot_capacity if exact is None else exact.num_keys
+        return self._cache
 
-    def _new_memory(self, shapes: dict[int, LayerShape], budget: int) -> KVMemory:
+    def _new_cache(self, shapes: dict[int, LayerShape], max_tokens: int) -> KVCache:
         device = self.policy.device
         if not self._paged:
-            return SlotMemory(shapes, budget, device)
+            return SlotCache(shapes, device=device, max_tokens=max_tokens)
         kernel = None
         if features(device.type).varlen_attention:
             kernel = varlen_kernel()
-        return PagedMemory(
-            shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel
-        )
+        max_blocks = max(1, max_tokens // self.block_size)
+        return PagedCache(shapes, self.max_num_seqs, max_blocks, self.block_size, device, kernel)
 
     def _chosen(self, shapes: dict[int, LayerShape], scores: dict[int, Scores]) -> bool:
         """Return whether the KV cache is paged, the same on all ranks. RolloutError where it is set so and
@@ -227,37 +226,39 @@ class NativeEngine(SessionEngine):
         RolloutError where the KV cache of one request does not fit into memory. Another decodes after each
         prefill pass, keeps finished rows as prefixes of later prompts, and refuses such a request alone.
         """
-        settings = BatchSettings(
+        settings = SessionSettings(
             eos_token_ids=self.eos_token_ids,
             max_rows=self.max_num_seqs,
             max_batched_tokens=self.max_num_batched_tokens,
             fill_first=closed,
-            reuse_prefixes=self.enable_prefix_caching,
+            share_prefixes=self.enable_prefix_caching,
             keep_finished=not closed and self.enable_prefix_caching,
             recompute=self.recompute_on_update,
             stop_texts=self._stop_texts,
         )
-        memory = self._slots()
-        generation = Generation(
-            self.policy,
-            memory,
-            settings,
-            weights=lambda: Weights(self._version, self._weights_state),
-            stats=self._stats,
-            graphs=self.graphs,
-        )
+        cache = self._kv_cache()
         self._recheck_graphs()
 
         def problem(request: GenerationRequest) -> str | None:
             found = self._problem(request)
             if found is not None:
                 return found
-            found = memory.problem(request.most_tokens)
+            found = cache.problem(request.most_tokens)
             if found is not None and closed:  # training without its longest rows would be another training
                 raise RolloutError(found)
             return found
 
-        return Session(generation, problem=problem, replica=self.replica, closed=self._ended)
+        return Session(
+            self.policy,
+            cache,
+            settings,
+            weights=lambda: Weights(self._version, self._weights_state),
+            stats=self._stats,
+            graphs=self.graphs,
+            replica=self.replica,
+            problem=problem,
+            closed=self._ended,
+        )
 
     def _recheck_graphs(self) -> None:
         if self.graphs is not None:
@@ -266,18 +267,4 @@ class NativeEngine(SessionEngine):
     def _ended(self, broken: bool) -> None:
         self._closed()
         if broken:  # what is not finite must not stay behind the masks of later rows
-            self._memory = None
-
-
-@torch.no_grad()
-def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, Scores]]:
-    """Return what each layer stores per token, and how it scores keys, as seen in a pass over one token."""
-    shapes: dict[int, LayerShape] = {}
-
-    def look(layer: int, key: Tensor, value: Tensor) -> None:
-        shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-
-    token = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
-    seen = ScoresSeen(PackedLayout.build([1], policy.device, kv_sink=look))
-    run_backbone(policy.hf.base_model, token, token, seen)
-    return shapes, seen.of_layer
+            self._cache = None

@@ -4,33 +4,42 @@
                                                        ▲ slots or blocks, and weights: by their addresses
 
 The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have
-moved, all graphs are dropped. Rows of a bucket beyond the real ones are slots that no row is in: they write
-to the first position, as a row of one token would, and what comes to be there writes that position itself.
+moved, all graphs are dropped. Rows of a bucket beyond the real ones write to the first position of a free
+row, or to the next one of a row in chunked prefill; what comes to be there writes that position itself.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.paged_cache import PagedCache
-from hybridflow.models.paged_layout import PagedLayout
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.slot_layout import SlotLayout
+from hybridflow.rollout.native.step import decode_rows
 
 logger = logging.getLogger(__name__)
 
 LEAST_KEYS = 128
 MOST_GRAPHS = 64
 """Graphs that are kept; the least recently used one is dropped first."""
+
+_RECORDING = threading.Lock()
+"""Held while a graph is recorded: engines in other threads of the process record theirs after it."""
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN._to_copy, _ATEN.copy_)
+_BY_INDEX = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
+_DATA_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Recorder(Protocol):
@@ -60,16 +69,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             run()  # libraries set themselves up in the first run, which a recording forbids
-            _refuse_waiting(run)
-            torch.cuda.synchronize(self._device)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                output = run()
-            except BaseException:
-                with suppress(RuntimeError):  # the first error is the one to tell
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            with _RefuseWaiting():  # type: ignore[no-untyped-call]
+                run()
+            with _RECORDING:
+                output = self._capture(graph, run)
         current.wait_stream(self._stream)
 
         def replay() -> Tensor:
@@ -78,41 +81,55 @@ class CudaRecorder:
 
         return replay
 
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Tensor]) -> Tensor:
+        # no other stream is waited for: one of another thread may be recording
+        self._stream.synchronize()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            output = run()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return output
+
     def forget(self) -> None:
         """The next graphs get memory of their own."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
-def _refuse_waiting(run: Callable[[], Tensor]) -> None:
-    """Run it; RuntimeError where it waits for the device. A recording would fail there too, and leave the
-    allocator in disorder.
+class _RefuseWaiting(TorchDispatchMode):
+    """RuntimeError for an operation of this thread that waits for the device.
+
+    A recording would fail there too, and leave the allocator in disorder. torch's own check, by
+    `set_sync_debug_mode`, would fail the other threads of the process as well.
     """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            raise RuntimeError(f"{func} waits for the device")
+        return func(*args, **kwargs)
 
 
-def decode_rows(
-    policy: PolicyModel,
-    cache: KVCache,
-    tokens: Tensor,
-    lengths: Tensor,
-    longest: int,
-    num_keys: int | None = None,
-) -> Tensor:
-    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, of lengths [B]
-    tokens, `longest` at most.
-
-    `num_keys`: as `SlotLayout` has it.
-    """
-    kind: type[SlotLayout] = SlotLayout
-    if isinstance(cache, PagedCache):
-        kind = PagedLayout
-    layout = kind(cache, lengths, longest, num_keys)
-    return policy.decode(tokens[:, None], lengths[:, None], layout)[:, 0]
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the host needs values of the device, or the device such of the host, to go on."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    devices = {tensor.device.type for tensor in tensors}
+    kind = getattr(func, "overloadpacket", None)
+    if kind in _COPIES:
+        if kwargs.get("device") is not None:
+            devices.add(torch.device(kwargs["device"]).type)
+        return len(devices) > 1 and not kwargs.get("non_blocking", args[2:3] == (True,))
+    if devices <= {"cpu"}:
+        return False
+    if kind in _BY_INDEX:
+        # a mask becomes the places where it is true
+        return len(devices) > 1 or any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:])
+    return not _DATA_DECIDES.isdisjoint(getattr(func, "tags", ()))
 
 
 class GraphDecoder:
@@ -144,27 +161,29 @@ class GraphDecoder:
         """Number of graphs that are kept now."""
         return len(self._graphs)
 
-    def __call__(self, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int, slots: int) -> Tensor:
+    def __call__(self, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Arguments and result of `decode_rows`; the result is overwritten by the next call.
 
-        Of the first `slots` slots, those behind the rows are free: nothing is in them that counts.
+        `lengths` may go on behind the rows that decode, with one whose prompt is in chunked prefill: what a
+        graph writes there, its next chunk overwrites.
         """
         count = len(tokens)
         if count > self.sizes[-1] or self.problem is not None or self.policy.exact is not None:
-            return decode_rows(self.policy, cache, tokens, lengths, longest)
+            return decode_rows(self.policy, cache, tokens, lengths[:count], longest)
         self._drop_stale(cache)
-        rows = min(next(size for size in self.sizes if size >= count), slots)
+        rows = min(next(size for size in self.sizes if size >= count), cache.num_slots)
         keys = min(key_bucket(longest + 1), cache.capacity)
+        used = min(len(lengths), rows)
         self._tokens[:count].copy_(tokens)
-        self._lengths[:count].copy_(lengths)
-        self._lengths[count:rows] = 0
+        self._lengths[:used].copy_(lengths[:used])
+        self._lengths[used:rows] = 0
         replay = self._graphs.get((rows, keys))
         if replay is not None:
             self._graphs.move_to_end((rows, keys))
             return replay()[:count]
 
         def eager() -> Tensor:
-            return decode_rows(self.policy, cache, tokens, lengths, longest)
+            return decode_rows(self.policy, cache, tokens, lengths[:count], longest)
 
         def run() -> Tensor:
             return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1, keys)

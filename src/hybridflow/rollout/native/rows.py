@@ -1,4 +1,4 @@
-"""The running rows as a table: one tensor per column, row i in slot i, rows 0..count-1 in use.
+"""The running rows as a table: one tensor per column, rows 0..count-1 in use, row i is row i of the cache.
 
 A decode step reads and writes whole columns: a handful of tensor operations for any number of rows. Rows are
 moved in all columns alike. A column that few requests need has no width until one of them comes.
@@ -7,7 +7,7 @@ moved in all columns alike. A column that few requests need has no width until o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hybridflow.rollout.base import (
     TopTokens,
 )
 from hybridflow.rollout.native import sampling
+from hybridflow.rollout.native.prefixes import Prefix
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.row_numbers import INTEGERS, REALS, row_numbers
 from hybridflow.rollout.native.sampling import RowSettings, Sampled, SamplingPlan, most_probable, sample
@@ -33,6 +34,27 @@ LOOSE = 4
 TOKEN_COLUMNS = ("tokens", "log_probs", "versions")
 FILLING = {"stops": -1}
 """Filling of the empty places of a column where it is not 0."""
+
+
+@dataclass(eq=False)
+class Row:
+    """The facts of one row that the host needs."""
+
+    request: GenerationRequest
+    number: int
+    """How many rows entered before it."""
+    needs: int
+    """What it asks for, as a sum of the bits of `sampling`."""
+    num_stops: int
+    """Number of tokens that end it."""
+    top: list[TopTokens]
+    """Most probable tokens at each place, where asked for."""
+    ended_by: str | None = None
+    """Stop text that its newest token completed."""
+    hit: Prefix | None = None
+    """Prefix hit that it entered with."""
+    prefix: Prefix | None = None
+    """Its own context, which later prompts may share."""
 
 
 class RowTable:
@@ -58,13 +80,13 @@ class RowTable:
         self.vocabulary = vocabulary
         self.device = device
         self.stop_texts = stop_texts
-        self.requests: list[GenerationRequest] = []
-        self.needs: list[int] = []  # what each row asks for
-        self.num_stops: list[int] = []  # ending tokens of each row
-        self.ended_by: list[str | None] = []  # stop text that a row's last token completed
-        self.top: list[list[TopTokens]] = []  # most probable tokens at each place, where asked for
-        self.length = column()  # tokens whose keys and values are in the slot
-        self.last_token = column()  # newest token, not in the slot yet
+        self.rows: list[Row] = []
+        self.num_entered = 0
+        self.partial = (
+            False  # whether the last row's prompt is in chunked prefill, so that it does not decode
+        )
+        self.length = column()  # tokens whose keys and values are in the cache
+        self.last_token = column()  # newest token, not in the cache yet
         self.generated = column()  # response tokens so far
         self.limit = column()  # of response tokens
         self.stream = column()  # where the row's random numbers start
@@ -87,7 +109,12 @@ class RowTable:
     @property
     def count(self) -> int:
         """Number of rows in use."""
-        return len(self.requests)
+        return len(self.rows)
+
+    @property
+    def decoding(self) -> int:
+        """Number of rows that get a token in each step: all but one whose prompt is in chunked prefill."""
+        return len(self.rows) - int(self.partial)
 
     @property
     def width(self) -> int:
@@ -125,7 +152,7 @@ class RowTable:
             setattr(self, name, column[:, :width].clone())
 
     def add(self, requests: Sequence[GenerationRequest], stops: Sequence[Sequence[int]]) -> None:
-        """Append rows whose contexts are in their slots; `stops` are the ending tokens of each."""
+        """Append rows for requests and their contexts; `stops` are the ending tokens of each."""
         rows = slice(self.count, self.count + len(requests))
         numbers = [row_numbers(*one, self.vocabulary) for one in zip(requests, stops, strict=True)]
         self.grow(rows.stop, max(request.sampling.max_tokens for request in requests))
@@ -139,20 +166,19 @@ class RowTable:
             getattr(self, name)[rows] = values
         self.greedy[rows] = torch.tensor([one.greedy for one in numbers], device=self.device)
         self.generated[rows] = 0
-        self.num_stops += [len(one.stops) for one in numbers]
-        self._fit("stops", max(self.num_stops))
+        for request, one in zip(requests, numbers):
+            top = list(request.begun.top_log_probs or ())
+            self.rows.append(Row(request, self.num_entered, one.needs, len(one.stops), top))
+            self.num_entered += 1
+        self._fit("stops", max(row.num_stops for row in self.rows))
         self.stops[rows] = _padded([one.stops for one in numbers], self.stops, FILLING["stops"])
-        self.requests += requests
-        self.needs += [one.needs for one in numbers]
         self._fill_edits(rows)
-        self.ended_by += [None] * len(requests)
-        self.top += [list(request.begun.top_log_probs or ()) for request in requests]
         for row, request in enumerate(requests, rows.start):
             if request.begun:
                 self._fill_begun(row, request.begun)
 
     def _fill_begun(self, row: int, begun: Begun) -> None:
-        """Give a new row the part of its response that was generated before; all of it is in the slot."""
+        """Give a new row the part of its response that was generated before, which is in its context."""
         size = len(begun)
         for name, values in zip(TOKEN_COLUMNS, (begun.token_ids, begun.log_probs, begun.policy_versions)):
             column: Tensor = getattr(self, name)
@@ -162,17 +188,17 @@ class RowTable:
 
     def _fill_edits(self, rows: slice) -> None:
         """Fill the columns of what changes the logits of new rows, where they or others ask for it."""
-        plan = SamplingPlan(self.needs)
-        new = [request.sampling for request in self.requests[rows]]
+        plan = self._plan(slice(None))
+        new = [row.request.sampling for row in self.rows[rows]]
         if any(one.repetition_penalty != 1.0 for one in new):
             asking = plan.rows(sampling.REPETITION)
-            self._fit("history", max(self.requests[row].most_tokens for row in asking))
+            self._fit("history", max(self.rows[row].request.most_tokens for row in asking))
             for row in (row for row in asking if row >= rows.start):
-                known = token_ids_of(self.requests[row].context)
+                known = token_ids_of(self.rows[row].request.context)
                 self.history[row, : len(known)] = torch.tensor(known, device=self.device)
         if any(one.logit_bias for one in new):
             asking = plan.rows(sampling.LOGIT_BIAS)
-            widest = max(len(self.requests[row].sampling.logit_bias) for row in asking)
+            widest = max(len(self.rows[row].request.sampling.logit_bias) for row in asking)
             self._fit("bias_token", widest)
             self._fit("bias", widest)
         if self.bias.shape[1]:
@@ -181,12 +207,12 @@ class RowTable:
             self.bias[rows] = _padded([[bias for _, bias in one.logit_bias] for one in new], self.bias, 0)
 
     def choose(self, start: int, logits: Tensor, version: int) -> Tensor:
-        """Sample one token for each row from `start` on, of logits [n, V], and append it.
+        """Sample one token for each decoding row from `start` on, of logits [n, V], and append it.
 
         Returns [n] bool, true for rows that are finished by it.
         """
-        rows = slice(start, self.count)
-        plan = SamplingPlan(self.needs[rows])
+        rows = slice(start, self.decoding)
+        plan = self._plan(rows)
         settings = RowSettings(
             uniforms(self.stream[rows], self.generated[rows], self.log_probs.dtype)
             if plan.any(sampling.DRAWN)
@@ -204,6 +230,9 @@ class RowTable:
         if watched := plan.rows(sampling.STOP_TEXTS):
             self._find_texts(start, watched, finished)
         return finished
+
+    def _plan(self, rows: slice) -> SamplingPlan:
+        return SamplingPlan([row.needs for row in self.rows[rows]])
 
     def _edited(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> Tensor:
         """Return a copy of logits [n, V] with biases, then penalties, then -inf for ends that are early."""
@@ -229,7 +258,7 @@ class RowTable:
         self, start: int, asking: list[int], logits: Tensor, settings: RowSettings, chosen: Sampled
     ) -> None:
         """Keep the most probable tokens of the rows start + `asking`."""
-        wanted = [self.requests[start + row].sampling.top_log_probs for row in asking]
+        wanted = [self.rows[start + row].request.sampling.top_log_probs for row in asking]
         index = torch.tensor(asking, device=self.device)
         best = most_probable(
             logits[index], settings.temperature[index], chosen.normalizer[index], max(wanted)
@@ -238,7 +267,7 @@ class RowTable:
             asking, wanted, *(column.tolist() for column in best), strict=True
         ):
             pairs = sorted(zip(tokens, log_probs), key=lambda pair: (-pair[1], pair[0]))
-            self.top[start + row].append(pairs[:count])
+            self.rows[start + row].top.append(pairs[:count])
 
     def _record(self, rows: slice, chosen: Sampled, version: int, plan: SamplingPlan) -> Tensor:
         """Append one token to each of `rows`; [n] bool of those that are finished by it, texts aside."""
@@ -260,15 +289,16 @@ class RowTable:
     def _find_texts(self, start: int, watched: list[int], finished: Tensor) -> None:
         """Mark as finished the rows start + `watched` whose newest token completed a stop text of theirs."""
         assert self.stop_texts is not None, "a request with stop texts is refused where nothing can decode"
-        newest = self.last_token[start : self.count].tolist()
+        newest = self.last_token[start : self.decoding].tolist()
         for row in watched:
-            params = self.requests[start + row].sampling
+            params = self.rows[start + row].request.sampling
             if not self.stop_texts.may_complete(newest[row], params.stop):
                 continue
             tokens = self.tokens[start + row, : int(self.generated[start + row])].tolist()
             if len(tokens) <= params.min_tokens:
                 continue
-            self.ended_by[start + row] = text = self.stop_texts.completed(tokens, params.stop)
+            text = self.stop_texts.completed(tokens, params.stop)
+            self.rows[start + row].ended_by = text
             if text is not None:
                 finished[row] = True
 
@@ -283,9 +313,9 @@ class RowTable:
         )
         outputs = []
         for i, (row, length) in enumerate(zip(rows, generated.tolist())):
-            request_id = self.requests[row].request_id
+            request_id = self.rows[row].request.request_id
             error = None
-            text = self.ended_by[row]
+            text = self.rows[row].ended_by
             ended: FinishReason = reason or ("stop" if stopped[i] or text is not None else "length")
             if length and not abs(log_probs[i][length - 1]) < float("inf"):
                 length -= 1
@@ -298,8 +328,8 @@ class RowTable:
             if ended == "stop":
                 stop_reason = tokens[i][length - 1] if stopped[i] else text
             top = None
-            if self.needs[row] & sampling.TOP_LOG_PROBS:
-                top = self.top[row][:length]
+            if self.rows[row].needs & sampling.TOP_LOG_PROBS:
+                top = self.rows[row].top[:length]
             response = (tokens[i][:length], log_probs[i][:length], ended, versions[i][:length])
             outputs.append(GenerationOutput(request_id, *response, error, stop_reason, top))
         return outputs
@@ -323,30 +353,37 @@ class RowTable:
             part = slice(done, done + len(span))
             done = part.stop
             top = None
-            if self.needs[row] & sampling.TOP_LOG_PROBS:
-                top = self.top[row][span.start : span.stop]
-            number = self.requests[row].request_id
+            if self.rows[row].needs & sampling.TOP_LOG_PROBS:
+                top = self.rows[row].top[span.start : span.stop]
+            number = self.rows[row].request.request_id
             partials.append(PartialOutput(number, span.start, tokens[part], log_probs[part], top))
         return partials
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Remove rows; the last ones move into the holes. Returns source and destination of the moves."""
+        """Remove rows; the last ones move into the holes. Returns source and destination of the moves.
+
+        A row in chunked prefill stays the last one.
+        """
         leaving = set(rows)
-        kept = self.count - len(rows)
-        holes = [row for row in rows if row < kept]
+        last = self.count - 1
+        kept = self.count - len(leaving)
+        holes = sorted(row for row in leaving if row < kept)
         tail = [row for row in range(kept, self.count) if row not in leaving]
         assert len(holes) == len(tail), f"{len(holes)} holes for {len(tail)} rows"
-        facts: list[list[Any]] = [self.requests, self.needs, self.num_stops, self.ended_by, self.top]
-        for fact in facts:
-            for hole, row in zip(holes, tail):
-                fact[hole] = fact[row]
-            del fact[kept:]
+        self.partial = self.partial and last not in leaving
+        if self.partial and holes and holes[-1] != kept - 1:
+            tail[-1:] = [kept - 1, last]
+            holes.append(kept - 1)
+        moved = [self.rows[row] for row in tail]
+        for hole, row in zip(holes, moved):
+            self.rows[hole] = row
+        del self.rows[kept:]
         if holes:
             source, destination = torch.tensor([tail, holes], device=self.device)
             for column in self._columns.values():
                 column.index_copy_(0, destination, column.index_select(0, source))
-        if self.num_stops:
-            self._fit("stops", max(self.num_stops))
+        if self.rows:
+            self._fit("stops", max(row.num_stops for row in self.rows))
         return tail, holes
 
 

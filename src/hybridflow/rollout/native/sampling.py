@@ -1,6 +1,7 @@
 """Sampling of all rows at once, each with its own parameters; what no row asks for costs nothing.
 
     logits [B, V] ──/ temperature──► exponentials ──► log-prob of the token, as training computes it
+        │                            (off the CPU: one softmax in their place)
         └──logit_bias, repetition_penalty, min_tokens──► exponentials ──min_p, top_k, top_p──► weights ──┐
     (seed, position) ──uniforms──► u [B] ──► first token whose running sum passes u × the whole sum ◄────┘
 
@@ -166,40 +167,65 @@ def _sample(
     scaled = logits
     if by_temperature:
         scaled = logits / settings.temperature[:, None]
-    weights, normalizer = exponentials(scaled)
+    by_softmax = not _has_bits_of_training(logits.device) and edit is None and not plan.any(MIN_P)
+    total: Tensor | None
+    if by_softmax:
+        weights = scaled.softmax(-1)
+        total = torch.ones_like(settings.temperature, dtype=weights.dtype)
+        normalizer = None
+    else:
+        weights, total, normalizer = exponentials(scaled)
     edited = logits if edit is None else edit(logits, rows)
     tokens = None
+    probabilities = weights
     if plan.any(DRAWN):
         assert settings.uniform is not None, "sampled rows need their uniform numbers"
         if edited is not logits:
-            weights, _ = exponentials(edited / settings.temperature[:, None] if by_temperature else edited)
+            weights, total, _ = exponentials(
+                edited / settings.temperature[:, None] if by_temperature else edited
+            )
         if plan.any(MIN_P):
             _drop_below(weights, settings.min_p)
+            total = None
         if leading := plan.rows(LEADING, rows.start, rows.stop):
             if len(leading) == len(weights):
-                floor = probability_floor(weights, settings.top_k, settings.top_p)
+                floor = probability_floor(weights, settings.top_k, settings.top_p, total)
             else:
                 index = torch.tensor(leading, device=weights.device)
-                floor = torch.zeros_like(normalizer)
+                floor = weights.new_zeros(len(weights))
                 floor[index] = probability_floor(weights[index], settings.top_k[index], settings.top_p[index])
             _drop_below(weights, floor)
-        tokens = draw(weights, settings.uniform, has_zeros=edit is not None or plan.any(MIN_P | LEADING))
+        has_zeros = by_softmax or edit is not None or plan.any(MIN_P | LEADING)
+        tokens = draw(weights, settings.uniform, has_zeros=has_zeros)
     if plan.any(GREEDY):
         best = edited.argmax(-1)
         tokens = best if tokens is None else torch.where(settings.greedy, best, tokens)
     assert tokens is not None, "a row is drawn or greedy"
-    return Sampled(tokens, scaled.gather(-1, tokens[:, None])[:, 0] - normalizer, normalizer)
+    chosen = scaled.gather(-1, tokens[:, None])[:, 0]
+    if normalizer is None:
+        log_probs = probabilities.gather(-1, tokens[:, None])[:, 0].log_()
+        return Sampled(tokens, log_probs, chosen - log_probs)
+    return Sampled(tokens, chosen - normalizer, normalizer)
 
 
-def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(x - max x) and logsumexp(x) of each row of [n, V] -> [n, V], [n].
+def _has_bits_of_training(device: torch.device) -> bool:
+    """Return whether log-probs need the bits of `log_probs_from_logits`, as exact mode wants them on a CPU.
 
-    The latter in the very operations of `torch.logsumexp`, on which `log_probs_from_logits` stands: one pass
-    of exponentials serves both.
+    Elsewhere one softmax takes the place of four passes over the logits.
+    """
+    return device.type == "cpu"
+
+
+def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(x - max x), its sum and logsumexp(x) of each row of [n, V] -> [n, V], [n], [n].
+
+    The last in the very operations of `torch.logsumexp`, on which `log_probs_from_logits` stands: one pass of
+    exponentials serves all.
     """
     largest = scaled.amax(-1, keepdim=True)
     weights = (scaled - largest).exp_()
-    return weights, weights.sum(-1).log_().add_(largest[:, 0])
+    total = weights.sum(-1)
+    return weights, total, total.log().add_(largest[:, 0])
 
 
 def draw(weights: Tensor, uniform: Tensor, *, has_zeros: bool = True) -> Tensor:
@@ -245,14 +271,17 @@ def _drop_below(weights: Tensor, floor: Tensor) -> None:
     weights.mul_(torch.ge(weights, floor[:, None], out=torch.empty_like(weights)))
 
 
-def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None = None) -> Tensor:
     """The smallest weight that stays in each row of weights [n, V]: top_k [n] int64, top_p [n] -> [n].
+
+    `total` [n]: the sums of the rows, where they are known.
 
     Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays
     too, so that the order of equal ones does not matter.
     """
     vocabulary = weights.shape[-1]
-    total = weights.sum(-1)
+    if total is None:
+        total = weights.sum(-1)
     floor = torch.empty_like(top_p)
     waiting = None
     sizes = [LEADERS, vocabulary] if vocabulary > ONE_LEVEL else [vocabulary]

@@ -1,18 +1,66 @@
 """A native engine at work: requests join at any time, are decoded together, and leave as they finish.
 
-add ──check──► errors (that request only)
-  └──► Generation (scheduler, rows, slots) ──step──► outputs, as they finish
+    add ──► Scheduler ──admissions──► prefill (each context once) ──► cache ──► first tokens
+               ▲                                                                    │
+               │ preempted rows, where memory ends                                  ▼
+               └──────────── outputs ◄── finished rows leave ◄──────── decode, a token for each row
+
+Row i of the table is row i of the cache. A row whose prompt is in chunked prefill is the last one, and does
+not decode until all of it is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
-from hybridflow.rollout.native.generation import Generation
-from hybridflow.rollout.requests import check_ids, sort_out
+from hybridflow.models import kv_cache
+from hybridflow.models.kv_cache import KVCache
+from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import token_ids_of
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
+from hybridflow.rollout.native.graphs import GraphDecoder
+from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
+from hybridflow.rollout.native.row_numbers import end_tokens
+from hybridflow.rollout.native.rows import Row, RowTable
+from hybridflow.rollout.native.scheduler import Admission, Scheduler
+from hybridflow.rollout.native.step import Span, decode_rows, prefill
+from hybridflow.rollout.native.stop_text import StopTexts
+from hybridflow.rollout.requests import aborted, check_ids, sort_out
+
+
+class Weights(NamedTuple):
+    """Version of the weights, and how often they have changed."""
+
+    version: int
+    """Version that tokens sampled with them carry."""
+    state: int
+    """Number of changes so far; keys and values are valid for the state that they were computed in."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Limits of a session, and what is reused."""
+
+    eos_token_ids: tuple[int, ...]
+    max_rows: int
+    max_batched_tokens: int
+    fill_first: bool
+    """Prefill until no more rows fit before the next token is decoded; else one prefill pass a step."""
+    share_prefixes: bool
+    """Share what prompts have in common; else only equal prompts share."""
+    keep_finished: bool
+    """Keep the keys and values of finished rows as prefixes for later prompts."""
+    recompute: bool
+    """Compute the keys and values of running rows again when the weights change."""
+    stop_texts: StopTexts | None
 
 
 class Session:
@@ -23,43 +71,66 @@ class Session:
 
     def __init__(
         self,
-        generation: Generation,
+        policy: PolicyModel,
+        cache: KVCache,
+        settings: SessionSettings,
         *,
-        problem: Callable[[GenerationRequest], str | None],
+        weights: Callable[[], Weights],
+        stats: RolloutStats,
+        graphs: GraphDecoder | None,
         replica: ReplicaRanks,
+        problem: Callable[[GenerationRequest], str | None],
         closed: Callable[[bool], None],
     ) -> None:
-        """`closed` is called at the end, with whether there were values that are not finite."""
-        self._generation = generation
-        self._problem = problem
+        """`problem` is asked of each request that joins. `closed` is called at the end, with whether there
+        were values that are not finite.
+        """
+        self.policy = policy
+        self.cache = cache
+        self.settings = settings
+        self.prefixes = PrefixCache(share_parts=settings.share_prefixes)
+        self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens)
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        self.rows = RowTable(
+            0, 0, 0, policy.head.weight.shape[0], dtype, policy.device, stop_texts=settings.stop_texts
+        )
+        self._weights = weights
+        self._seen = weights()
+        self._stats = stats
+        self._graphs = graphs
         self._replica = replica
+        self._problem = problem
         self._closed = closed
         self._open = True
         self._broken = False
         self._live: set[int] = set()
         self._tokens = 0  # stands for all tokens that were returned
-        self._training = [module for module in generation.policy.modules() if module.training]
-        generation.policy.eval()  # no dropout: log-probs must be those of the policy
+        self._partial: Admission | None = None  # the newest chunk of the last row, in chunked prefill
+        self._longest = 0  # most tokens of any row
+        self._longest_ever = 0  # that any request may come to
+        cache.kept = self.prefixes
+        self._training = [module for module in policy.modules() if module.training]
+        policy.eval()  # no dropout: log-probs must be those of the policy
 
     @property
     def policy_version(self) -> int:
         """Version that tokens carry which are sampled now."""
-        return self._generation.version
+        return self._weights().version
 
     @property
     def num_running(self) -> int:
         """Number of requests that get a token in each step."""
-        return self._generation.rows.count
+        return self.rows.decoding
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that have not entered, with those in chunked prefill and preempted ones."""
-        return self._generation.scheduler.num_waiting
+        """Number of requests that wait, with preempted ones and the one in chunked prefill."""
+        return self.scheduler.num_waiting + int(self.rows.partial)
 
     @property
     def idle(self) -> bool:
         """Whether no request runs or waits."""
-        return self._generation.done
+        return self.rows.count == 0 and self.scheduler.num_waiting == 0
 
     def add(self, requests: Iterable[GenerationRequest]) -> list[GenerationOutput]:
         """Add requests for the next step; those that cannot be served come back now, with reason "error".
@@ -71,9 +142,11 @@ class Session:
         check_ids(requests, self._live)
         good, outputs = sort_out(requests, self._problem)
         self._live |= {request.request_id for request in good}
-        self._generation.add(good)
+        self.scheduler.add(good)
+        self._longest_ever = max(self._longest_ever, *(request.most_tokens for request in good), 0)
         return outputs
 
+    @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
         """Admit requests, prefill up to the token budget, decode a token for each row; return what finished.
 
@@ -82,24 +155,40 @@ class Session:
         self._check_open()
         if self.idle:
             return []
-        outputs = self._generation.step()
+        started = perf_counter()
+        self._follow_weights()
+        outputs = self._admit()
+        if self.rows.decoding:
+            self._make_room()
+            outputs += self._decode()
         for output in outputs:
             self._live.remove(output.request_id)
             self._broken = self._broken or output.error is not None
             self._tokens += hash((output.request_id, *output.token_ids))
         if outputs and self.idle:
             self._replica.check_same(self._tokens)
+        self._stats.seconds += perf_counter() - started
         return outputs
 
+    @torch.no_grad()
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End these requests, unknown ones aside; their partial responses come back, with reason "abort"."""
-        outputs = self._generation.abort(set(request_ids))
+        ending = set(request_ids)
+        outputs = [aborted(request) for request in self.scheduler.remove(ending)]
+        running = [i for i, row in enumerate(self.rows.rows) if row.request.request_id in ending]
+        outputs += self._leave(running, aborted=True)
         self._live -= {output.request_id for output in outputs}
         return outputs
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
         """Return what begun requests have beyond the first `since[request_id]` tokens of the caller."""
-        return self._generation.so_far(since)
+        requests = [row.request.request_id for row in self.rows.rows]
+        rows = [i for i, number in enumerate(requests) if number in since]
+        partials = self.rows.new_tokens(rows, [since[requests[i]] for i in rows])
+        if len(rows) < len(since):
+            waiting = [one for one in self.scheduler.waiting if one.request_id in since]
+            partials += [_begun_beyond(one, since[one.request_id]) for one in waiting if one.begun]
+        return partials
 
     def close(self) -> None:
         """End, and let the engine be used otherwise; what runs is dropped. A repeated call does nothing."""
@@ -108,9 +197,213 @@ class Session:
         self._open = False
         for module in self._training:
             module.training = True
-        self._generation.close()
+        self.prefixes.clear()
+        self.cache.drop(0, self.rows.count)
+        self.cache.kept = None
         self._closed(self._broken)
 
     def _check_open(self) -> None:
         if not self._open:
             raise RolloutError("this session is closed: open another one")
+
+    def _follow_weights(self) -> None:
+        """Where the weights changed, drop the prefixes, and preempt rows whose keys are to be computed again.
+
+        A prompt in chunked prefill, which has no token yet, begins anew in any case.
+        """
+        before = self._seen
+        self._seen = self._weights()
+        if self._seen.state == before.state:
+            return
+        self.prefixes.clear()
+        kept = 0 if self.settings.recompute else self.rows.decoding
+        while self.rows.count > kept:
+            self._preempt()
+
+    def _admit(self) -> list[GenerationOutput]:
+        """Prefill, in one or more passes, and return the rows that end with their first token."""
+        outputs: list[GenerationOutput] = []
+        while self._partial or self.scheduler.may_enter(self.rows.count):
+            self.cache.plan(self.rows.count, self._ahead(self._longest + 1))
+            batch = self.scheduler.next_batch(
+                self.rows.count, self.prefixes.find, self._fitting, self._partial
+            )
+            if not batch:
+                break
+            outputs += self._enter(batch)
+            if self._partial or (self.rows.count and not self.settings.fill_first):
+                break
+        return outputs
+
+    def _fitting(self, count: int, length: int, prefix: Prefix | None, shared: int) -> int:
+        """Return how many of `count` rows fit into memory, with some tokens more, so that they may stay."""
+        source = None if prefix is None else self._source(prefix)
+        return self.cache.admit(count, length, self._ahead(length + 1), source, shared)
+
+    def _ahead(self, length: int) -> int:
+        return max(length, min(length + kv_cache.AHEAD, self._longest_ever))
+
+    def _source(self, prefix: Prefix) -> int | kv_cache.RowCopy:
+        """Return the kept copy of a prefix, or the row that has it."""
+        if prefix.copy is not None:
+            return prefix.copy
+        return next(i for i, row in enumerate(self.rows.rows) if row.prefix is prefix)
+
+    def _enter(self, batch: Sequence[Admission]) -> list[GenerationOutput]:
+        """Prefill a pass, give rows to those who enter with it, and sample first tokens of whole contexts."""
+        running = self.rows.count
+        first = running - int(self._partial is not None)
+        new = batch[running - first :]
+        requests = [request for one in new for request in one.requests]
+        self._longest = max(self._longest, *(len(one.context) for one in batch))
+        # copies that are evicted meanwhile live until they are read
+        sources = [None if one.prefix is None else self._source(one.prefix) for one in batch]
+        fits = self._grow(running, running + len(requests), self._longest + 1)
+        assert fits, f"{len(requests)} rows were admitted, but they do not fit"
+        if new:
+            self._add_rows(requests, [one.prefix for one in new for _ in one.requests])
+        spans = []
+        row = first
+        for source, one in zip(sources, batch):
+            if source is not None:
+                self.cache.copy(source, [row], one.start)
+            spans.append(Span(row, one.start, token_ids_of(one.context[one.start : one.stop])))
+            row += len(one.requests)
+        del source, sources
+        for span, one in zip(spans, batch):
+            fits = self.cache.extend([span.row], len(one.context))
+            assert fits, f"row {span.row} was admitted, but its {len(one.context)} tokens do not fit"
+        states = prefill(self.policy, self.cache, spans)
+        self._stats.prefill_tokens += sum(len(span.tokens) for span in spans)
+        others = [range(span.row + 1, span.row + len(one.requests)) for span, one in zip(spans, batch)]
+        groups = zip(spans, others, batch)
+        self.cache.fork([(span.row, rows, one.stop) for span, rows, one in groups if rows])
+        for end in (0, -1):  # those that may be chunks
+            self.rows.length[spans[end].row] = batch[end].stop
+        self._partial = None if batch[-1].whole else batch[-1]
+        self.rows.partial = self._partial is not None
+        return self._choose_first(first, batch, states)
+
+    def _add_rows(self, requests: Sequence[GenerationRequest], hits: Sequence[Prefix | None]) -> None:
+        eos = self.settings.eos_token_ids
+        before = self.rows.count
+        self.rows.grow(self.cache.num_slots, max(request.sampling.max_tokens for request in requests))
+        self.rows.add(requests, [end_tokens(request.sampling, eos) for request in requests])
+        for row, hit in zip(self.rows.rows[before:], hits, strict=True):
+            row.hit = hit
+
+    def _choose_first(self, first: int, batch: Sequence[Admission], states: Tensor) -> list[GenerationOutput]:
+        """Sample a token for the rows from `first` on, by the last state [n, H] of each of their contexts."""
+        whole = [one for one in batch if one.whole]
+        if not whole:
+            return []
+        row = first
+        for one in whole:
+            prefix = self.prefixes.add(one.context, rows=len(one.requests))
+            for entered in self.rows.rows[row : row + len(one.requests)]:
+                entered.prefix = prefix
+            row += len(one.requests)
+        self._stats.max_rows = max(self._stats.max_rows, self.rows.decoding)
+        repeats = torch.tensor([len(one.requests) for one in whole], device=states.device)
+        hidden = states[: len(whole)].repeat_interleave(repeats, 0, output_size=row - first)
+        return self._choose(first, hidden)
+
+    def _grow(self, running: int, rows: int, length: int) -> bool:
+        live = min(self.settings.max_rows, rows + self.scheduler.num_waiting)
+        return self.cache.grow(running, rows, length, live=live, longest=self._longest_ever)
+
+    def _make_room(self) -> None:
+        """Make room for one more token of each row; where memory ends, preempt the newest rows for it."""
+        while not (
+            self._grow(self.rows.count, self.rows.count, self._longest + 1)
+            and self.cache.extend(range(self.rows.decoding))
+        ):
+            self._preempt()
+
+    def _preempt(self) -> None:
+        """Preempt the row that entered last: its request goes to the front of the queue, with what it has."""
+        row = max(range(self.rows.count), key=lambda i: self.rows.rows[i].number)
+        self.prefixes.release(self.rows.rows[row].prefix)
+        so_far = self.rows.outputs([row], "abort")[0]
+        self.scheduler.put_back(self.rows.rows[row].request.continued(so_far))
+        self._remove([row])
+
+    def _decode(self) -> list[GenerationOutput]:
+        """Decode one token for every decoding row; return the rows that finish."""
+        count = self.rows.decoding
+        tokens = self.rows.last_token[:count]
+        lengths = self.rows.length[:count]
+        longest = min(self._longest, self.cache.capacity - 1)  # a row in chunked prefill may fill it
+        if self._graphs is None:
+            hidden = decode_rows(self.policy, self.cache, tokens, lengths, longest)
+        else:
+            hidden = self._graphs(self.cache, tokens, self.rows.length[: self.rows.count], longest)
+        lengths += 1
+        self._longest += 1
+        self._stats.decode_steps += 1
+        return self._choose(0, hidden)
+
+    def _choose(self, start: int, hidden: Tensor) -> list[GenerationOutput]:
+        """Sample a token for decoding rows from `start` on, by hidden states [n, H]; finished ones leave."""
+        self._stats.generated_tokens += self.rows.decoding - start
+        finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
+        leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
+        return self._leave(leaving)
+
+    def _leave(self, leaving: list[int], aborted: bool = False) -> list[GenerationOutput]:
+        """Remove rows and return their outputs; keep what later prompts may share."""
+        if not leaving:
+            return []
+        outputs = self.rows.outputs(leaving, "abort" if aborted else None)
+        broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
+        if broken:  # what is kept may be not finite either
+            self.prefixes.clear()
+            self.cache.wipe(broken)
+        for row, output in zip(leaving, outputs):
+            self._keep(row, self.rows.rows[row], output)
+        self._remove(leaving)
+        return outputs
+
+    def _keep(self, number: int, row: Row, output: GenerationOutput) -> None:
+        """Keep a copy of a leaving row: all of it where that is set, else a context that others wait for."""
+        context = row.prefix
+        if not self.prefixes.release(context):  # its keys are of other weights, or not finite
+            return
+        assert context is not None
+        units = row.request.prompt.key + tuple(output.token_ids[:-1])
+        if not self.settings.keep_finished or len(units) < LEAST:
+            units = context.units
+            if context.rows or not self.scheduler.awaits(units):
+                return
+        copy = self.cache.read(number, len(units))
+        if copy is None:
+            return
+        self.prefixes.add(units, copy)
+        if row.hit is not None and row.hit.copy is not None and units[: len(row.hit.units)] == row.hit.units:
+            self.prefixes.remove(row.hit)  # the new one has all of it
+
+    def _remove(self, rows: list[int]) -> None:
+        """Remove rows; the last rows move to their places."""
+        count = self.rows.count
+        source, destination = self.rows.remove(rows)
+        if source:
+            self.cache.move(source, destination)
+        self.cache.drop(self.rows.count, count)
+        lengths = self.rows.length[: self.rows.decoding]
+        self._longest = int(lengths.max()) if len(lengths) else 0
+        if self.rows.partial:
+            assert self._partial is not None
+            self._longest = max(self._longest, len(self._partial.context))
+        else:
+            self._partial = None
+
+
+def _begun_beyond(request: GenerationRequest, start: int) -> PartialOutput:
+    """Return the tokens of a waiting request that its caller does not have."""
+    begun = request.begun
+    top = None
+    if begun.top_log_probs is not None:
+        top = list(begun.top_log_probs[start:])
+    return PartialOutput(
+        request.request_id, start, list(begun.token_ids[start:]), list(begun.log_probs[start:]), top
+    )

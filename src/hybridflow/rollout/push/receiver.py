@@ -13,7 +13,7 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel
-from hybridflow.rollout.push.transports import Entry, Reader, open_reader, unpack
+from hybridflow.rollout.push.transports import Entry, GroupReader, Reader, open_reader, unpack
 
 NOTHING = -1
 """Version of weights that were never pushed, or only in part."""
@@ -42,6 +42,8 @@ class Receiver:
         """Whether adapters may be pushed: the base weights that they change were pushed before."""
         self._complete = False
         self._names: dict[Part, frozenset[str]] = {}
+        self._group: GroupReader | None = None
+        """The process group of the newest push, kept for the next one."""
 
     def forget(self) -> None:
         """Forget the weights: the engine may not generate until they are pushed again."""
@@ -99,9 +101,12 @@ class Receiver:
         self._complete = True
 
     def _arriving(self, channel: Channel) -> Iterator[tuple[str, Tensor, int]]:
-        reader: Reader | None = None
+        group = self._group
+        self._group = None
+        reader: Reader | None = group
         count = 0
         try:
+            channel.send({"group": group and group.token})
             while True:
                 frame = channel.receive()
                 if "open" in frame:
@@ -119,6 +124,10 @@ class Receiver:
                 else:
                     if frame["end"] != count:
                         raise RolloutError(f"{count} of {frame['end']} tensors arrived")
+                    if isinstance(reader, GroupReader):
+                        reader.rest()
+                        self._group = reader
+                        reader = None
                     channel.send({"ack": count})
                     return
         finally:

@@ -50,6 +50,34 @@ def checked(weights: Weights) -> Iterator[tuple[str, Tensor, int]]:
         yield name, tensor, int(bit_sum(tensor, Box.whole(tensor.shape)))
 
 
+class KeptGroup:
+    """The process group that all pushes to one engine use, made by the first of them."""
+
+    def __init__(self) -> None:
+        self._writer: GroupWriter | None = None
+
+    def take(self, tokens: set[str | None]) -> GroupWriter | None:
+        """Return the group where all receivers have it still, by the tokens that they say; else close it."""
+        writer = self._writer
+        self._writer = None
+        if writer is not None and tokens != {writer.token}:  # a receiver was started anew
+            writer.close()
+            return None
+        return writer
+
+    def keep(self, writer: Writer) -> None:
+        """Keep a writer that has a group for the next push, and close any other one."""
+        if not isinstance(writer, GroupWriter):
+            writer.close()
+            return
+        writer.rest()
+        self._writer = writer
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.take(set())
+
+
 def push(
     call: CallWorkers,
     weights: Weights,
@@ -60,12 +88,14 @@ def push(
     host: str = LOOPBACK,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: float = 300.0,
+    kept: KeptGroup | None = None,
     **more: Any,
 ) -> None:
     """Send weights, called `version`, to the `workers` processes of an engine, by their `hybridflow_receive`.
 
-    `host`: address of this machine that the workers can reach. `more`: further facts for the workers, as
-    JSON. Raises RolloutError where not all weights arrived as sent; then the engine has no version.
+    `host`: address of this machine that the workers can reach. `kept`: what the pushes to this engine have in
+    common; without it, each makes a process group of its own. `more`: further facts for the workers, as JSON.
+    Raises RolloutError where not all weights arrived as sent; then the engine has no version.
     """
     open_writer: Callable[..., Writer] = CudaIpcWriter
     if transport == "process_group":
@@ -73,6 +103,7 @@ def push(
     elif transport == "shared_memory":
         open_writer = SharedMemoryWriter
         bucket_bytes = min(bucket_bytes, _CACHED_BYTES)
+    lasting = KeptGroup() if kept is None else kept
     listener = Listener(host)
     receipt = {"host": host, "port": listener.port, "token": listener.token, "timeout": timeout, **more}
     with ThreadPoolExecutor(1, thread_name_prefix="push") as pool:
@@ -81,7 +112,7 @@ def push(
         try:
             channels = listener.accept(workers, timeout=timeout, failed=job.done)
             try:
-                _send(channels, weights, bucket_bytes, open_writer)
+                _send(channels, weights, bucket_bytes, open_writer, lasting)
             finally:
                 for channel in channels:
                     channel.close()
@@ -89,6 +120,8 @@ def push(
             broken = error
         finally:
             listener.close()
+            if kept is None:
+                lasting.close()
         _judge(job, version, broken)
 
 
@@ -103,21 +136,27 @@ def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) ->
 
 
 def _send(
-    channels: list[Channel], weights: Weights, bucket_bytes: int, open_writer: Callable[..., Writer]
+    channels: list[Channel],
+    weights: Weights,
+    bucket_bytes: int,
+    open_writer: Callable[..., Writer],
+    kept: KeptGroup,
 ) -> None:
-    writer: Writer | None = None
+    writer: Writer | None = kept.take({channel.receive()["group"] for channel in channels})
     sent = 0
     try:
         for bucket in _buckets(weights, bucket_bytes):
             size = sum(_padded(tensor) for _, tensor, _ in bucket)
-            if writer is None or len(writer.buffer) < size:
+            device = bucket[0][1].device
+            if writer is None or not writer.reserve(size, device):
                 if writer is not None:
                     writer.close()
-                writer = open_writer(max(size, bucket_bytes), bucket[0][1].device)
+                writer = open_writer(max(size, bucket_bytes), device)
                 for number, channel in enumerate(channels):
                     channel.send({"open": writer.facts(number)})
                 writer.meet()
             entries = _fill(writer.buffer, bucket)
+            writer.settle()
             for channel in channels:
                 channel.send({"bucket": entries, "size": size})
             writer.publish(size)
@@ -127,9 +166,12 @@ def _send(
         for channel in channels:
             channel.send({"end": sent})
             channel.receive()
-    finally:
+    except BaseException:
         if writer is not None:
             writer.close()
+        raise
+    if writer is not None:
+        kept.keep(writer)
 
 
 Bucket = list[tuple[str, Tensor, int]]

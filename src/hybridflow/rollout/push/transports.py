@@ -63,8 +63,15 @@ class Writer(ABC):
     def meet(self) -> None:  # noqa: B027
         """Wait for the readers, which have been sent their facts, where a writer has to."""
 
+    def reserve(self, size: int, device: torch.device) -> bool:
+        """Return whether a bucket of `size` bytes on `device` fits, for which a writer may make room."""
+        return size <= len(self.buffer)
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait until the bucket is in the buffer, where readers look as soon as they are told of it."""
+
     def publish(self, size: int) -> None:  # noqa: B027
-        """Let the readers see the first `size` bytes, which hold a bucket, where they do not see them yet."""
+        """Send the first `size` bytes, which hold a bucket, to readers that wait for them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -147,8 +154,8 @@ class CudaIpcWriter(Writer):
         uuid = _uuid(self.buffer.device)
         return {"kind": "cuda_ipc", "handle": packed, "bytes": packs, "uuid": uuid}
 
-    def publish(self, size: int) -> None:
-        torch.cuda.synchronize(self.buffer.device)
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.buffer.device).synchronize()
 
     def close(self) -> None:
         del self.buffer
@@ -185,14 +192,15 @@ def _uuid(device: torch.device) -> str:
 
 
 class GroupWriter(Writer):
-    """Rank 0 of a process group made for one push; gloo for CPU tensors, NCCL for CUDA tensors.
+    """Rank 0 of a process group; gloo for CPU tensors, NCCL for CUDA tensors.
 
     The ranks find each other by a TCPStore that listens on this machine's loopback alone; readers come to it
-    through a `Tunnel`, with the token that their facts hold.
+    through a `Tunnel`, with the token that their facts hold. The group serves any number of pushes (`rest`).
     """
 
     def __init__(self, size: int, device: torch.device, *, host: str, receivers: int, timeout: float) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._size = size
         self._host = host
         self._world = receivers + 1
         self._timeout = timeout
@@ -210,16 +218,20 @@ class GroupWriter(Writer):
         self._tunnel = Tunnel(host, port)
         self._group: Any = None
 
+    @property
+    def token(self) -> str:
+        """The name by which readers know the group, and its password."""
+        return self._tunnel.token
+
     def facts(self, receiver: int) -> dict[str, Any]:
         return {
             "kind": "process_group",
             "host": self._host,
             "port": self._tunnel.port,
-            "token": self._tunnel.token,
+            "token": self.token,
             "rank": receiver + 1,
             "world": self._world,
             "device": self.buffer.device.type,
-            "size": len(self.buffer),
             "timeout": self._timeout,
         }
 
@@ -227,9 +239,19 @@ class GroupWriter(Writer):
         with _failures_explained():
             self._group = _group(self._store, 0, self._world, self.buffer.device.type, self._timeout)
 
+    def reserve(self, size: int, device: torch.device) -> bool:
+        self._size = max(size, self._size)
+        if device == self.buffer.device and len(self.buffer) < self._size:
+            self.buffer = self.buffer.new_empty(self._size)
+        return device == self.buffer.device
+
     def publish(self, size: int) -> None:
         with _failures_explained():
             _broadcast(self._group, self.buffer[:size])
+
+    def rest(self) -> None:
+        """Let go of the buffer until the next push, and keep the group."""
+        self.buffer = self.buffer.new_empty(0)
 
     def close(self) -> None:
         self._group = None
@@ -241,10 +263,12 @@ class GroupReader(Reader):
 
     def __init__(self, facts: dict[str, Any]) -> None:
         timeout = facts["timeout"]
-        self._tunnel = TunnelEnd(facts["host"], facts["port"], facts["token"], timeout)
+        self.token: str = facts["token"]
+        self._tunnel = TunnelEnd(facts["host"], facts["port"], self.token, timeout)
         device = torch.device(facts["device"])
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
         try:
             store = TCPStore(
                 self._tunnel.host,
@@ -253,15 +277,20 @@ class GroupReader(Reader):
                 is_master=False,
                 timeout=timedelta(seconds=timeout),
             )
-            self.buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
             self._group: Any = _group(store, facts["rank"], facts["world"], device.type, timeout)
         except BaseException:
             self._tunnel.close()
             raise
 
     def fetch(self, size: int) -> Tensor:
+        if len(self.buffer) < size:
+            self.buffer = self.buffer.new_empty(size)
         _broadcast(self._group, self.buffer[:size])
         return super().fetch(size)
+
+    def rest(self) -> None:
+        """Let go of the buffer until the next push, and keep the group."""
+        self.buffer = self.buffer.new_empty(0)
 
     def close(self) -> None:
         self._group = None

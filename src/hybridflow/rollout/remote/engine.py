@@ -97,7 +97,8 @@ class PushedEngine(SessionEngine):
     def sleep(self, level: int = 1) -> None:
         """Give memory back: the cache, and the weights, which level 1 keeps on the CPU and level 2 drops."""
         self._check_free("sleep()")
-        if not self.frees_cache or (self._sleeping and self._level >= level):
+        whole = self._sleeping == PARTS
+        if not self.frees_cache or (whole and self._level >= level):
             return
         if str(self._facts["device"]).startswith("cpu"):
             if not self._said_nothing_sleeps:
@@ -106,6 +107,8 @@ class PushedEngine(SessionEngine):
             return
         # a dead engine holds no memory, and the next call reports its death
         with contextlib.suppress(EngineDied):
+            if not whole:  # vLLM takes no order to sleep while a part of it sleeps
+                self.wake_up()
             self.runner.sleep(level)
             self._level = level
             self._sleeping = PARTS

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.push.receiver import Weights
-from hybridflow.rollout.push.sender import CallWorkers, Transport, address_towards, push
+from hybridflow.rollout.push.sender import CallWorkers, KeptGroup, Transport, address_towards, push
 from hybridflow.rollout.push.tunnel import LOOPBACK
 from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
 from hybridflow.rollout.remote.process import ServerProcess
@@ -92,6 +92,7 @@ class Served(ABC):
         self._lock = threading.Lock()
         self._death: str | None = None
         self._workers = 1
+        self._group = KeptGroup()
 
     @classmethod
     def of(
@@ -172,6 +173,7 @@ class Served(ABC):
         """End the server if it was started here."""
         self._death = self._death or "it was closed"
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._group.close()
         if self.process is not None:
             self.process.stop()
 
@@ -211,6 +213,7 @@ class Served(ABC):
             host=host,
             bucket_bytes=self.bucket_bytes,
             timeout=self.timeout,
+            kept=self._group,
             **more,
         )
 

@@ -110,7 +110,7 @@ def answer_and_score(
             with closing(Agents(config, tokenizer, data.agent_names)) as agents:
                 rollout = RolloutGroup(backend, "rollout", also_read={})
                 rollout.call(RolloutWorker.renew_weights, version=0)
-                missing.generate(Generation(rollout, tokenizer, config, agents), score)
+                missing.generate(rollout, Generation(tokenizer, config, agents), score)
         with progress.phase("scoring"):
             rows = found.result()
         n = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -150,7 +150,7 @@ class _Missing:
         if len(places) < len(everything):
             logger.info("%d of %d answers are there already", len(everything) - len(places), len(everything))
 
-    def generate(self, generation: Generation, told: Callable[[Answer], None]) -> None:
+    def generate(self, rollout: RolloutGroup, generation: Generation, told: Callable[[Answer], None]) -> None:
         """Have them answered; each answer is kept, and told, as soon as it is there."""
         tokens = 0
         start = time.monotonic()
@@ -168,7 +168,7 @@ class _Missing:
                 left = duration(seconds / shown.done * (total - shown.done))
                 shown.words = f"{tokens / seconds:,.0f} tokens/s, {left} left, answers"
 
-            generation.run(self.requests, ended, held_out=True)
+            generation.run(rollout, self.requests, ended, held_out=True)
         seconds = time.monotonic() - start
         logger.info("%d answers of %d tokens in %s", total, tokens, duration(seconds))
 

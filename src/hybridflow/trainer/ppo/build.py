@@ -15,11 +15,16 @@ from hybridflow.agent.agents import Agents
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import CheckpointContentsConfig
+from hybridflow.config.needs import replayed_steps
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
+from hybridflow.controller import WorkerGroup
+from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.build import PromptData, build_prompt_data
+from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.plugin import load_object
+from hybridflow.data.prompts import PromptRow
 from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
@@ -29,10 +34,12 @@ from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.expiry import expiry_of
+from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
+from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
@@ -44,6 +51,7 @@ from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.schedules.build import make_source
+from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
@@ -66,7 +74,10 @@ def build(
     `patience` and `signals` are those of `run.started`.
     """
     step_class = _step_class(config)
-    with started(config, needed_roles(config), patience=patience, signals=signals) as run:
+    names = needed_roles(config)
+    if config.trainer.num_collectors:
+        names.append(COLLECTOR)
+    with started(config, names, patience=patience, signals=signals) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
             data = build_prompt_data(
@@ -94,24 +105,21 @@ def _trainer(
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
-    total_steps = steps_of(config, data.train_loader)
-    if total_steps <= config.trainer.critic_warmup:
-        raise ConfigError(
-            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
-            "steps for the actor: set it lower, or raise trainer.total_epochs"
-        )
+    total_steps = _num_steps(config, data.train_loader)
     _fixed_order(config, data.train_loader.sampler)
-    roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, {})
+    more = collector_factories(config, data.agent_names)
+    roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, more)
     if roles.reward_model is not None:
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
     parts = (roles.rollout, rewards, tokenizer, config)
     trajectories = partial(Trajectories, *parts, agents=agents, failures=failures)
-    made = trajectories(Timer(progress=progress))
+    made = trajectories(Timer(progress=progress), collectors=_collectors(config, roles, data, failures))
     source = make_source(config, data.train_loader, made, roles, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
-    state = _state(config, roles, source, controller, exact, tokenizer, total_steps)
+    buffer = _replay_buffer(config, tokenizer, source)
+    state = _state(config, roles, source, controller, exact, buffer, tokenizer, total_steps)
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
@@ -131,6 +139,7 @@ def _trainer(
             exact=exact,
             leavable=run.signals.leavable,
             shows=lambda step: config.trainer.keep_rows or data.reads_batches or samples.shows(step),
+            buffer=buffer,
         )
         yield Trainer(
             source=source,
@@ -153,6 +162,33 @@ def _trainer(
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _num_steps(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
+    """Return the number of training steps; ConfigError where the actor takes part in none of them."""
+    total_steps = steps_of(config, loader)
+    if total_steps <= config.trainer.critic_warmup:
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
+            "steps for the actor: set it lower, or raise trainer.total_epochs"
+        )
+    return total_steps
+
+
+def _collectors(config: PPOConfig, roles: Roles, data: PromptData, failures: Failures) -> Collectors | None:
+    if not config.trainer.num_collectors:
+        return None
+    group = WorkerGroup[Collector](roles.actor.backend, COLLECTOR)
+    collectors = Collectors(group, roles.rollout, config, failures)
+    collectors.gives_whole_rows |= data.reads_batches
+    return collectors
+
+
+def _replay_buffer(config: PPOConfig, tokenizer: Tokenizer, source: SyncSource) -> ReplayBuffer | None:
+    """Return the buffer of a run whose steps draw rows of earlier ones."""
+    if not replayed_steps(config):
+        return None
+    return ReplayBuffer(config.algorithm.pf_ppo.max_age, tokenizer.pad_token_id, source.note_replayed)
 
 
 def _finish_batch(source: SyncSource, data: PromptData, batch: DataProto) -> None:
@@ -202,6 +238,7 @@ def _state(
     source: SyncSource,
     controller: KLController,
     exact: ExactState,
+    buffer: ReplayBuffer | None,
     tokenizer: Tokenizer,
     total_steps: int,
 ) -> RunState:
@@ -215,6 +252,9 @@ def _state(
         reference = {REFERENCE: SavedEngine(roles.reference, WEIGHTS_ONLY)}
     if config.algorithm.ref_update_freq > 0:
         engines |= reference
+    parts: dict[str, Resumable] = {"kl_controller": controller, "exact": exact}
+    if buffer is not None:
+        parts["replay_buffer"] = buffer
     return RunState(
         kind="ppo",
         seed=config.trainer.seed,
@@ -222,7 +262,8 @@ def _state(
         source=source,
         engines=engines,
         write_huggingface=huggingface_writer(roles.actor, tokenizer),
-        parts={"kl_controller": controller, "exact": exact},
+        parts=parts,
+        begin_empty=("replay_buffer",),  # of a run that had none until now
         # a reference that had moved must not fall back to the start weights, even where it moves no more
         joining=reference,
     )

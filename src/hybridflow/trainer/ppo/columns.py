@@ -71,21 +71,30 @@ def loss_columns(config: PPOConfig) -> list[str]:
         columns.add("group_ids")  # micro-batches are cut by them
     if actor.positive_lm_loss_coef:
         columns.add("positive")
-    if config.algorithm.rollout_correction.bypass_mode:
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode and not correction.corrects:  # which is measured of whole mini-batches
         columns.add("rollout_log_probs")
     return sorted(columns)
 
 
-def columns_fetched(config: PPOConfig, estimator: AdvantageEstimator) -> frozenset[str] | None:
-    """Return the columns of a model's pass over the batch that the driver itself reads; None means all.
+def columns_fetched(
+    config: PPOConfig, estimator: AdvantageEstimator, loss: PolicyLoss
+) -> frozenset[str] | None:
+    """Return the stored columns that the driver itself reads; None means all.
 
-    Updates read the others from the row store. PF-PPO draws rows again, with all their columns.
+    Workers read the others from the row store. PF-PPO draws rows again, with all their columns.
     """
     if config.algorithm.use_pf_ppo or estimator.takes_all:
         return None
-    columns = {"old_log_probs", *estimator.needs, *estimator.takes}  # compared with the rollout's
+    columns = {*estimator.needs, *estimator.takes}
     if config.algorithm.use_kl_in_reward:
-        columns.add("ref_log_prob")
+        columns |= {"old_log_probs", "ref_log_prob"}
+    if config.algorithm.rollout_correction.corrects:
+        columns |= {"old_log_probs", "rollout_log_probs"}
+    if loss.select is not None:
+        columns.add("old_log_probs")
+    if config.reward.watch or config.trainer.rollout_data_dir:
+        columns |= {"prompts", "responses"}
     return frozenset(columns)
 
 
@@ -123,9 +132,10 @@ def group_ids(batch: DataProto) -> Tensor:
 
 
 def apply_kl_penalty(
-    batch: DataProto, config: AlgorithmConfig, controller: KLController
+    batch: DataProto, config: AlgorithmConfig, controller: KLController, num_new: int | None = None
 ) -> tuple[DataProto, Metrics]:
-    """token_level_rewards = scores - beta * kl, beta updated after use by the mean over trajectories.
+    """token_level_rewards = scores - beta * kl, beta updated after use by the mean over trajectories, or over
+    those of the first `num_new` rows.
 
     Without KL-in-reward the rewards are the scores.
     """
@@ -135,11 +145,11 @@ def apply_kl_penalty(
         return _columns(token_level_rewards=scores), metrics
     mask = batch.batch["response_mask"]
     kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty, mask)
-    view = ByTrajectory(batch)
+    view = ByTrajectory(batch[:num_new])
     tokens = view.samples.batch["response_mask"].sum(-1)
     current = 0.0
     if bool((tokens > 0).any()):
-        current = float((view.join(kl).sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
+        current = float((view.join(kl[:num_new]).sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
     metrics.add_mean("actor/reward_kl_penalty", current)
     metrics.add_last("actor/reward_kl_penalty_coeff", controller.value)
     rewards = scores - controller.value * kl
@@ -213,8 +223,11 @@ def _reward_components(samples: DataProto, keys: list[str]) -> Tensor:
     ).T.contiguous()
 
 
-def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) -> DataProto:
-    """Draw trajectories with replacement by their scores (PF-PPO), with all rows and fields.
+def resample(
+    batch: DataProto, config: PFPPOConfig, generator: torch.Generator, num_draws: int | None = None
+) -> DataProto:
+    """Draw trajectories with replacement by their scores (PF-PPO), with all rows and fields: `num_draws` of
+    them, or as many as there are.
 
     Duplicates get fresh row ids; trajectory_id is then the number of the draw.
     """
@@ -224,6 +237,7 @@ def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) 
         method=config.reweight_method,
         weight_pow=config.weight_pow,
         generator=generator,
+        num_draws=num_draws,
     )
     # [rows of all draws, 2]: the number of the draw, and the row
     rows = (drawn[:, None] == view.sample_of_row).nonzero()

@@ -34,7 +34,7 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
         metrics.add_mean(
             "critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask)
         )
-    width = rows["responses"].shape[1]
+    width = rows["response_mask"].shape[1]
     add_range(metrics, "response_length", mask.sum(-1)[sampled])
     add_range(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
     # never an answer of the data

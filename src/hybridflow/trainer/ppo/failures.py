@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hybridflow.errors import RolloutError
-from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.protocol.trajectory import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class Failures:
         if not self._has_learned:
             self._file.unlink(missing_ok=True)
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Count a trajectory that has failed."""
-        cause = str(trajectory.outcome.cause)
+    def add(self, outcome: Outcome) -> None:
+        """Count a trajectory that has failed, by its outcome."""
+        cause = str(outcome.cause)
         self.counts[cause] += 1
         if cause in self.first:
             return
-        self.first[cause] = trajectory.outcome.detail
+        self.first[cause] = outcome.detail
         earlier = {}
         with suppress(OSError, ValueError):  # there is none yet, or its run was killed as it wrote
             earlier = json.loads(self._file.read_text(encoding="utf-8"))

@@ -31,43 +31,46 @@ Ended = Callable[[int, Trajectory], None]
 class Generation:
     """Answers requests with the engines of a run, by its agents where it has some."""
 
-    def __init__(
-        self, rollout: RolloutGroup, tokenizer: Tokenizer, config: PPOConfig, agents: Agents
-    ) -> None:
-        self.rollout = rollout
+    def __init__(self, tokenizer: Tokenizer, config: PPOConfig, agents: Agents) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.agents = agents
 
     def run(
-        self, requests: RequestBatch, ended: Ended, *, held_out: bool = False
+        self, rollout: RolloutGroup, requests: RequestBatch, ended: Ended, *, held_out: bool = False
     ) -> tuple[Metrics, RolloutStats]:
         """Answer all requests; return metrics of agents, and counts of the generation.
 
         The environments of `held_out` requests are the same at every step.
         """
         if self.agents.are_used:
-            return self.agents.run(self.rollout, self._episodes(requests, held_out), ended)
+            return self.agents.run(rollout, self._episodes(requests, held_out), ended)
         places = {request.request_id: place for place, request in enumerate(requests.requests)}
 
         def arrived(output: GenerationOutput) -> None:
             place = places[output.request_id]
             ended(place, requests.trajectory(place, output, self.tokenizer))
 
-        return Metrics(), self.rollout.generate(requests.requests, finished=arrived).stats
+        return Metrics(), rollout.generate(requests.requests, finished=arrived).stats
 
     async def play(
-        self, requests: RequestBatch, ended: Ended, client: LLMClient, numbers: Iterator[int]
+        self,
+        requests: RequestBatch,
+        ended: Ended,
+        client: LLMClient,
+        numbers: Iterator[int],
+        *,
+        timed: bool = True,
     ) -> Metrics:
         """Answer the requests of a group by `client`, in its event loop, under numbers that no other request
         has; return metrics of agents.
 
-        A response that has no answer within `agent.request_deadline` has failed. ReplicaLost where no engine
-        is left.
+        A response that has no answer within `agent.request_deadline` has failed; single responses may take
+        longer where they are not `timed`. ReplicaLost where no engine is left.
         """
         if self.agents.are_used:
             return await self.agents.play(client, self._episodes(requests, False), ended, numbers)
-        deadline = self.config.actor_rollout_ref.rollout.agent.request_deadline
+        deadline = self.config.actor_rollout_ref.rollout.agent.request_deadline if timed else None
 
         async def answer(place: int) -> None:
             request = replace(requests.requests[place], request_id=next(numbers))

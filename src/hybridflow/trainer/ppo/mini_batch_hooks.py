@@ -27,7 +27,7 @@ from hybridflow.workers.mini_batches import Prepare
 def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:
     """Return the hook that this run's mini-batches need, or None where they need none."""
     correction = config.algorithm.rollout_correction
-    corrects = correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
+    corrects = correction.bypass_mode and correction.corrects
     if not corrects and loss.select is None:
         return None
 
@@ -40,8 +40,6 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
         if corrects:
             found = correct_rollout(mini, correction, now)
             metrics.update(found.metrics)
-            if "rollout_log_probs" not in loss.keywords:
-                mini.pop(["rollout_log_probs"])  # measured here, so the loss need not
             # ppo_clip: the ratio to the rollout policy holds the weights already
             if found.weights is not None and correction.loss_type == "reinforce":
                 mini |= DataProto.from_dict({"rollout_is_weights": found.weights})

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.thresholds import parse_is_threshold
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
@@ -35,6 +36,7 @@ from hybridflow.workers.log_prob_check import (
     difference,
 )
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
+from hybridflow.workers.off_policy import OffPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,8 @@ logger = logging.getLogger(__name__)
 class OldLogProbs:
     """The old log-probs of a step.
 
-    It is called once a step. Afterwards `metrics` holds what was measured, and `watch` what the step's first
-    update has to check.
+    It is called once a step. Afterwards `metrics` holds what was measured, `off_policy` says what is to be
+    measured where the columns are, and `watch` what the step's first update has to check.
     """
 
     def __init__(
@@ -56,13 +58,14 @@ class OldLogProbs:
         self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared = with_sum_pi_squared
         correction = config.algorithm.rollout_correction
-        self.bypass = correction.bypass_mode
+        self.correction = correction
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
-        if config.actor_rollout_ref.rollout.skip.enable or correction.rollout_is or correction.rollout_rs:
+        if config.actor_rollout_ref.rollout.skip.enable or correction.corrects:
             self.within = (
                 None  # weights and rejection compare the rollout with the pass, so every step has one
             )
         self.metrics = Metrics()
+        self.off_policy = OffPolicy()
         self.watch: LogProbCheck | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
         wishes = exact.reuses or self.within is not None
@@ -76,16 +79,18 @@ class OldLogProbs:
     def __call__(
         self, batch: DataProto, plan: MiniBatchPlan | None, step: int, fetch: Set[str] | None = None
     ) -> DataProto:
-        """Return old_log_probs [B, R], and from a pass those in `fetch` (None: all) of its other columns:
-        entropys, and what the estimator needs.
+        """Have old_log_probs [B, R] in the row store, and from a pass entropys and what the estimator needs;
+        return those in `fetch` (None: all).
 
-        `plan` is the plan of the update, if there is one. Raises TrainingError in exact mode where the
-        rollout's log-probs are not those of training.
+        Rows without a `row_id`, which cannot be stored, come back with all of them. `plan` is the plan of the
+        update, if there is one. Raises TrainingError in exact mode where the rollout's log-probs are not
+        those of training.
         """
         self.metrics = Metrics()
         self.watch = None
-        if self.bypass:
-            return self._rollouts(batch, sampled_rows(batch))
+        self.off_policy = OffPolicy()
+        if self.correction.bypass_mode:
+            return self._rollouts(batch, sampled_rows(batch), fetch)
         version = self.actor.version
         current = bool(rows_of_version(batch, version).any())
         if (
@@ -103,15 +108,31 @@ class OldLogProbs:
             if agreed:
                 self.metrics.update(metrics)
                 self.watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
-                return self._rollouts(batch, rows_of_version(batch, version))
-        columns = self.actor.old_log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, fetch=fetch)
-        rollout = batch.batch["rollout_log_probs"]
-        trained: Tensor = columns.batch["old_log_probs"]
-        if self.exact.reuses:
-            check_same(batch, rollout, trained, step=step, version=version)
-        compared = comparable_tokens(batch, version)
-        self.metrics.update(difference(rollout[compared], trained[compared]))
-        return columns
+                # in fast mode the rollout's own log-probs say nothing of the rollout
+                self.off_policy = self._off_policy(batch, None, measures=self.exact.reuses)
+                return self._rollouts(batch, rows_of_version(batch, version), fetch)
+        check = LogProbCheck(step, version, self.exact.reuses)
+        self.off_policy = self._off_policy(batch, check, measures=True)
+        return self.actor.old_log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, fetch=fetch)
+
+    def _off_policy(self, batch: DataProto, check: LogProbCheck | None, *, measures: bool) -> OffPolicy:
+        """Return what is to be measured of a batch; `measures` says whether `rollout_corr/*` are among it."""
+        bounds = None
+        if measures and not self.correction.corrects:
+            bounds = parse_is_threshold(self.correction.rollout_is_threshold)
+        version = self.actor.version
+        sampled = batch.batch["response_mask"] & sampled_rows(batch)[:, None]
+        if not bool((batch.batch["policy_version"][sampled] != version).any()):
+            return OffPolicy(check, bounds)
+        return OffPolicy(check, bounds, version)
+
+    def _of_rollout(self, batch: DataProto) -> Tensor:
+        """Return the rollout's log-probs [B, R], which may be in the row store alone."""
+        rows = batch
+        if "rollout_log_probs" not in batch:
+            rows = self.actor.fetch(batch, ["rollout_log_probs"])
+        found: Tensor = rows.batch["rollout_log_probs"]
+        return found
 
     def _agree(self, batch: DataProto, rows: list[int], step: int, version: int) -> tuple[bool, Metrics]:
         """Return whether the rollout's log-probs may stand for the actor's, judged by these rows, and the
@@ -121,7 +142,7 @@ class OldLogProbs:
             return True, Metrics()
         some = batch.select_idxs(rows)
         trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
-        rollout = some.batch["rollout_log_probs"]
+        rollout = self._of_rollout(some)
         sampled = comparable_tokens(some, version)
         if self.exact.reuses and self.stops:
             check_same(some, rollout, trained, step=step, version=version)
@@ -171,14 +192,22 @@ class OldLogProbs:
         ).tolist()
         return sorted(left[place] for place in order[:count])
 
-    def _rollouts(self, batch: DataProto, taken: Tensor) -> DataProto:
-        """Return the rollout's log-probs as old ones in the rows `taken` [B] bool.
+    def _rollouts(self, batch: DataProto, taken: Tensor, fetch: Set[str] | None) -> DataProto:
+        """Take the rollout's log-probs as old ones in the rows `taken` [B] bool.
 
         The others get the actor's, such as answers of the data (SPIN), which no rollout has sampled.
         """
-        old = batch.batch["rollout_log_probs"].clone()
+        rows = self.actor.backend.rows
         others = ~taken
-        if bool(others.any()):
-            pass_over = self.actor.log_probs(batch.select_idxs(others), with_entropy=False)
-            old[others] = pass_over.batch["old_log_probs"]
-        return DataProto.from_dict({"old_log_probs": old})
+        if not bool(others.any()):
+            rows.alias(batch, "old_log_probs", "rollout_log_probs")
+            if "rollout_log_probs" not in batch and fetch is not None and "old_log_probs" not in fetch:
+                return DataProto()
+            return DataProto.from_dict({"old_log_probs": self._of_rollout(batch)})
+        old = self._of_rollout(batch).clone()
+        pass_over = self.actor.log_probs(batch.select_idxs(others), with_entropy=False)
+        old[others] = pass_over.batch["old_log_probs"]
+        columns = DataProto.from_dict({"old_log_probs": old})
+        if "row_id" in batch:
+            rows.put(batch.batch["row_id"].tolist(), columns)
+        return columns

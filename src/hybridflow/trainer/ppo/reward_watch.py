@@ -84,7 +84,10 @@ class RewardWatch:
 
         mask = view.samples.batch["response_mask"]
         lengths = mask.sum(-1).double()
-        repeated = repeated_share(view.samples.batch["responses"], mask)
+        if "responses" in view.samples:
+            repeated = repeated_share(view.samples.batch["responses"], mask)
+        else:
+            repeated = view.samples.batch["repetition"]
         note(
             "repetition",
             _mean(repeated, sampled),

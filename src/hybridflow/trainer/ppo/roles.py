@@ -26,6 +26,7 @@ from hybridflow.workers import (
     RolloutGroup,
     TeacherGroup,
 )
+from hybridflow.workers.actor import MEASURED_COLUMNS
 from hybridflow.workers.losses import TRAJECTORY_COLUMNS, find_policy_loss
 
 
@@ -110,7 +111,7 @@ def columns_also_read(
     return {
         "actor": {
             ActorWorker.log_probs: dealt,
-            ActorWorker.mean_entropy: ["is_demonstration"],
+            ActorWorker.measure: MEASURED_COLUMNS,
             ActorWorker.update_mini_batch: [*dealt, *TRAJECTORY_COLUMNS, *loss_columns(config)],
         },
         "critic": {CriticWorker.update_mini_batch: TRAJECTORY_COLUMNS},

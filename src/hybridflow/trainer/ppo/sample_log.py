@@ -15,6 +15,7 @@ from hybridflow.observability.samples import SampleWriter, sample_rows
 from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.collector import whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch, Sign
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class SampleLog:
         if signs:
             first = [row for sign in signs for row in sign.rows[:SHOWN]]
             rows = list(dict.fromkeys([*first, *range(len(batch))]))
-            shown = batch.select_idxs(rows[:REPORT_ROWS])
+            shown = whole(batch.select_idxs(rows[:REPORT_ROWS]))
             for sign in signs:
                 self._tell(sign, batch, step)
         if signs or self.shows(step):
@@ -101,7 +102,7 @@ class SampleLog:
         return figures
 
     def _tell(self, sign: Sign, batch: DataProto, step: int) -> None:
-        samples = sample_rows(batch.select_idxs(sign.rows[:SHOWN]), self.decode)
+        samples = sample_rows(whole(batch.select_idxs(sign.rows[:SHOWN])), self.decode)
         texts = [f"score {row['score']:g}: {row['response'][:SHOWN_CHARS]!r}" for row in samples]
         logger.warning(
             "step %d, reward watch (%s): %s; look whether this is what the reward is to pay for "

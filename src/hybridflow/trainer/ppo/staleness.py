@@ -1,26 +1,25 @@
 """Metrics of a batch whose tokens older weights than the actor's have sampled.
 
-policy_version, old_log_probs, rollout_log_probs, the actor's version ──► training/off_policy/*
+policy_version, the actor's version ──► training/off_policy/{trajectory_*,tokens}
+
+The mismatch of log-probs by staleness is measured where these are (`workers/off_policy.py`).
 """
 
 from __future__ import annotations
 
-from hybridflow.algorithms.staleness import mismatch_by_staleness, trajectory_staleness
+from hybridflow.algorithms.staleness import tokens_by_staleness, trajectory_staleness
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.trainer.ppo.data_metrics import add_range
 from hybridflow.workers.correction import sampled_rows
+from hybridflow.workers.off_policy import PREFIX
 
-PREFIX = "training/off_policy"
 
+def staleness_metrics(batch: DataProto, version: int) -> Metrics:
+    """Return the staleness of trajectories and tokens; nothing where every token is the actor's.
 
-def staleness_metrics(batch: DataProto, version: int, *, compares: bool) -> Metrics:
-    """Return the staleness of trajectories, and the mismatch of log-probs by staleness; nothing where every
-    token is the actor's.
-
-    `version` is the actor's. `compares` says whether old log-probs are those of the actor at the start of the
-    step, as they are outside of bypass mode; only then is there a mismatch to measure.
+    `version` is the actor's.
     """
     metrics = Metrics()
     if "policy_version" not in batch:
@@ -35,9 +34,6 @@ def staleness_metrics(batch: DataProto, version: int, *, compares: bool) -> Metr
     add_range(metrics, f"{PREFIX}/trajectory_staleness", found.newest)
     add_range(metrics, f"{PREFIX}/trajectory_staleness_worst", found.oldest)
     add_range(metrics, f"{PREFIX}/trajectory_spans", found.spans)
-    by_staleness = mismatch_by_staleness(rows["old_log_probs"], rows["rollout_log_probs"], mask, staleness)
-    for steps, values in by_staleness.items():
-        for name, (numerator, denominator) in values.items():
-            if compares or name == "tokens":
-                metrics.add_mean(f"{PREFIX}/{name}/{steps}_steps", numerator, denominator)
+    for steps, (numerator, denominator) in tokens_by_staleness(mask, staleness).items():
+        metrics.add_mean(f"{PREFIX}/tokens/{steps}_steps", numerator, denominator)
     return metrics

@@ -5,17 +5,20 @@ It reads as the algorithm. Comments name the columns that each line adds to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.critic import CriticConfig
+from hybridflow.controller.stored_rows import STORED_AT
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.randomness import generator
+from hybridflow.trainer.ppo.collector import REPETITION, whole
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
@@ -31,6 +34,7 @@ from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
+from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.staleness import staleness_metrics
 from hybridflow.workers.actor import POLICY_COLUMNS
@@ -38,11 +42,14 @@ from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
+STORED_COLUMNS = (*POLICY_COLUMNS, "rollout_log_probs")
+"""The columns that workers of several roles or in several calls read."""
+
 
 class PPOStep:
     """The part of a training step between generation and the next weights.
 
-    Its whole state is in `kl_controller` and `exact`.
+    Its whole state is in `kl_controller`, `exact` and `buffer`.
     """
 
     def __init__(
@@ -55,11 +62,13 @@ class PPOStep:
         exact: ExactState,
         leavable: Callable[[], AbstractContextManager[None]] = nullcontext,
         shows: Callable[[int], bool] = lambda step: True,
+        buffer: ReplayBuffer | None = None,
     ) -> None:
         """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
         rollout's log-probs are the actor's. `leavable` is the context of passes that change no state, where a
         stopped run may leave the step. `shows` says of a step whether samples of it are kept token by token:
-        then the batch comes back with all columns, also those that only workers read.
+        then the batch comes back with all columns, also those that only workers read. `buffer` has the rows
+        of earlier steps that PF-PPO may draw again.
         """
         self.roles = roles
         self.config = config
@@ -67,13 +76,15 @@ class PPOStep:
         self.timer = timer
         self.leavable = leavable
         self.shows = shows
+        self.buffer = buffer
         self.row_store = roles.actor.backend.rows
+        self._stored: list[int] = []
         self.driver_bytes = roles.actor.backend.driver_bytes
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
         self.estimator = find_estimator(config.algorithm)
-        self.fetched = columns_fetched(config, self.estimator)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
+        self.fetched = columns_fetched(config, self.estimator, self.loss)
         squares = "sum_pi_squared" in self.estimator.needs
         self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 
@@ -86,12 +97,16 @@ class PPOStep:
             self._renew_reference(step)
             metrics.add_sum("perf/total_num_tokens", 0.0)
             return batch, metrics
+        new = batch
+        if self.buffer is not None:
+            batch = self.buffer.join(new, step)  # rows of earlier steps, behind those of this one
         roles = self.roles
         algorithm = self.config.algorithm
         timer = self.timer
-        batch |= identify(batch)  # group_ids, positive
-        self._store_tokens(batch)
         fetch = None if self.shows(step) else self.fetched
+        batch |= identify(batch)  # group_ids, positive
+        self._store_tokens(batch, all_columns=fetch is None)
+        batch |= self._fetch(batch, fetch)  # what was stored before the step and is read here
         old = partial(self.old_log_probs, batch, self._first_plan(step), step, fetch)
         # old_log_probs; from a pass also entropys, sum_pi_squared
         jobs = [Job("actor", "old_log_prob", old)]
@@ -109,19 +124,21 @@ class PPOStep:
             batch |= columns
         if roles.process_reward:
             with timer("process_reward"):
-                batch |= self._process_rewards(batch, step, metrics)  # process_rewards
+                batch |= self._process_rewards(batch, len(new), step, metrics)  # process_rewards
         with timer("adv"):
-            rewards, kl_metrics = apply_kl_penalty(batch, algorithm, self.kl_controller)
+            rewards, kl_metrics = apply_kl_penalty(batch, algorithm, self.kl_controller, len(new))
             batch |= rewards  # token_level_rewards
             batch = self._correct_rollout(batch, metrics)  # rollout_is_weights, a narrower loss_mask
             batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
         metrics.update(kl_metrics)
-        metrics.update(self._measure(batch))
+        if batch is not new:
+            add_columns(new, batch)
+        metrics.update(self._measure(batch, new))
         leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
         drawn_from = None
         if algorithm.use_pf_ppo:
-            drawn_from = len(set(batch.non_tensor_batch["uid"]))
-            batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
+            drawn_from = len(set(new.non_tensor_batch["uid"]))
+            batch = self._draw(batch, new, step, metrics)
         updates: list[Job[Metrics]] = []
         if roles.critic:
             learn = partial(roles.critic.update, batch, self._plan(self.config.critic, step, drawn_from))
@@ -135,7 +152,7 @@ class PPOStep:
         for found in self.side_by_side(updates):
             metrics.update(found)
         self.old_log_probs.after_update(metrics, step)
-        self.row_store.clear()
+        self._clear_tokens()
         metrics.update(self._driver_bytes())
         self._renew_reference(step)
         return batch, metrics
@@ -146,12 +163,56 @@ class PPOStep:
         if self.roles.reference and frequency and step % frequency == 0:
             self.roles.reference.copy_from(self.roles.actor)
 
-    def _store_tokens(self, batch: DataProto) -> None:
-        """Put the columns that every role reads into the row store, so that they leave the driver once."""
-        self.row_store.clear()  # of a step that was left
-        if "row_id" in batch:
-            columns = batch.select(list(POLICY_COLUMNS), [], [])
-            self.row_store.put(batch.batch["row_id"].tolist(), columns)
+    def _store_tokens(self, batch: DataProto, *, all_columns: bool) -> None:
+        """Put the columns that workers read into the row store, so that they leave the driver once.
+
+        Those that are there already were kept where they were made. Of rows that collectors have made, the
+        store is told where they are, and the driver gets `all_columns`, if these are asked for.
+        """
+        if self.buffer is None:
+            self._clear_tokens()  # of a step that was left
+        if STORED_AT in batch:
+            self.row_store.keep_collected(batch, STORED_COLUMNS)
+            if all_columns:
+                batch |= whole(batch)
+                batch.pop([REPETITION], [STORED_AT])
+        if "row_id" not in batch:
+            return
+        rows = batch
+        if self.buffer is not None:
+            rows = batch.select_idxs(self.buffer.not_stored(batch, self.row_store, STORED_COLUMNS))
+        ids = rows.batch["row_id"].tolist()
+        self._stored = ids
+        there = self.row_store.names(rows)
+        names = [name for name in STORED_COLUMNS if name in rows and name not in there]
+        if names:
+            self.row_store.put(ids, rows.select(names, [], []))
+
+    def _clear_tokens(self) -> None:
+        """Forget the rows of the step; with a buffer all but what later steps read again of its rows."""
+        if self.buffer is None:
+            self.row_store.clear(self._stored)
+        else:
+            self.row_store.keep_only(self.buffer.row_ids, STORED_COLUMNS)
+        self._stored = []
+
+    def _fetch(self, batch: DataProto, wanted: Set[str] | None) -> DataProto:
+        """Return those stored columns in `wanted` (None: all) that the batch does not have."""
+        stored = self.row_store.names(batch)
+        missing = [
+            name for name in sorted(stored) if name not in batch and (wanted is None or name in wanted)
+        ]
+        if not missing:
+            return DataProto.from_dict()
+        return self.roles.actor.fetch(batch, missing)
+
+    def _draw(self, batch: DataProto, new: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Draw as many trajectories as this step has itself, by their scores (PF-PPO)."""
+        rng = generator(self.config.trainer.seed, "pf_ppo", step)
+        drawn = resample(batch, self.config.algorithm.pf_ppo, rng, len(ByTrajectory(new).samples))
+        if self.buffer is not None:
+            metrics.update(self.buffer.note_drawn(drawn, new, step))
+        return drawn
 
     def _driver_bytes(self) -> Metrics:
         """Return the bytes that the driver has sent and received by value since the step before.
@@ -165,32 +226,31 @@ class PPOStep:
         self.driver_bytes = so_far
         return metrics
 
-    def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+    def _process_rewards(self, batch: DataProto, num_new: int, step: int, metrics: Metrics) -> DataProto:
         """Return q_t of the implicit process reward model.
 
-        It learns from the outcomes of this batch before or after it scores it
-        (`process_reward_model.update`).
+        It learns from the outcomes of the step's own rows, the first `num_new`, before or after it scores the
+        batch (`process_reward_model.update`).
         """
         group = self.roles.process_reward
         config = self.config.reward.process_reward_model
         assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
         plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
         if config.update == "before":
-            metrics.update(group.update(batch, plan))
+            metrics.update(group.update(batch[:num_new], plan))
         rewards = group.rewards(batch)
         if config.update == "after":
-            metrics.update(group.update(batch, plan))
+            metrics.update(group.update(batch[:num_new], plan))
         return rewards
 
     def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Add weights and narrow `loss_mask` against the policy that sampled.
 
-        In bypass mode each mini-batch is corrected for itself.
+        In bypass mode each mini-batch is corrected for itself. Without a correction workers measure the
+        rollout (`OldLogProbs.off_policy`).
         """
         correction = self.config.algorithm.rollout_correction
-        taken = self.old_log_probs.watch
-        # the rollout's own log-probs say nothing of the rollout
-        if correction.bypass_mode or (taken is not None and not taken.exact):
+        if correction.bypass_mode or not correction.corrects:
             return batch
         found = correct_rollout(batch, correction, batch.batch["old_log_probs"])
         metrics.update(found.metrics)
@@ -200,13 +260,12 @@ class PPOStep:
             batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
         return batch
 
-    def _measure(self, batch: DataProto) -> Metrics:
-        metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
+    def _measure(self, batch: DataProto, new: DataProto) -> Metrics:
+        """Return the metrics of the step's own rows `new`, and how stale the tokens of all rows are."""
+        metrics = batch_metrics(new, has_critic=self.roles.critic is not None)
         metrics.update(self.old_log_probs.metrics)
-        metrics.update(
-            staleness_metrics(batch, self.roles.actor.version, compares=not self.old_log_probs.bypass)
-        )
-        metrics.update(self.roles.actor.mean_entropy(batch))
+        metrics.update(staleness_metrics(batch, self.roles.actor.version))
+        metrics.update(self.roles.actor.measure(batch, self.old_log_probs.off_policy))
         return metrics
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:

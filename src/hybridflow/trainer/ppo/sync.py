@@ -7,7 +7,7 @@ loader ──prompts──► Trajectories ──scored rows──► TrainBatch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridflow.data.loader import StatefulLoader
@@ -59,6 +59,11 @@ class SyncSource(LoaderSource[PromptRow]):
         self.timer.reset()
         rows, metrics = self.trajectories.for_training(self.admitted(), refill=refill)
         return TrainBatch(rows, epoch, metrics, self.timer.as_metrics())
+
+    def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
+        """Note before step number `step` trains them how many trajectories of earlier groups it has drawn
+        again, by `uid`. A source without a ledger has nowhere to note it.
+        """
 
     def publish(self, version: int) -> None:
         """Push the actor's weights into every replica that has its own."""

@@ -5,29 +5,20 @@ prompts ──requests──► rollout ──each output──► Trajectory �
    └── the next generation batch, until train_batch_size groups ◄── dynamic sampling drops groups (DAPO)
 
 A trajectory is scored while others are still generated. One that has failed is counted by its cause and is
-never a row.
-
-With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same
-rollout and score calls; its score becomes the column, the row goes. With one that names `is_demonstration`
-(SPIN), each group has the data's own answer as a row more; the reward function scores it like the others, and
-dynamic sampling does not look at it.
+never a row. `groups.py` says what the rows are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from hybridflow.agent.agents import Agents
 from hybridflow.agent.collate import collate
-from hybridflow.agent.single_turn import RequestBatch, build_requests, demonstration_outputs, one_more_each
+from hybridflow.agent.single_turn import RequestBatch, demonstration_outputs
 from hybridflow.config import PPOConfig
+from hybridflow.controller.stored_rows import STORED_AT
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, RolloutError
@@ -38,16 +29,16 @@ from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.base import RolloutStats, SamplingParams
+from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
-from hybridflow.trainer.ppo.columns import find_estimator
+from hybridflow.trainer.ppo.collector import Collectors, whole
 from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.generation import Generation, sampling_of, validation_requests
+from hybridflow.trainer.ppo.generation import validation_requests
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
-from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
+from hybridflow.trainer.ppo.groups import NO_REQUESTS, GroupMaker
+from hybridflow.trainer.ppo.overlong import filter_overlong
 from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup
-from hybridflow.workers.correction import sampled_rows
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +48,12 @@ sets no limit.
 """
 
 
-class Trajectories:
-    """Turns prompts into scored trajectories, for training and for validation."""
+class Trajectories(GroupMaker):
+    """Turns prompts into scored trajectories, for training and for validation.
+
+    With `collectors` those for training are made in their processes, and rows have in this one the columns
+    that the driver computes with; the others are where `stored_at` says.
+    """
 
     def __init__(
         self,
@@ -69,18 +64,14 @@ class Trajectories:
         timer: Timer,
         agents: Agents,
         failures: Failures,
+        collectors: Collectors | None = None,
     ) -> None:
-        self.agents = agents
+        super().__init__(rewards, tokenizer, config, agents, failures)
+        self.config = config
         self.failures = failures
         self.rollout = rollout
-        self.generation = Generation(rollout, tokenizer, config, agents)
-        self.rewards = rewards
-        self.tokenizer = tokenizer
-        self.config = config
         self.timer = timer
-        needs = find_estimator(config.algorithm).needs
-        self.with_baselines = "reward_baselines" in needs
-        self.with_demonstrations = "is_demonstration" in needs
+        self.collectors = collectors
 
     def for_training(
         self, batches: Iterator[tuple[int, Sequence[PromptRow]]], *, refill: bool = True
@@ -144,7 +135,7 @@ class Trajectories:
         """
         requests = validation_requests(self.config, prompts, step, first_row)
         trajectories, metrics, _ = self._make(
-            requests, _NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False, held_out=True
+            requests, NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False, held_out=True
         )
         failed = [trajectory for trajectory in trajectories if trajectory.failed]
         if failed:
@@ -158,127 +149,60 @@ class Trajectories:
             for trajectory in failed:
                 metrics.add_sum(f"agent/num_failed/{trajectory.outcome.cause}", 1.0)
         whole = [trajectory for trajectory in trajectories if not trajectory.failed]
-        return collate(whole, self._pad_token_id), metrics
+        return collate(whole, self.pad_token_id), metrics
 
     def _training_rows(
         self, first_group: int, prompts: Sequence[PromptRow]
     ) -> tuple[DataProto, Metrics, RolloutStats]:
         """Sample and score one generation batch, whose groups are numbered from `first_group`."""
-        requests, demonstrations = self._planned(first_group, prompts)
+        if self.collectors is not None:
+            with self.timer("gen"):
+                return self._collected_rows(self.collectors, first_group, prompts)
+        requests, demonstrations = self.planned(first_group, prompts)
         trajectories, metrics, stats = self._make(
             requests, demonstrations, timers=("gen", "reward"), failures_count=True
         )
-        return self._rows(trajectories, metrics), metrics, stats
+        return self.rows(trajectories, metrics), metrics, stats
+
+    def _collected_rows(
+        self, collectors: Collectors, first_group: int, prompts: Sequence[PromptRow]
+    ) -> tuple[DataProto, Metrics, RolloutStats]:
+        """Have the groups of one generation batch played by collectors."""
+
+        async def play_all(client: LLMClient) -> list[tuple[DataProto, Metrics]]:
+            numbered = enumerate(prompts, first_group)
+            return await asyncio.gather(
+                *(collectors.play(index, prompt, client, timed=False) for index, prompt in numbered)
+            )
+
+        played, stats = self.rollout.run(play_all)
+        rows = join_rows([rows for rows, _ in played], self.pad_token_id)
+        return rows, Metrics.merge(metrics for _, metrics in played), stats
 
     async def play_group(
-        self, index: int, prompt: PromptRow, client: LLMClient, numbers: Iterator[int]
+        self, index: int, prompt: PromptRow, client: LLMClient, numbers: Iterator[int], *, timed: bool = True
     ) -> tuple[DataProto, Metrics]:
-        """Sample and score the group of this index by `client`, beside others, in its event loop.
-
-        `numbers` are those of requests. The group has no rows where all of its trajectories have failed. The
-        event loop is not held up while rewards are computed.
-        """
-        requests, demonstrations = self._planned(index, [prompt])
-        everything = requests + demonstrations
-        with self.rewards.open() as session:
-            scoring = Scoring(session, [row.row.get("raw_prompt") for row in everything.rows])
-            for place, answer in enumerate(demonstration_outputs(demonstrations), len(requests)):
-                scoring.add(place, everything.trajectory(place, answer, self.tokenizer))
-            found = await self.generation.play(requests, scoring.add, client, numbers)
-            trajectories, metrics = await asyncio.to_thread(scoring.result)
-        metrics.update(found)
-        return self._rows(trajectories, metrics), metrics
+        """Sample and score the group of this index, as `GroupMaker` does; with collectors, in one of them."""
+        if self.collectors is not None:
+            return await self.collectors.play(index, prompt, client, timed=timed)
+        return await super().play_group(index, prompt, client, numbers, timed=timed)
 
     def whole_batch(self, groups: Sequence[DataProto], metrics: Metrics) -> DataProto:
         """Return the rows of the first `data.train_batch_size` groups as the batch of a step.
 
         RolloutError ends the run where too many batches in a row have no rows.
         """
-        batch = join_rows(groups, self._pad_token_id)
+        groups = [rows for rows in groups if len(rows)] or [collate([], self.pad_token_id)]
+        if len({STORED_AT in rows for rows in groups}) > 1:
+            groups = [whole(rows) for rows in groups]  # some of them are of a checkpoint
+        batch = join_rows(groups, self.pad_token_id)
         batch = rows_of(batch, uids_of(batch)[: self.config.data.train_batch_size])
         self.failures.end_step(len(batch))
         if self.config.algorithm.overlong_filtering:
             metrics.update(filter_overlong(batch))
+        if self.collectors is not None and self.collectors.gives_whole_rows:
+            return whole(batch)
         return batch
-
-    def _planned(self, first_group: int, prompts: Sequence[PromptRow]) -> tuple[RequestBatch, RequestBatch]:
-        """Return the requests of groups that are numbered from `first_group`, and the rows whose answers are
-        the data's own.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        sampling = replace(sampling_of(self.config, rollout), greedy=not rollout.do_sample)
-        sampled = self._requests(first_group, prompts, sampling)
-        requests = sampled
-        demonstrations = _NO_REQUESTS
-        if self.with_baselines:
-            requests = sampled + one_more_each(
-                sampled, replace(sampling, greedy=True), first_row=len(sampled), sample=self._greedy_sample
-            )
-        if self.with_demonstrations:
-            demonstrations = one_more_each(
-                sampled, sampling, first_row=len(requests), sample=self._demonstration_sample
-            )
-        return requests, demonstrations
-
-    def _rows(self, trajectories: Sequence[Trajectory], metrics: Metrics) -> DataProto:
-        """Return the rows of all trajectories that have not failed, and count in `metrics` what they are."""
-        trajectories = self._without_failed(trajectories, metrics)
-        batch = collate(trajectories, self._pad_token_id)
-        if len(batch):
-            samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
-            batch = self._with_extra_rows_marked(batch, samples, metrics)
-        return batch
-
-    def _with_extra_rows_marked(self, batch: DataProto, samples: Tensor, metrics: Metrics) -> DataProto:
-        """Shape the scores; make the greedy rows a column, and mark the answers of the data.
-
-        `samples` [B] int64 is the number of each row's sample in its group.
-        """
-        batch = self._shaped(batch, samples < self._greedy_sample, metrics)
-        if self.with_demonstrations:
-            batch |= DataProto.from_dict({"is_demonstration": samples == self._demonstration_sample})
-        if self.with_baselines:
-            batch = _baselines_as_column(batch, samples == self._greedy_sample)
-            baselines = ByTrajectory(batch).samples.batch["reward_baselines"]
-            metrics.add_mean("training/reward_baseline/mean", baselines.sum(), len(baselines))
-        if self.config.algorithm.filter_groups.enable:
-            trajectories = ByTrajectory(batch).samples
-            generated = sampled_rows(trajectories)
-            metrics.add_mean(
-                "training/unfiltered_score/mean",
-                trajectories.batch["token_level_scores"][generated].sum(),
-                int(generated.sum()),
-            )
-        return batch
-
-    def _requests(
-        self, first_group: int, prompts: Sequence[PromptRow], sampling: SamplingParams
-    ) -> RequestBatch:
-        """Make `rollout.n` requests for each prompt, with the numbers and seeds of their groups; request ids
-        count from 0.
-
-        With P = `data.train_batch_size`, group i has those of row (i % P)·n of step i // P + 1: those of the
-        step that trains it, where every group is trained.
-        """
-        period = self.config.data.train_batch_size
-        n = self.config.actor_rollout_ref.rollout.n
-        batch = _NO_REQUESTS
-        while len(prompts):
-            number, place = divmod(first_group, period)
-            part = prompts[: period - place]
-            batch += build_requests(
-                part,
-                sampling,
-                n=n,
-                seed=self.config.trainer.seed,
-                purpose="rollout",
-                step=number + 1,
-                first_row=place * n,
-            )
-            first_group += len(part)
-            prompts = prompts[len(part) :]
-        numbered = [replace(request, request_id=place) for place, request in enumerate(batch.requests)]
-        return replace(batch, requests=numbered)
 
     def _make(
         self,
@@ -299,70 +223,11 @@ class Trajectories:
             with self.timer(timers[0]):
                 for place, answer in enumerate(demonstration_outputs(demonstrations), len(requests)):
                     scoring.add(place, everything.trajectory(place, answer, self.tokenizer))
-                found, stats = self.generation.run(requests, scoring.add, held_out=held_out)
+                found, stats = self.generation.run(self.rollout, requests, scoring.add, held_out=held_out)
             with self.timer(timers[1]):
                 trajectories, metrics = scoring.result(failures_count=failures_count)
             metrics.update(found)
             return trajectories, metrics, stats
-
-    def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
-        """Shape overlong rewards where `reward.reward_kwargs` asks for it."""
-        limits = self.config.reward.reward_kwargs
-        buffer = limits.overlong_buffer_cfg
-        max_len = limits.max_resp_len or self.config.data.max_response_length
-        if not buffer.enable:
-            return batch
-        assert buffer.len is not None, "filled by resolve"
-        batch = shape_overlong(batch, max_len=max_len, buffer_len=buffer.len, factor=buffer.penalty_factor)
-        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)
-        first = ByTrajectory(batch).first_rows
-        penalties = penalties[first][sampled[first]]
-        metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
-        return batch
-
-    def _without_failed(self, trajectories: Sequence[Trajectory], metrics: Metrics) -> list[Trajectory]:
-        """Leave out and count the trajectories that have failed, and put those of a group side by side.
-
-        Where a greedy response has failed, its group has no baseline, and is left out.
-        """
-        failed = [trajectory for trajectory in trajectories if trajectory.failed]
-        for trajectory in failed:
-            metrics.add_sum(f"training/num_failed/{trajectory.outcome.cause}", 1.0)
-            self.failures.add(trajectory)
-        # failures of the reward function have been told by its manager
-        generation = [one for one in failed if one.outcome.cause not in ("environment", "deadline")]
-        if generation:
-            logger.warning(
-                "%d of %d trajectories failed; the first: %s",
-                len(generation),
-                len(trajectories),
-                generation[0].outcome.detail,
-            )
-        without_baseline = set()
-        if self.with_baselines:
-            without_baseline = {one.group for one in failed if one.sample == self._greedy_sample}
-        kept = [one for one in trajectories if not one.failed and one.group not in without_baseline]
-        left = Counter(one.group for one in kept if one.sample < self._greedy_sample)
-        least = self.config.actor_rollout_ref.rollout.agent.min_group_size
-        small = {group for group, size in left.items() if size < least}
-        if small:
-            metrics.add_sum("training/num_small_groups", len(small))
-            kept = [one for one in kept if one.group not in small]
-        return sorted(kept, key=lambda one: (one.group, one.sample))
-
-    @property
-    def _greedy_sample(self) -> int:
-        """Number of the greedy response in its group, after the sampled ones."""
-        return self.config.actor_rollout_ref.rollout.n
-
-    @property
-    def _demonstration_sample(self) -> int:
-        """Number of the data's own answer in its group, after all others."""
-        return self.config.actor_rollout_ref.rollout.n + 1
-
-    @property
-    def _pad_token_id(self) -> int:
-        return int(self.tokenizer.pad_token_id)
 
     def filtered(self, rows: DataProto) -> DataProto:
         """Return the groups that `algorithm.filter_groups` keeps."""
@@ -391,18 +256,3 @@ class Trajectories:
             f"batches gave: {limit}. Raise max_num_gen_batches (0: no limit), data.gen_batch_size or "
             "actor_rollout_ref.rollout.n, or use prompts that the model gets right now and then"
         )
-
-
-def _baselines_as_column(batch: DataProto, greedy: Tensor) -> DataProto:
-    """Return the rows that are not `greedy` [B] bool, each with the score of its prompt's greedy trajectory
-    as `reward_baselines` [B] float32.
-    """
-    view = ByTrajectory(batch)
-    scores = view.spread(view.samples.batch["token_level_scores"].sum(-1))
-    uids = batch.non_tensor_batch["uid"]
-    row_of = {uids[row]: row for row in greedy.nonzero().flatten().tolist()}
-    baseline = torch.tensor([row_of[uid] for uid in uids])
-    return (batch | DataProto.from_dict({"reward_baselines": scores[baseline]})).select_idxs(~greedy)
-
-
-_NO_REQUESTS = RequestBatch([], [], [], [])

@@ -49,6 +49,7 @@ NAMES_AND_OUTPUT = {
 
 OF_THE_WAY = (
     "timing_s/",
+    "fully_async/",
     "perf/",
     "rollout/",
     "reward/seconds",

@@ -20,6 +20,7 @@ from hybridflow.config.load import prepare_config
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
 from hybridflow.trainer.ppo.build import PPOTrainer, build
+from hybridflow.trainer.ppo.replay_buffer import not_noted
 from hybridflow.trainer.replay.compare_checkpoints import checkpoint_differences
 from hybridflow.trainer.replay.diff import metric_differences, repeatable
 from hybridflow.trainer.replay.difference import Difference
@@ -104,6 +105,8 @@ def replay_config(run: Path, folder: Path, start: Path | None) -> PPOConfig:
 def _train(trainer: PPOTrainer, rows: list[KeptStep], run: Path, found: Replay) -> None:
     """Do the steps, and compare the metrics of each with the run's."""
     logged = read_metrics(run / METRICS_FILE)
+    if trainer.step.buffer is not None:
+        trainer.step.buffer.note_replayed = not_noted
     trainer.source.publish(trainer.state.step)
     for one in rows:
         trainer.timer.reset()

@@ -21,6 +21,7 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.config.needs import replayed_steps
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
@@ -72,6 +73,11 @@ def reverify(run: Path, reward: str | None, estimator: str | None, step: int | N
     if not steps:
         raise ConfigError(f"{run} has no kept rows: {HOW_TO_KEEP}")
     config = reverified_config(run, reward, estimator)
+    if replayed_steps(config):
+        raise ConfigError(
+            f"the run has a replay buffer (algorithm.pf_ppo.max_age={replayed_steps(config)}): advantages "
+            "were computed over the rows of several steps together, so one step cannot be judged by itself"
+        )
     found = find_estimator(config.algorithm)
     if reward is not None and "reward_baselines" in found.needs:
         raise ConfigError(

@@ -6,8 +6,9 @@ Errors of other threads are raised in the trainer's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from hybridflow.agent.collate import group_index
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.progress import progress
@@ -15,7 +16,9 @@ from hybridflow.observability.timing import Timer
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.schedules.idle import IdleShares
 from hybridflow.trainer.schedules.ledger import Ledger
+from hybridflow.trainer.schedules.ledger_state import Replayed
 
 LOOK_SECONDS = 0.5
 """Longest wait after which the trainer's thread looks for a signal that ends the run."""
@@ -42,11 +45,27 @@ class AheadSource(SyncSource):
         self._changed = threading.Condition()  # guards the ledger, and what subclasses have
         self._error: BaseException | None = None
         self._closing = False
+        self._idle = IdleShares(roles.rollout.seconds_in)
+
+    def idle_shares(self) -> dict[str, float]:
+        """Return the shares of the time since the last call, or the first batch, in which nobody worked."""
+        return self._idle.taken()
+
+    def open_items(self) -> str:
+        """Return what is not finished by the ledger."""
+        with self._changed:
+            return self.ledger.state.open_items()
 
     @property
     def groups_per_step(self) -> int:
         """Groups that a step trains."""
         return self.trajectories.config.data.train_batch_size
+
+    def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
+        """Write into the ledger which groups of earlier steps are trained once more, and how often drawn."""
+        found = sorted((group_index(uid, self.groups_per_step), count) for uid, count in draws.items())
+        with self._changed:
+            self.ledger.append(*(Replayed(index, step=step - 1, draws=count) for index, count in found))
 
     def close(self) -> None:
         """Close the ledger, and end the processes that read ahead."""
@@ -58,7 +77,7 @@ class AheadSource(SyncSource):
 
         How long an engine, a response or a reward may take has limits of its own, after which that raises.
         """
-        with progress.phase(words):
+        with progress.phase(words), self._idle.waiting():
             while True:
                 with self._changed:
                     if ready():
@@ -70,11 +89,10 @@ class AheadSource(SyncSource):
                 progress.between_items()
 
     def _fail(self, error: BaseException) -> None:
-        """Have the trainer's thread raise an error, with what is open; only the first one counts."""
+        """Have the trainer's thread raise an error; only the first one counts."""
         while isinstance(error, BaseExceptionGroup):  # of tasks that ran side by side
             error = error.exceptions[0]
         with self._changed:
             if self._error is None:
-                error.add_note(f"open: {self.ledger.state.open_items()}")
                 self._error = error
             self._changed.notify_all()

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
+from hybridflow.trainer.ppo.collector import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import MAX_BARREN_BATCHES, Trajectories
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
@@ -115,7 +117,8 @@ class ContinuousSource(AheadSource):
             if self.beside:
                 self._wait("waiting for rollouts", lambda: self._fill(number))
             else:
-                self.roles.rollout.serve(lambda: self._is_filled(number))
+                with self._idle.waiting():
+                    self.roles.rollout.serve(lambda: self._is_filled(number))
         with self._changed:
             if self._error is not None and not self._fill(number):
                 raise self._error
@@ -220,7 +223,8 @@ class ContinuousSource(AheadSource):
         if self._server is not None:
             self._wait("waiting for responses to be whole", lambda: not self._num_playing)
         elif self._num_playing:
-            self.roles.rollout.serve(lambda: not self._num_playing or self._error is not None)
+            with self._idle.waiting():
+                self.roles.rollout.serve(lambda: not self._num_playing or self._error is not None)
 
     def _is_filled(self, step: int) -> bool:
         """Return whether a step has its batch, or never will."""
@@ -254,6 +258,9 @@ class ContinuousSource(AheadSource):
         news = asyncio.Event()
         self._news = news
         self._loop = asyncio.get_running_loop()
+        # each group that is scored takes a thread, which waits: asyncio's own few would be a limit on groups
+        most = self.schedule.groups_per_step + self.schedule.groups_ahead
+        self._loop.set_default_executor(ThreadPoolExecutor(most, "scores"))
         playing: set[asyncio.Task[None]] = set()
         while True:
             news.clear()
@@ -375,7 +382,7 @@ def _cause(metrics: Metrics) -> str:
 def _to_state(group: Group) -> dict[str, Any]:
     state = {"index": group.index, "prompt": vars(group.prompt), "epoch": group.epoch, "rows": None}
     if group.rows is not None:
-        state["rows"] = state_of_rows(group.rows)
+        state["rows"] = state_of_rows(whole(group.rows))
         state["metrics"] = group.metrics.state_dict()
     return state
 

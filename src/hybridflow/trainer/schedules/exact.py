@@ -26,6 +26,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
+from hybridflow.trainer.ppo.collector import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
@@ -98,8 +99,9 @@ class ExactSource(AheadSource):
         began = time.perf_counter()
         if self.beside:
             self._wait("waiting for rollouts", lambda: batch in self._made)
-        while not self.beside and self._next < self.end_below(self.version + 1):
-            self._make()
+        with self._idle.waiting():
+            while not self.beside and self._next < self.end_below(self.version + 1):
+                self._make()
         with self._changed:
             made = self._made[batch]
             state = self.ledger.state
@@ -269,7 +271,7 @@ class ExactSource(AheadSource):
 
 def _to_state(batch: TrainBatch) -> dict[str, Any]:
     """Return a batch as plain data and tensors, without the seconds that it took."""
-    rows = state_of_rows(batch.rows)
+    rows = state_of_rows(whole(batch.rows))
     return {"rows": rows, "epoch": batch.epoch, "metrics": batch.metrics.state_dict()}
 
 

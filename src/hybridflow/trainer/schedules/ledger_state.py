@@ -111,6 +111,8 @@ class Replayed(Groups):
     """Rows of groups in a batch of before that step `step` trains once more; exempt from "trained once"."""
 
     step: int = field(kw_only=True)
+    draws: int = 1
+    """Trajectories of each group, counted as often as they were drawn."""
 
 
 class ImpossibleTransition(AssertionError):

@@ -82,6 +82,15 @@ def test_columns_that_are_kept_do_not_pass_the_driver_again(group: CounterGroup)
     again = batch.select(["x", "row_id"])
     assert moved(lambda: keep(frozenset(), again)) < 0.1 * column
     assert column <= moved(lambda: keep({"doubled"}, again)) < 1.1 * column
+    half = again.select_idxs(range(40, 8, -1))
+    back = DataProto()
+
+    def fetch() -> None:
+        nonlocal back
+        back = group.fetch(half, ["doubled"])
+
+    assert 0.5 * column <= moved(fetch) < 0.6 * column, "the rows that are asked for, and not their shards"
+    assert torch.equal(back.batch["doubled"], 2 * half.batch["x"]) and back.names() == ["doubled"]
     group.backend.rows.clear()
     assert 2 * column <= moved(lambda: group.call(Counter.mean_of_both, batch)) < 2.1 * column
 

@@ -124,6 +124,13 @@ def test_slow_calls_are_reported_with_a_stack_and_end_at_their_deadline(
     assert "asleep in invoke" in error.__notes__[0]
 
 
+@pytest.mark.slow
+def test_calls_that_are_late_together_end_with_the_error_of_the_first(house: House) -> None:
+    first = house.call(0.01, 60.0, limit=2.5)
+    second = house.call(0.01, 0.0, limit=2.5)  # it waits for the first one to end
+    assert first[1].exception(timeout=WAIT) is second[1].exception(timeout=WAIT)
+
+
 def test_processes_that_start_are_counted_and_only_late_ones_warned_about(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ EACH_KIND: list[Transition] = [
     Admitted(2, version=1),
     Replaced(1, by=2),
     Failed(2, cause='it said "no"\n', tokens=3),
-    Replayed(0, step=1),
+    Replayed(0, step=1, draws=2),
 ]
 
 

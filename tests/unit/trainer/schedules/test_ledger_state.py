@@ -80,7 +80,7 @@ def test_failures_are_counted_by_cause_with_what_they_had_sampled() -> None:
 
 def test_rows_of_a_batch_of_before_may_be_trained_again() -> None:
     state = state_of(
-        *scored(0, 2), Taken(0, 2, step=0), Published(1), Replayed(0, step=1), Replayed(0, step=2)
+        *scored(0, 2), Taken(0, 2, step=0), Published(1), Replayed(0, step=1), Replayed(0, step=2, draws=3)
     )
     assert state.groups["replayed"] == 2 and state.num_taken == 2
 

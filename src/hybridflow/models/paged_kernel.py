@@ -1,7 +1,7 @@
-"""Attention of decoding over rows in blocks: one new token per row.
+"""The kernel that reads blocks in place while decoding: whether torch has one, and whether it is right.
 
-On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks in place, by the table. Elsewhere, and for
-features it lacks (soft-capped scores, sinks, exact mode), tokens are gathered and attended to as in slots.
+It is that of `torch.nn.attention.varlen`, on CUDA. Elsewhere, and for features it lacks (soft-capped scores,
+sinks, exact mode), tokens are gathered and attended to as in slots.
 """
 
 from __future__ import annotations
@@ -10,69 +10,18 @@ import importlib
 import inspect
 
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.attention import Scores
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.paged_cache import PagedCache, PagedKernel
-from hybridflow.models.slot_layout import SlotLayout
+from hybridflow.models.span_layout import SpanLayout
 
 BLOCK_SIZE = 256
 """Number of tokens of a block that the kernel can read."""
 MOST_DIMS = 256
 """Largest head dimension of the kernel."""
 WANTED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
-
-
-class PagedLayout(SlotLayout):
-    """The layout of decoding over blocks: row i of the batch is in the blocks of slot i.
-
-    Its new token is at position lengths[i] and sees all tokens up to itself.
-    """
-
-    cache: PagedCache
-
-    def __init__(self, cache: PagedCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """Lay out rows as `SlotLayout` does, by default over the places up to the newest token.
-
-        The slots must have blocks for the new tokens.
-        """
-        super().__init__(cache, lengths, longest, num_keys or longest + 1)
-        self._slots = self.places.slots
-        self._used = (lengths + 1).to(torch.int32)
-        self._rows = torch.arange(self.num_rows + 1, dtype=torch.int32, device=lengths.device)
-        # places of rows that lie one after the other; the kernel reads the table instead
-        self._begins = self._rows * cache.capacity
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend and store: query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]."""
-        cache = self.cache
-        if cache.kernel is None or self.exact is not None or not scores.plain:
-            return super().attend(query, key, value, scores)
-        cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
-        window_size = (-1, -1)
-        window = scores.window(self.num_keys)
-        if window is not None:
-            window_size = (window - 1, 0)  # the one query is the newest token
-        attended: Tensor = cache.kernel(
-            query[:, :, 0],
-            cache.keys[scores.layer_idx],
-            cache.values[scores.layer_idx],
-            self._rows,
-            self._begins,
-            1,
-            self.num_keys,
-            scale=scores.scaling,
-            window_size=window_size,
-            enable_gqa=query.shape[1] != key.shape[1],
-            seqused_k=self._used,
-            block_table=cache.table[: self.num_rows],
-        )
-        return attended[:, None]
-
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.cache.tokens_of(layer, self._slots, self.num_keys)
 
 
 def varlen_kernel() -> PagedKernel | None:
@@ -129,11 +78,10 @@ def kernel_problem(
 
 def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, device: torch.device) -> float:
     """Return how far the kernel is from attention over gathered tokens, on rows in scattered blocks."""
-    cache = PagedCache({0: shape}, 3, 12, BLOCK_SIZE, device)
-    cache.kernel = kernel
+    cache = PagedCache({0: shape}, 3, 12, BLOCK_SIZE, device, kernel)
     lengths = [BLOCK_SIZE + 40, 7, 2 * BLOCK_SIZE]
-    for slot in (1, 2, 0):
-        cache.extend([slot], lengths[slot] + 1)
+    for row in (1, 2, 0):
+        cache.extend([row], lengths[row] + 1)
     random = torch.Generator(device).manual_seed(0)
     for stored in (cache.keys[0], cache.values[0]):
         stored.normal_(generator=random)
@@ -142,12 +90,11 @@ def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, devi
         for heads in (2, 1, 1)
     ]
     query, key, value = (x.normal_(generator=random) for x in states)
-    layout = PagedLayout(cache, torch.tensor(lengths, device=device), max(lengths))
-    got = layout.attend(query, key, value, Scores(sliding_window=window))
-    keys, values = (
-        x.repeat_interleave(2, dim=1) for x in cache.tokens_of(0, layout.places.slots, layout.num_keys)
-    )
-    mask = layout._mask(Scores(sliding_window=window).window(layout.num_keys))[:, None, None]
+    scores = Scores(sliding_window=window)
+    layout = SpanLayout.decoding(cache, torch.tensor(lengths, device=device), max(lengths))
+    got = layout.attend(query, key, value, scores)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in cache.first_rows(0, 3, layout.num_keys))
+    mask = layout.new_mask(scores.window(layout.num_keys))[:, None]
     wanted = scaled_dot_product_attention(
         query.float(), keys.float(), values.float(), attn_mask=mask
     ).transpose(1, 2)

@@ -1,0 +1,136 @@
+"""Kernels for attention that `scaled_dot_product_attention` has no fast one for on CUDA.
+
+    causal                    sdpa; with grouped heads that flash cannot take: expanded
+    causal, sliding window    varlen; where it cannot: expanded, or sdpa without grouped heads
+    any mask                  expanded, or sdpa without grouped heads
+    caps and sinks            written out
+
+`sdpa` would compute grouped heads under a mask by plain matrix products over all scores; `expanded` copies
+each key-value head for the query heads of its group. varlen is tried once, on this device, before it is used.
+On a CPU nothing is chosen: `sdpa`, and written out where scores have a cap or sinks.
+
+FlexAttention is left out: compiled for one shape it would be compiled again for each number of rows and each
+length, and for any shape it takes the heads' number and size for variable too, and fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hybridflow.distributed.accelerators import features
+
+logger = logging.getLogger(__name__)
+
+KernelName = Literal["sdpa", "expanded", "varlen", "written out"]
+Over = Literal["causal", "window", "mask"]
+"""What hides keys: the future; that, and what is behind a sliding window; any mask."""
+
+_MOST_DIMS = 256
+"""Largest head dimension of the flash kernels."""
+
+
+def choose_kernel(query: Tensor, key: Tensor, value: Tensor, over: Over, *, plain: bool) -> KernelName:
+    """Return the kernel for query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv]; `plain`: the scores
+    have neither a cap nor sinks.
+    """
+    if not plain:
+        return "written out"
+    if not features(query.device.type).varlen_attention:
+        return "sdpa"
+    flash = _fits_flash(query, value)
+    if over == "window" and flash and _varlen_works(query.device, query.dtype):
+        return "varlen"
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not (over == "causal" and flash):
+        return "expanded"
+    return "sdpa"
+
+
+def _fits_flash(query: Tensor, value: Tensor) -> bool:
+    dims = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and dims == value.shape[-1] and dims % 8 == 0 and dims <= _MOST_DIMS
+
+
+def expand_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [n, H, K, D] with a head for each one of the query [n, H, Q, D]."""
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+def window_by_varlen(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float | None) -> Tensor:
+    """Attend to the `window` newest tokens: query [n, H, L, D], key, value [n, KV, L, D] -> [n, H, L, D]."""
+    kernel, takes_groups = _varlen()
+    assert kernel is not None, "it is chosen where torch has it"
+    how: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if takes_groups:
+            how = {"enable_gqa": True}
+        else:
+            key, value = expand_heads(query, key, value)
+    rows, _, length, _ = query.shape
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
+    tokens = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    bounds = (ends, ends, length, length)
+    attended: Tensor = kernel(*tokens, *bounds, scale=scaling, window_size=(window - 1, 0), **how)
+    return attended.view(rows, length, *attended.shape[1:]).transpose(1, 2)
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., Any] | None, bool]:
+    """Return torch's kernel if it knows windows, and whether it takes grouped heads (newer ones do)."""
+    try:
+        kernel: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None, False
+    known = set(inspect.signature(kernel).parameters)
+    if {"scale", "window_size"} <= known:
+        return kernel, "enable_gqa" in known
+    return None, False
+
+
+@functools.cache
+def _varlen_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether varlen runs here and computes what plain attention does, backward too; log why not."""
+    try:
+        problem = _varlen_problem(device, dtype)
+    except Exception as error:  # whatever a kernel has against this device
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if problem is not None:
+        logger.warning("sliding windows do without torch's varlen attention, and are slower: %s", problem)
+    return problem is None
+
+
+def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return how far varlen is from plain attention on a few rows with a window, or None if near."""
+    if _varlen()[0] is None:
+        return f"torch {torch.__version__} has none that knows windows"
+    rows, heads, kv_heads, length, dims, window = 2, 4, 2, 200, 64, 70
+    random = torch.Generator(device).manual_seed(0)
+    behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    with torch.inference_mode(False), torch.enable_grad():
+        states = [
+            torch.randn(rows, count, length, dims, generator=random, device=device).to(dtype).requires_grad_()
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        exact = [state.detach().float().requires_grad_() for state in states]
+        got = window_by_varlen(states[0], states[1], states[2], window, None)
+        keys, values = expand_heads(exact[0], exact[1], exact[2])
+        allowed = (behind >= 0) & (behind < window)
+        wanted = scaled_dot_product_attention(exact[0], keys, values, attn_mask=allowed)
+        results = [got, *torch.autograd.grad(got.float().square().sum(), states)]
+        references = [wanted, *torch.autograd.grad(wanted.square().sum(), exact)]
+    for result, reference in zip(results, references, strict=True):
+        apart = float(((result.float() - reference).norm() / reference.norm()).detach())
+        if not apart <= torch.finfo(dtype).eps ** 0.5:
+            return f"it differs by {apart:.1e} from plain attention"
+    return None

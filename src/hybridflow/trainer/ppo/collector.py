@@ -1,0 +1,371 @@
+"""Collectors: processes beside the driver that play groups and keep their tokens (`trainer.num_collectors`).
+
+    driver      play(index, prompt) ─────────► Collector of group index % N
+    collector   requests ──► rollout workers ──outputs──► trajectory ──► reward ──► rows
+    driver      ◄── light columns, by `collect`          └── the others stay in the object store ──► workers
+
+A collector asks the engines itself; the driver steps them, and knows that all is answered when the groups are
+there. The columns in STAYS do not come to the driver: its rows say in `stored_at` where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from hybridflow.agent.agents import Agents
+from hybridflow.config import PPOConfig
+from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerFactory, WorkerGroup, register
+from hybridflow.controller.peers import Peers
+from hybridflow.controller.resource_pool import COLLECTOR
+from hybridflow.controller.stored_rows import PAD, STORED_AT, StoredAt, with_stored
+from hybridflow.data.prompts import PromptRow
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
+from hybridflow.protocol.joining import join_rows
+from hybridflow.protocol.trajectory import Outcome
+from hybridflow.rewards.build import build_reward_manager
+from hybridflow.rollout.base import GenerationOutput
+from hybridflow.rollout.client import LLMClient, ReplicaLost
+from hybridflow.trainer.ppo.columns import find_estimator
+from hybridflow.trainer.ppo.failures import Failures
+from hybridflow.trainer.ppo.groups import GroupMaker
+from hybridflow.trainer.ppo.reward_watch import repeated_share
+from hybridflow.workers import RolloutGroup, RolloutWorker
+from hybridflow.workers.losses import find_policy_loss
+from hybridflow.workers.rollout import COLLECTOR_NUMBERS
+from hybridflow.workers.rollout_replica import WorkerReplica
+from hybridflow.workers.rollout_use import ReplicaUse
+
+STAYS = ("prompts", "responses", "input_ids", "rollout_log_probs")
+"""Columns of tokens that are nowhere but in the store."""
+SHARED = ("attention_mask", "response_mask", "policy_version", "call")
+"""Columns of tokens that the driver computes with; of these the store has the masks for workers too."""
+TEXTS = ("solution_str", "ground_truth", "extra_info")
+"""Object columns that are nowhere but in the store."""
+STORED = (*STAYS, *SHARED, *TEXTS)
+REPETITION = "repetition"
+"""The figure of the reward watch, which stands for the tokens that it is computed from."""
+POLL_SECONDS = 5.0
+"""Longest wait for the next group of a collector before it is asked again."""
+LOOK_SECONDS = 0.5
+"""Longest wait before a group that is played looks whether the engines have failed."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A group that has been played."""
+
+    index: int
+    rows: DataProto
+    """The columns that the driver computes with; all where the group has no rows."""
+    metrics: Metrics
+    failed: list[Outcome]
+    """How trajectories have failed since the group before was told."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Groups that have been played since they were last asked for."""
+
+    groups: list[Played]
+    ticket: int
+    """By this number the collector gives the other columns of their rows, in their order."""
+
+
+@dataclass
+class FailureList:
+    """Outcomes on their way to the driver, which counts them."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Note a trajectory that has failed."""
+        self.outcomes.append(outcome)
+
+    def taken(self) -> list[Outcome]:
+        """Return what was noted, and forget it."""
+        found = self.outcomes
+        self.outcomes = []
+        return found
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Sends outputs of a rollout worker to the collectors that have asked for them."""
+
+    collectors: Peers
+
+    def __call__(self, rank: int, output: GenerationOutput) -> None:
+        """Send an output that the rollout's `rank` has."""
+        collector = output.request_id // COLLECTOR_NUMBERS - 1
+        self.collectors.call_one(collector, Collector.deliver, rank, output)
+
+
+class Collector(Worker):
+    """One process: an event loop in which groups are played, with agents and rewards of its own."""
+
+    def __init__(self, config: PPOConfig, agent_names: Collection[str], rank: int, world_size: int) -> None:
+        config = shared_out(config, world_size)
+        tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
+        self._failures = FailureList()
+        self._agents = Agents(config, tokenizer, agent_names)
+        rewards = build_reward_manager(config.reward, config.trainer.seed)
+        self._maker = GroupMaker(rewards, tokenizer, config, self._agents, self._failures)
+        self._numbers = itertools.count((rank + 1) * COLLECTOR_NUMBERS)
+        self._replicas: dict[int, WorkerReplica] = {}
+        self._client: LLMClient | None = None
+        self._done: queue.SimpleQueue[tuple[Played, DataProto] | Exception] = queue.SimpleQueue()
+        self._playing: set[concurrent.futures.Future[None]] = set()
+        self._kept: dict[int, DataProto] = {}
+        self._tickets = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="groups", daemon=True).start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ask(self, rollout: Peers, leaders: Sequence[int]) -> None:
+        """Send requests to the ranks `leaders` of the rollout from now on."""
+        for rank in leaders:
+            # whoever steps the engines, the driver, also pauses them
+            replica = WorkerReplica(
+                rollout, rank, 0, ReplicaUse(), stepped=time.monotonic, pause=_nothing, resume=_nothing
+            )
+            replica.open()
+            self._replicas[rank] = replica
+        self._client = LLMClient(tuple(self._replicas.values()))
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def play(self, index: int, prompt: PromptRow, timed: bool) -> None:
+        """Begin to play a group; `collect` gives what came of it."""
+        playing = asyncio.run_coroutine_threadsafe(self._play(index, prompt, timed), self._loop)
+        self._playing.add(playing)  # the loop itself holds its tasks by weak references only
+        playing.add_done_callback(self._playing.discard)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def deliver(self, rank: int, output: GenerationOutput) -> None:
+        """Take the output of a request to the rollout's `rank`."""
+        self._replicas[rank].answer(output)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
+    def collect(self, seconds: float) -> Collected:
+        """Return the groups that have been played, or wait at most `seconds` for the first.
+
+        Raises what has made it impossible to play one.
+        """
+        found: list[tuple[Played, DataProto]] = []
+        wait = seconds
+        while True:
+            try:
+                done = self._done.get(timeout=wait)
+            except queue.Empty:
+                break
+            if isinstance(done, Exception):
+                raise done
+            found.append(done)
+            wait = 0.0
+        ticket = next(self._tickets)
+        kept = [rows for _, rows in found if len(rows)]
+        if kept:
+            pad = self._maker.pad_token_id
+            self._kept[ticket] = join_rows(kept, pad)
+            self._kept[ticket].meta_info[PAD] = pad
+        return Collected([played for played, _ in found], ticket)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def columns(self, ticket: int) -> DataProto:
+        """Return the columns of collected rows that did not go to the driver; this process forgets them."""
+        return self._kept.pop(ticket)
+
+    async def _play(self, index: int, prompt: PromptRow, timed: bool) -> None:
+        assert self._client is not None, "it was told whom to ask before it was told to play"
+        try:
+            rows, metrics = await self._maker.play_group(
+                index, prompt, self._client, self._numbers, timed=timed
+            )
+            if self._agents.are_used:
+                metrics.update(self._agents.processes())
+            light, kept = divided(rows)
+            self._done.put((Played(index, light, metrics, self._failures.taken()), kept))
+        except BaseException as error:  # raised in the driver, whatever it is
+            self._done.put(_cause(error))
+
+
+class Collectors:
+    """The driver's view of all collectors. It is for the event loop in which groups are awaited."""
+
+    def __init__(
+        self, group: WorkerGroup[Collector], rollout: RolloutGroup, config: PPOConfig, failures: Failures
+    ) -> None:
+        self.gives_whole_rows = needs_whole_rows(config)
+        """Whether the run reads all columns in the driver at each step."""
+        self._group = group
+        self._failures = failures
+        self._rollout = rollout
+        self._waiting: list[dict[int, asyncio.Future[Played]]] = [{} for _ in range(group.world_size)]
+        self._polls: set[asyncio.Task[None]] = set()
+        leaders = [replica.rank for replica in rollout.replicas]
+        group.call(Collector.ask, group.backend.peers(rollout.role), leaders)
+        rollout.call(RolloutWorker.deliver_by, Delivery(group.backend.peers(group.role)))
+
+    async def play(
+        self, index: int, prompt: PromptRow, client: LLMClient, *, timed: bool
+    ) -> tuple[DataProto, Metrics]:
+        """Have a group played by the collector of its index; return its light rows, and metrics.
+
+        Raises what the collector raised, WorkerLost where it is lost, and ReplicaLost where the engines of
+        `client` have failed.
+        """
+        rank = index % self._group.world_size
+        waiting = self._waiting[rank]
+        found: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        waiting[index] = found
+        self._rollout.note_asked(True)
+        self._group.call_one(rank, Collector.play, index, prompt, timed)
+        if len(waiting) == 1:
+            poll = asyncio.create_task(self._poll(rank))
+            self._polls.add(poll)
+            poll.add_done_callback(self._polls.discard)
+        try:
+            while not found.done():
+                await asyncio.wait([found], timeout=LOOK_SECONDS)
+                if client.failure is not None and not found.done():
+                    raise ReplicaLost(client.failure)
+        finally:
+            waiting.pop(index, None)
+            self._rollout.note_asked(any(self._waiting))
+        played = found.result()
+        for outcome in played.failed:
+            self._failures.add(outcome)
+        return played.rows, played.metrics
+
+    async def _poll(self, rank: int) -> None:
+        """Take the groups of a collector as long as any is awaited."""
+        waiting = self._waiting[rank]
+        seconds = min(POLL_SECONDS, self._group.backend.call_timeout / 4)
+        try:
+            while waiting:
+                collected = await self._group.call_one(rank, Collector.collect, seconds)
+                self._hand_out(rank, collected)
+        except Exception as error:
+            for found in waiting.values():
+                if not found.done():
+                    found.set_exception(error)
+            waiting.clear()  # a group that is played from now on asks anew
+
+    def _hand_out(self, rank: int, collected: Collected) -> None:
+        """Say where the other columns of the rows are, and tell those who wait."""
+        shard = None
+        number = 0
+        for played in collected.groups:
+            if len(played.rows):
+                if shard is None:
+                    future = self._group.call_one(rank, Collector.columns, collected.ticket)
+                    shard = future.parts[rank]
+                places = [StoredAt(shard, number + row, STORED) for row in range(len(played.rows))]
+                number += len(played.rows)
+                played = replace(played, rows=played.rows | DataProto.from_dict({}, {STORED_AT: places}))
+            found = self._waiting[rank].pop(played.index, None)
+            if found is not None and not found.done():
+                found.set_result(played)
+
+
+def collector_factories(config: PPOConfig, agent_names: Collection[str]) -> Mapping[str, WorkerFactory]:
+    """Return the factory of the role, by its name; none where the run has no collectors."""
+    if not config.trainer.num_collectors:
+        return {}
+    return {COLLECTOR: partial(_build, config, tuple(agent_names))}
+
+
+def _build(config: PPOConfig, agent_names: Collection[str], info: RankInfo) -> Collector:
+    return Collector(config, agent_names, info.rank, info.world_size)
+
+
+def shared_out(config: PPOConfig, parts: int) -> PPOConfig:
+    """Return the configuration of one of so many collectors, among which processes and limits are divided.
+
+    Each has at least one process of rewards, and of tools, where the run has any.
+    """
+    reward = config.reward
+    agent = config.actor_rollout_ref.rollout.agent
+
+    def part(count: int | None) -> int | None:
+        return None if count is None else -(-count // parts)
+
+    reward = replace(
+        reward,
+        num_workers=-(-reward.num_workers // parts),
+        max_concurrent=part(reward.max_concurrent),
+        max_rpm=None if reward.max_rpm is None else reward.max_rpm / parts,
+        max_tpm=None if reward.max_tpm is None else reward.max_tpm / parts,
+        sandbox_fusion=replace(
+            reward.sandbox_fusion, max_concurrent=-(-reward.sandbox_fusion.max_concurrent // parts)
+        ),
+    )
+    agent = replace(
+        agent,
+        num_workers=-(-agent.num_workers // parts),
+        max_concurrent=-(-agent.max_concurrent // parts),
+    )
+    rollout = replace(config.actor_rollout_ref.rollout, agent=agent)
+    return replace(
+        config, reward=reward, actor_rollout_ref=replace(config.actor_rollout_ref, rollout=rollout)
+    )
+
+
+def divided(rows: DataProto) -> tuple[DataProto, DataProto]:
+    """Return the columns that the driver gets, and those that stay; rows without any go whole."""
+    if not len(rows):
+        return rows, rows
+    view = ByTrajectory(rows)
+    repeated = repeated_share(view.samples.batch["responses"], view.samples.batch["response_mask"])
+    tensors = [name for name in map(str, rows.batch.keys()) if name not in STAYS]
+    objects = [name for name in rows.non_tensor_batch if name not in TEXTS]
+    light = rows.select(tensors, objects) | DataProto.from_dict({REPETITION: view.spread(repeated)})
+    return light, rows.select([*STAYS, *SHARED], list(TEXTS))
+
+
+def whole(rows: DataProto) -> DataProto:
+    """Return rows with all columns, as the driver would have made them."""
+    rows = with_stored(rows)
+    if REPETITION in rows:
+        rows = rows.select()
+        rows.pop([REPETITION])
+    return rows
+
+
+def needs_whole_rows(config: PPOConfig) -> bool:
+    """Return whether something reads columns in the driver at each step that are with collectors, or names
+    one that the step does not put into the row store.
+    """
+    trainer = config.trainer
+    estimator = find_estimator(config.algorithm)
+    named = {*estimator.needs, *estimator.takes, *find_policy_loss(config.actor_rollout_ref.actor).keywords}
+    return bool(
+        trainer.keep_rows
+        or trainer.rollout_data_dir
+        or trainer.step_class
+        or config.actor_rollout_ref.rollout.skip.enable
+        or config.algorithm.use_pf_ppo
+        or estimator.takes_all
+        or named & {"prompts", "responses"}
+    )
+
+
+def _cause(error: BaseException) -> Exception:
+    """Return the first error of tasks that ran side by side, as an exception that travels."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _nothing() -> None:
+    """Do nothing."""

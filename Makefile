@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task preference reward-models real bench bench-gpu driver-bytes exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task preference reward-models real bench bench-gpu driver-bytes row-stores exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -73,6 +73,9 @@ bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; 
 
 driver-bytes: setup  ## bytes that pass the driver in a step, by call and response length; writes benchmarks/results/driver_bytes.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/driver_bytes.py
+
+row-stores: setup  ## rows through Ray's object store and through TransferQueue; writes benchmarks/results/row_stores.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/row_stores.py
 
 exact: setup  ## exact mode: does it hold over a run, does a flipped bit stop it, what does it cost; writes benchmarks/results/exact_mode.md
 	$(BIN)/python benchmarks/exact_mode.py

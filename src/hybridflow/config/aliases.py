@@ -88,6 +88,8 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"trainer\.v1\.trainer_mode", r"trainer.schedule"),
     (r"async_training\.staleness_threshold", r"trainer.async.run_ahead"),
     (r"async_training\.partial_rollout", r"trainer.async.partial_rollout"),
+    (r"transfer_queue\.enable", r"trainer.row_store"),
+    (r"transfer_queue\.((?:backend|metrics|controller)\..+)", r"trainer.transfer_queue.\1"),
     # checkpoints
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
@@ -108,6 +110,7 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},
     "algorithm.gdpo_reward_weights": {None: []},
+    "trainer.row_store": {True: "transferqueue", False: "auto", None: "auto"},
     "trainer.schedule": {"colocate_async": "colocated_async", "separate_async": "fully_async"},
     "algorithm.rollout_correction.rollout_is": dict.fromkeys((False, "none", "null")),
     "algorithm.rollout_correction.rollout_rs": dict.fromkeys((False, "none", "null")),

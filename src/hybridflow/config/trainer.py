@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.config.schema import group, key
 
@@ -116,6 +116,7 @@ class BaseTrainerConfig:
     )
 
 
+RowStoreName = Literal["auto", "transferqueue"]
 ScheduleName = Literal["sync", "one_step_off", "exact_async", "fully_async", "colocated_async"]
 EXACT_SCHEDULES = ("one_step_off", "exact_async")
 """Schedules in which each batch is generated whole under one version of the weights."""
@@ -179,6 +180,17 @@ class TrainerConfig(BaseTrainerConfig):
         "agent.num_workers out, with at least one each. 0: the trainer's process does it. "
         "trainer.controller=local refuses others, because tokens pass no process there.",
         minimum=0,
+    )
+    row_store: RowStoreName = key(
+        "auto",
+        "Where the columns of rows wait for workers to read them: auto is memory in one process and Ray's "
+        "object store under Ray; transferqueue is the package TransferQueue (extra transferqueue), which "
+        "needs Ray.",
+    )
+    transfer_queue: dict[str, Any] = key(
+        {},
+        "Settings of TransferQueue where trainer.row_store=transferqueue starts it, named as in the "
+        "package's config.yaml, for example {backend: {storage_backend: MooncakeStore}}.",
     )
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate once, and end the run.")

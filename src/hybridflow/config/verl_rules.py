@@ -380,8 +380,8 @@ REST: tuple[Rule, ...] = (
         "",
         "give it to `ray start`, and join that cluster by ray_kwargs.ray_init.address",
     ),
-    off(r"(transfer_queue|skip)(\.\w+)?\.(enable|enabled)", "it comes in a later version: leave it out"),
-    ignored(r"(transfer_queue|skip)\..+", "it is read only when the feature is enabled, and it is off"),
+    off(r"skip(\.\w+)?\.(enable|enabled)", "it comes in a later version: leave it out"),
+    ignored(r"skip\..+", "it is read only when the feature is enabled, and it is off"),
     off(r"distillation\.(enable|enabled)", DISTILLATION),
     off(r"distillation\.teacher_models(\.\w+)?(\.model_path)?", DISTILLATION),
     Rule(

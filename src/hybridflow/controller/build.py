@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 from hybridflow.config.cluster import RayConfig
@@ -47,11 +48,19 @@ def hosting(
     from hybridflow.controller.ray.backend import RayBackend
     from hybridflow.controller.ray.cluster import Cluster
 
+    start_queue: Callable[[float], TransferQueue] | None = None
+    further_cpus = 0
+    if isinstance(trainer, TrainerConfig) and trainer.row_store == "transferqueue":
+        from hybridflow.controller.ray.transfer_queue import TransferQueue, cpus_of
+
+        start_queue = partial(TransferQueue.start, trainer.transfer_queue)
+        further_cpus = cpus_of(trainer.transfer_queue)
     cluster = Cluster.connect(
         ray,
         device=trainer.device,
         wanted=placement.num_devices,
         num_nodes=max(len(pool.devices_per_node) for pool in placement.device_pools),
+        further_cpus=further_cpus,
     )
     backends: list[RayBackend] = []
 
@@ -66,6 +75,7 @@ def hosting(
             call_timeout=trainer.worker_timeout,
             heartbeat_timeout=trainer.heartbeat_timeout,
             startup_timeout=trainer.startup_timeout,
+            start_queue=start_queue,
         )
         backends.append(backend)
         return backend

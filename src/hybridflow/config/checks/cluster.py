@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
@@ -14,6 +15,7 @@ from hybridflow.config.needs import is_given, needs_reference
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.errors import install_extra
 
 COLLECTORS = "collectors"
 """The name of the pool of `trainer.num_collectors`."""
@@ -106,6 +108,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     yield from _controller(trainer)
     yield from _placement(trainer)
     yield from _collectors(config)
+    yield from _row_store(trainer)
     cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
     if roles.actor.use_prefix_grouper and cut > 1:
         yield (
@@ -234,6 +237,21 @@ def _collectors(config: PPOConfig) -> Iterator[str]:
             f"{here} with {ROLLOUT}.agent.endpoint_port="
             f"{config.actor_rollout_ref.rollout.agent.endpoint_port}: several processes cannot listen at one "
             "port; set endpoint_port=0"
+        )
+
+
+def _row_store(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.row_store == "auto":
+        return
+    if resolved_controller(trainer) == "local":
+        yield (
+            f"trainer.row_store={trainer.row_store} without Ray, whose processes the package needs: set "
+            "trainer.controller=ray, or trainer.row_store=auto"
+        )
+    elif find_spec("transfer_queue") is None:
+        yield (
+            f"trainer.row_store={trainer.row_store} needs the package transferqueue: "
+            f"{install_extra('transferqueue')}, or set trainer.row_store=auto"
         )
 
 

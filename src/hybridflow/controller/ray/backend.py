@@ -19,8 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -34,13 +34,16 @@ from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
 from hybridflow.controller.ray.peers import RayPeers
 from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
 from hybridflow.controller.ray.running import Process, Running
-from hybridflow.controller.ray.transport import Packet, encode
+from hybridflow.controller.ray.transport import Held, Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
 from hybridflow.controller.row_store import RowStore
 from hybridflow.controller.worker_host import Make
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray.transfer_queue import TransferQueue
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +64,9 @@ class RayBackend:
     `meshes` arranges the ranks of each role. `make` is sent to the processes and returns the factories there.
     Times are in seconds: `call_timeout` for a call, `heartbeat_timeout` without a sign of life after which a
     process counts as lost, and `startup_timeout` for devices, processes and models together. `runtime_env` is
-    Ray's, for the processes. Raises what a worker raises while it is built, WorkerError where starting takes
-    too long, and WorkerLost where a process dies.
+    Ray's, for the processes. `start_queue` starts the queue that has the rows, in so many seconds; None:
+    Ray's object store has them. Raises what a worker raises while it is built, WorkerError where starting
+    takes too long, and WorkerLost where a process dies.
     """
 
     in_process = False
@@ -79,6 +83,7 @@ class RayBackend:
         call_timeout: float,
         heartbeat_timeout: float,
         startup_timeout: float,
+        start_queue: Callable[[float], TransferQueue] | None = None,
         runtime_env: dict[str, Any] | None = None,
         report_every: float = 60.0,
     ) -> None:
@@ -98,7 +103,10 @@ class RayBackend:
         self._pools: list[PlacedPool] = []
         self._processes: dict[tuple[str, int], Process] = {}
         self._watch: Watchdog | None = None
+        self._queue: TransferQueue | None = None
         try:
+            if start_queue is not None:
+                self._queue = start_queue(self._left())
             for pool in placement.pools:
                 if pool.has_devices:
                     self._pools.append(cluster.place(pool, device, deadline=self._left()))
@@ -108,7 +116,8 @@ class RayBackend:
             self._watch = Watchdog(
                 list(self._processes.values()), heartbeat_timeout, report_every=report_every
             )
-            self._set_up(SetUp(device, num_threads, "", 0, call_timeout, os.getcwd()))
+            partition = "" if self._queue is None else self._queue.partition
+            self._set_up(SetUp(device, num_threads, "", 0, call_timeout, os.getcwd(), partition))
             self._build(make)
             self._watch.expect_signs()
         except BaseException:
@@ -185,6 +194,9 @@ class RayBackend:
         for placed in self._pools:
             placed.free()
         self._pools = []
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
 
     # ---- starting
 
@@ -284,7 +296,7 @@ class RayBackend:
             self._watch.check(f"{role}.{method}")
             for rank, process in processes.items():
                 statuses[rank], result = getattr(process.actor, task).remote(*arguments[rank])
-                parts[rank] = RayPart(result, role, method, rank, self._traffic)
+                parts[rank] = RayPart(result, role, method, rank, self._traffic, self._queue)
             self._watch.follow(
                 Running(role, method, dict(processes), parts, limit, limit_key, starting), statuses
             )
@@ -314,8 +326,14 @@ class RayBackend:
         return ray.put(packet)
 
     def _shard(self, columns: DataProto) -> Part:
-        """Return columns of the driver's as a part in the object store, which any process can read."""
-        part = RayPart(self._put(encode(columns)), "driver", "put", 0, self._traffic)
+        """Return columns of the driver's as a part that any process can read."""
+        packet: Packet | Held = encode(columns)
+        self._traffic.add(packet.nbytes)
+        if self._queue is not None:
+            packet = self._queue.hold(packet)
+        part = RayPart(ray.put(packet), "driver", "put", 0, self._traffic, self._queue)
+        if isinstance(packet, Held):
+            part.is_held(packet)
         part.settle()
         return part
 

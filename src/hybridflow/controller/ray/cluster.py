@@ -112,19 +112,22 @@ class Cluster:
         return self.temp_dir is not None
 
     @classmethod
-    def connect(cls, config: RayConfig, *, device: str, wanted: int, num_nodes: int = 1) -> Cluster:
+    def connect(
+        cls, config: RayConfig, *, device: str, wanted: int, num_nodes: int = 1, further_cpus: int = 0
+    ) -> Cluster:
         """Join the cluster whose address is set, or start one for `wanted` processes.
 
         `device` is auto, cpu, cuda or npu; auto asks the cluster. A process that is connected to Ray already
-        stays connected to it. Raises ConfigError, within seconds, where there is no such cluster, where it
-        refuses this process or has another version, where a port is in use, or where a Ray on this machine
-        would be too small.
+        stays connected to it. A Ray of the run's own offers `further_cpus` beside those of the machine, for
+        processes that have little to do. Raises ConfigError, within seconds, where there is no such cluster,
+        where it refuses this process or has another version, where a port is in use, or where a Ray on this
+        machine would be too small.
         """
         if ray.is_initialized():
             return cls._joined(config, device, leaves=False)
         address = choose_address(config.ray_init.address)
         if address is None:
-            return cls._own(config, resolve_device(device).type, wanted, num_nodes)
+            return cls._own(config, resolve_device(device).type, wanted, num_nodes, further_cpus)
         source = source_of(config)
         if address == "auto":
             try:
@@ -156,7 +159,7 @@ class Cluster:
         return cluster
 
     @classmethod
-    def _own(cls, config: RayConfig, device: str, wanted: int, num_nodes: int) -> Cluster:
+    def _own(cls, config: RayConfig, device: str, wanted: int, num_nodes: int, further_cpus: int) -> Cluster:
         given = config.ray_init
         cpus = given.num_cpus or num_cpus()
         num_gpus = given.num_gpus
@@ -170,7 +173,7 @@ class Cluster:
             check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
         temp_dir, dashboard = session.start(
             config,
-            num_cpus=cpus,
+            num_cpus=cpus + further_cpus,
             num_gpus=num_gpus,
             object_store_memory=given.object_store_memory,
             include_dashboard=given.include_dashboard,

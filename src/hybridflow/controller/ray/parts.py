@@ -8,16 +8,20 @@ place among the arguments.
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from hybridflow.controller.future import Part
-from hybridflow.controller.ray.transport import decode
+from hybridflow.controller.ray.transport import Held, decode
 from hybridflow.controller.read_only import TensorVersions
 from hybridflow.errors import WorkerLost
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray.transfer_queue import TransferQueue
 
 FETCH_SECONDS = 300.0
 
@@ -45,11 +49,20 @@ class Traffic:
 
 
 class RayPart(Part):
-    """A `Part` whose value is in Ray's object store."""
+    """A `Part` whose value is in Ray's object store, or in `queue`, which has it until the part is gone."""
 
-    def __init__(self, reference: Any, role: str, method: str, rank: int, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        reference: Any,
+        role: str,
+        method: str,
+        rank: int,
+        traffic: Traffic,
+        queue: TransferQueue | None = None,
+    ) -> None:
         super().__init__()
         self._traffic = traffic
+        self._queue = queue
         self.set_running_or_notify_cancel()  # the rank runs in any case: nobody can cancel it
         self._reference = reference
         self.role = role
@@ -69,6 +82,11 @@ class RayPart(Part):
             else:
                 self.set_exception(error)
 
+    def is_held(self, held: Held) -> None:
+        """Take note that the value is in the queue."""
+        assert self._queue is not None, "values are held where there is a queue"
+        weakref.finalize(self, self._queue.drop, held)
+
     def result(self, timeout: float | None = None) -> Any:
         """Return the rank's result, the same object at each call, or raise what the rank raised.
 
@@ -86,6 +104,8 @@ class RayPart(Part):
                         f"node: {error}"
                     )
                     raise WorkerLost(message, role=self.role, rank=self.rank, method=self.method) from error
+                if self._queue is not None:
+                    packet = self._queue.opened(packet)
                 self._traffic.add(packet.nbytes)
                 value = decode(packet)
                 self._fetched = value, TensorVersions(value)

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -29,17 +29,23 @@ from hybridflow.controller.future import replace
 from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.ray.failure import Failure, telling
 from hybridflow.controller.ray.parts import Slot
-from hybridflow.controller.ray.transport import Packet, decode, encode
+from hybridflow.controller.ray.transport import Held, Packet, decode, encode
 from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.distributed import process_group
 from hybridflow.distributed.device import set_current, set_threads
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray.transfer_queue import TransferQueue
 
 TASKS: dict[Lane, str] = {"ordered": "invoke", "requests": "invoke_request", "collect": "invoke_collect"}
 """The method of `RankProcess` for calls of a lane."""
-Answer = tuple[Failure | None, Packet | Failure]
-"""The status, which the driver reads, and the result, which it fetches when somebody asks for it."""
+Answer = tuple[Failure | Held | None, Packet | Held | Failure]
+"""The status, which the driver reads, and the result, which it fetches when somebody asks for it. Both say
+where a result is that is in TransferQueue.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class SetUp:
     """The driver's working folder, so that relative paths mean the same in both processes. On a node without
     that folder the process stays where Ray started it.
     """
+    partition: str = ""
+    """The run's part of TransferQueue, which then has the rows that calls return; empty: Ray has them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class RankProcess:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._host: WorkerHost | None = None
+        self._queue: TransferQueue | None = None
         self._calls_thread = 0
 
     def __repr__(self) -> str:
@@ -110,17 +119,19 @@ class RankProcess:
         under the others. They are in a list so that this method fetches them and not Ray before the call,
         which would hold back all later calls and pings.
         """
-        return self._answer(lambda: self._invoke(role, method, returns, arguments, references))
+        return self._answer(lambda: self._invoke(role, method, returns, arguments, references), self._queue)
 
     @ray.method(num_returns=2, concurrency_group="requests")
     def invoke_request(self, *call: Any) -> Answer:
-        """Do what `invoke` does, beside the ordered calls."""
+        """Do what `invoke` does, beside the ordered calls. Rows that it returns are not held: they may be for
+        another worker.
+        """
         return self._answer(lambda: self._invoke(*call))
 
     @ray.method(num_returns=2, concurrency_group="collect")
     def invoke_collect(self, *call: Any) -> Answer:
         """Do what `invoke` does, beside the ordered calls and requests."""
-        return self._answer(lambda: self._invoke(*call))
+        return self._answer(lambda: self._invoke(*call), self._queue)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
@@ -151,9 +162,13 @@ class RankProcess:
 
         return self._answer(leave)
 
-    def _answer(self, work: Callable[[], Any]) -> Answer:
+    def _answer(self, work: Callable[[], Any], queue: TransferQueue | None = None) -> Answer:
         try:
-            return None, encode(work())
+            value = work()
+            packet: Packet | Held = encode(value)
+            if queue is not None and isinstance(value, DataProto):
+                packet = queue.hold(packet)
+            return packet if isinstance(packet, Held) else None, packet
         except Exception as error:  # whatever a worker's own code raises goes to the driver
             failure = Failure.of(error, self.place)
             return failure, failure
@@ -174,6 +189,10 @@ class RankProcess:
             set_current(device)
         if place.world_size > 1 and how.address:
             process_group.init(place.rank, place.world_size, how.address, how.port, device, how.timeout)
+        if how.partition:
+            from hybridflow.controller.ray.transfer_queue import TransferQueue  # of an extra
+
+            self._queue = TransferQueue(how.partition)
 
     def _build(self, make: Callable[[WorkerHost], Any], infos: Mapping[str, RankInfo]) -> None:
         self._host = WorkerHost(self.place, make, infos)
@@ -196,18 +215,20 @@ class RankProcess:
         if arguments is None:
             arguments = packets.pop(0)
         args, kwargs = decode(arguments)
-        results = [_result(packet, role, method) for packet in packets]
+        results = [self._result(packet, role, method) for packet in packets]
         if results:
             args, kwargs = replace((args, kwargs), Slot, lambda slot: results[slot.index])
         return self._host.invoke(role, method, Call(args, kwargs, returns))
 
-
-def _result(packet: Packet | Failure, role: str, method: str) -> Any:
-    if isinstance(packet, Failure):
-        error = packet.original()
-        error.add_note(f"its result was an argument of {role}.{method}")
-        raise error
-    return decode(packet)
+    def _result(self, packet: Packet | Held | Failure, role: str, method: str) -> Any:
+        if isinstance(packet, Failure):
+            error = packet.original()
+            error.add_note(f"its result was an argument of {role}.{method}")
+            raise error
+        if isinstance(packet, Held):
+            assert self._queue is not None, "rows are held where there is a queue"
+            packet = self._queue.opened(packet)
+        return decode(packet)
 
 
 def _free_port() -> int:

@@ -51,6 +51,15 @@ class Packet:
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
 
+@dataclass(frozen=True)
+class Held:
+    """What travels in place of a packet that is in TransferQueue."""
+
+    key: str
+    sizes: tuple[int, ...]
+    """Bytes of the pickled structure, and of each buffer."""
+
+
 def encode(value: Any) -> Packet:
     """Return the value as a packet that shares the memory of its tensors.
 

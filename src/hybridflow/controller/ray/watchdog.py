@@ -25,6 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from hybridflow.controller.ray.failure import Failure, cause_of, lost
 from hybridflow.controller.ray.preflight import answers
 from hybridflow.controller.ray.running import Process, Running
+from hybridflow.controller.ray.transport import Held
 from hybridflow.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Watchdog:
     # ---- called with the ranks' answers, in threads of Ray
 
     def _answered(
-        self, running: Running, rank: int, status: concurrent.futures.Future[Failure | None]
+        self, running: Running, rank: int, status: concurrent.futures.Future[Failure | Held | None]
     ) -> None:
         error = status.exception()
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
@@ -120,9 +121,10 @@ class Watchdog:
             if process is None:
                 return
             process.last_sign = time.monotonic()
-            failure = None
-            if error is None:
-                failure = status.result()
+            said = None if error is not None else status.result()
+            failure = said if isinstance(said, Failure) else None
+            if isinstance(said, Held):
+                running.parts[rank].is_held(said)
             if error is not None:
                 running.fail(
                     rank,

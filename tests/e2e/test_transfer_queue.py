@@ -1,0 +1,23 @@
+"""Whole runs whose rows wait in TransferQueue: the same numbers as with Ray's object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kill_resume import differences
+from test_collectors import GRPO, OF_THE_WAY, PPO, finished, under_ray
+from tiny_run import Inputs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group("ray")]
+
+
+@pytest.mark.parametrize(("keys", "collectors"), [(PPO, 0), (GRPO, 2)], ids=["ppo", "grpo, collectors"])
+def test_rows_in_the_queue_give_the_same_numbers(
+    inputs: Inputs, tmp_path: Path, keys: tuple[str, ...], collectors: int
+) -> None:
+    finished(under_ray(inputs, tmp_path / "ray", collectors, *keys))
+    queue = "transfer_queue.enable=true"  # as a verl user writes it
+    output = finished(under_ray(inputs, tmp_path / "queue", collectors, *keys, queue))
+    assert "rows are in TransferQueue (SimpleStorage)" in output, output
+    assert not differences(tmp_path / "queue", tmp_path / "ray", OF_THE_WAY)

@@ -132,7 +132,10 @@ class Watchdog:
                     time.time(),
                 )
             elif failure is not None:
-                running.fail(rank, failure.exception(running.role, running.method, rank), failure.at)
+                found = failure.exception(running.role, running.method, rank)
+                if isinstance(found, WorkerLost):  # it read what a process that ended before had made
+                    found = self._broken or found
+                running.fail(rank, found, failure.at)
             else:
                 del running.waiting[rank]
             over = not running.waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import re
@@ -83,6 +84,17 @@ def test_a_killed_process_ends_the_calls_in_it_and_all_later_ones(house: House) 
     assert not house.watch.idle
     with pytest.raises(WorkerLost, match="actor rank 1 is lost"):
         house.watch.check("critic.update")
+
+
+def test_what_is_lost_with_a_process_that_ended_is_told_as_the_reason_why_it_ended(house: House) -> None:
+    late = house.call(60.0, limit=0.5)[0].exception(timeout=WAIT)
+    assert "has not finished after" in str(late)
+    part = RayPart(None, "rollout", "update", 1, Traffic())
+    running = Running("rollout", "update", {1: house.processes[1]}, {1: part}, 60.0, "a.key")
+    answer: concurrent.futures.Future[Failure] = concurrent.futures.Future()
+    answer.set_result(Failure.of(WorkerLost("an argument is lost with the process"), Place(rank=1)))
+    house.watch._answered(running, 1, answer)
+    assert part.exception(timeout=WAIT) is late
 
 
 @pytest.mark.slow

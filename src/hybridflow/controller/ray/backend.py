@@ -34,7 +34,7 @@ from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
 from hybridflow.controller.ray.peers import RayPeers
 from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
 from hybridflow.controller.ray.running import Process, Running
-from hybridflow.controller.ray.transport import Held, Packet, encode
+from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
 from hybridflow.controller.row_store import RowStore
@@ -116,8 +116,8 @@ class RayBackend:
             self._watch = Watchdog(
                 list(self._processes.values()), heartbeat_timeout, report_every=report_every
             )
-            partition = "" if self._queue is None else self._queue.partition
-            self._set_up(SetUp(device, num_threads, "", 0, call_timeout, os.getcwd(), partition))
+            join = None if self._queue is None else self._queue.joining()
+            self._set_up(SetUp(device, num_threads, "", 0, call_timeout, os.getcwd(), join))
             self._build(make)
             self._watch.expect_signs()
         except BaseException:
@@ -327,13 +327,14 @@ class RayBackend:
 
     def _shard(self, columns: DataProto) -> Part:
         """Return columns of the driver's as a part that any process can read."""
-        packet: Packet | Held = encode(columns)
-        self._traffic.add(packet.nbytes)
-        if self._queue is not None:
-            packet = self._queue.hold(packet)
-        part = RayPart(ray.put(packet), "driver", "put", 0, self._traffic, self._queue)
-        if isinstance(packet, Held):
-            part.is_held(packet)
+        packet = encode(columns)
+        if self._queue is None:
+            part = RayPart(self._put(packet), "driver", "put", 0, self._traffic)
+        else:
+            self._traffic.add(packet.nbytes)
+            held = self._queue.hold(packet)
+            part = RayPart(ray.put(held), "driver", "put", 0, self._traffic, self._queue)
+            part.is_held(held)
         part.settle()
         return part
 

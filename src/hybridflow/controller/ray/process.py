@@ -64,8 +64,8 @@ class SetUp:
     """The driver's working folder, so that relative paths mean the same in both processes. On a node without
     that folder the process stays where Ray started it.
     """
-    partition: str = ""
-    """The run's part of TransferQueue, which then has the rows that calls return; empty: Ray has them."""
+    join_queue: Callable[[], TransferQueue] | None = None
+    """A function that joins the queue which has the rows that calls return; None: Ray has them."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,11 @@ class RankProcess:
     def _answer(self, work: Callable[[], Any], queue: TransferQueue | None = None) -> Answer:
         try:
             value = work()
-            packet: Packet | Held = encode(value)
+            packet = encode(value)
             if queue is not None and isinstance(value, DataProto):
-                packet = queue.hold(packet)
-            return packet if isinstance(packet, Held) else None, packet
+                held = queue.hold(packet)
+                return held, held
+            return None, packet
         except Exception as error:  # whatever a worker's own code raises goes to the driver
             failure = Failure.of(error, self.place)
             return failure, failure
@@ -189,10 +190,8 @@ class RankProcess:
             set_current(device)
         if place.world_size > 1 and how.address:
             process_group.init(place.rank, place.world_size, how.address, how.port, device, how.timeout)
-        if how.partition:
-            from hybridflow.controller.ray.transfer_queue import TransferQueue  # of an extra
-
-            self._queue = TransferQueue(how.partition)
+        if how.join_queue is not None:
+            self._queue = how.join_queue()
 
     def _build(self, make: Callable[[WorkerHost], Any], infos: Mapping[str, RankInfo]) -> None:
         self._host = WorkerHost(self.place, make, infos)

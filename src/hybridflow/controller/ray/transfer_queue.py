@@ -16,6 +16,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,6 +73,10 @@ class TransferQueue:
         made._begun = begun
         threading.Thread(target=made._drop, name="rows that are freed", daemon=True).start()
         return made
+
+    def joining(self) -> Callable[[], TransferQueue]:
+        """Return a function with which another process of the cluster joins it."""
+        return partial(TransferQueue, self.partition)
 
     def hold(self, packet: Packet) -> Held:
         """Put a packet into the queue."""

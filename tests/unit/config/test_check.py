@@ -172,6 +172,10 @@ BAD = [
     ),
     (["trainer.num_collectors=2"], "trainer.num_collectors=2 without Ray"),
     (
+        ["trainer.row_store=transferqueue"],
+        "trainer.row_store=transferqueue without Ray, whose processes the package needs",
+    ),
+    (
         ["trainer.num_collectors=2", "trainer.controller=ray", "trainer.resource_pools={collectors: [1]}"],
         "trainer.resource_pools.collectors has the name",
     ),

@@ -17,6 +17,7 @@ import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
+from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.load import load_config
 from hybridflow.config.tree import flatten, get_value, is_native, keys_of
 from hybridflow.config.verl_keys import _ruled, status
@@ -569,6 +570,8 @@ HONOURED = [
     ),
     (PPOConfig, "trainer.v1.trainer_mode=separate_async", "trainer.schedule", "fully_async"),
     (PPOConfig, "trainer.v1.trainer_mode=colocate_async", "trainer.schedule", "colocated_async"),
+    (PPOConfig, "transfer_queue.enable=True", "trainer.row_store", "transferqueue"),
+    (PPOConfig, "transfer_queue.enable=False", "trainer.row_store", "auto"),
     (PPOConfig, "async_training.staleness_threshold=0.5", "trainer.async.run_ahead", 0.5),
     (PPOConfig, "async_training.partial_rollout=False", "trainer.async.partial_rollout", False),
     (
@@ -597,6 +600,12 @@ def test_what_a_user_of_verl_asks_for_is_done(root: type, override: str, path: s
     loaded = load_config(root, [override])
     assert get_value(loaded.config, path) == value and path in loaded.given
     assert loaded.notes == [f"{override.partition('=')[0]} is now {path}"]
+
+
+def test_settings_of_the_queue_keep_their_names() -> None:
+    loaded = load_config(PPOConfig, ["transfer_queue.backend.storage_backend=MooncakeStore"])
+    assert loaded.config.trainer.transfer_queue == {"backend": {"storage_backend": "MooncakeStore"}}
+    assert "trainer.transfer_queue.* is not read" in " ".join(ppo_notes(loaded.config, loaded.given))
 
 
 def test_no_effect_prints_one_line_and_changes_nothing() -> None:

@@ -185,6 +185,8 @@ def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     name = config.algorithm.adv_estimator
     facts = estimator_facts(config)
     warmup = config.trainer.critic_warmup
+    if config.trainer.transfer_queue and config.trainer.row_store != "transferqueue":
+        yield "trainer.transfer_queue.* is not read: trainer.row_store=transferqueue would read it"
     if not config.critic.enable and warmup:
         yield (
             f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, "

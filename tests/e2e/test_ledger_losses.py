@@ -56,11 +56,11 @@ CASES = ALL if os.environ.get("HYBRIDFLOW_ALL_HANGS") else [*ALL[0:4:3], *ALL[5:
 def undisturbed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one process that nothing disturbs: an exact schedule gives its numbers anywhere."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
-    assert main(_arguments(inputs, out, "exact_async")) == 0
+    assert main(arguments(inputs, out, "exact_async")) == 0
     return out
 
 
-def _arguments(inputs: Inputs, out: Path, schedule: str) -> list[str]:
+def arguments(inputs: Inputs, out: Path, schedule: str) -> list[str]:
     return small_run(inputs, out, f"data.val_files={inputs.val}", *KEYS, *SCHEDULES[schedule], steps=STEPS)
 
 
@@ -73,8 +73,8 @@ def run(
     hangs: str | None = None,
 ) -> Ended:
     """Run by a schedule on a process that trains and one that generates, with this trouble on the way."""
-    arguments = [
-        *_arguments(inputs, folder / "run", schedule),
+    overrides = [
+        *arguments(inputs, folder / "run", schedule),
         "trainer.controller=ray",
         "trainer.resource_pools={train: [1], generate: [1]}",
         "trainer.placement={rollout: generate}",
@@ -89,7 +89,7 @@ def run(
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     if hangs is not None:
         environment[HANGS] = f"{hangs} {folder / 'hung'}"
-    words = [json.dumps(plan), *arguments]
+    words = [json.dumps(plan), *overrides]
     return Command("ledger_losses", words, folder / "log", environment=environment).wait()
 
 

@@ -23,6 +23,9 @@ def find_gguf() -> Path | None:
 
 
 def write_folder(gguf: Path, folder: Path) -> None:
-    """Write the file's model as the Hugging Face folder `folder`, in float32; some 15 seconds."""
+    """Write the file's model as the Hugging Face folder `folder`, in float32; half a minute, with a line."""
+    print(f"importing {NAME} from {gguf.name}", flush=True)
     command = [sys.executable, "-m", "hybridflow", "import-gguf", str(gguf), folder.name]
-    subprocess.run(command, cwd=folder.parent, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the model could not be imported:\n{done.stdout}{done.stderr}")

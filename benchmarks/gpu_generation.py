@@ -28,9 +28,7 @@ import gpu_kit as gpu
 import side_by_side as kit
 import torch
 
-from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.policy import PolicyModel, use_attention
-from hybridflow.models.probe import layer_facts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
@@ -119,11 +117,7 @@ class Bench:
 
     def roofline(self, rows: int, bandwidth: float) -> float:
         """Least seconds of all decode steps but the first token's."""
-        use_attention(self.hf)
-        weights = matmul_parameters(self.hf) * self.policy.dtype.itemsize
-        token = sum(shape.bytes_per_token for shape in layer_facts(self.policy)[0].values())
-        steps = range(1, self.new)
-        return sum(weights + rows * (self.prompt + step) * token for step in steps) / bandwidth
+        return gpu.decode_floor(self.policy, rows, self.prompt, self.new, bandwidth)
 
 
 def measure(

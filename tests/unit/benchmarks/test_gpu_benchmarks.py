@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
+import gpu_curve
 import side_by_side
 
 
@@ -45,3 +47,26 @@ def test_a_dry_run_goes_through_and_writes_nothing(
     run(monkeypatch, name, "--tiny", "--device", "cpu")
     printed = capsys.readouterr().out
     assert row in printed and "not written" in printed
+
+
+def test_a_result_goes_where_it_is_asked_for_of_a_dry_run_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(side_by_side, "RESULTS", tmp_path / "committed")
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_step.py", "--tiny", "--device", "cpu", "--into", str(tmp_path / "in")]
+    )
+    importlib.import_module("gpu_step").main()
+    assert not (tmp_path / "committed").exists() and (tmp_path / "in" / "gpu_step.md").is_file()
+    result = json.loads((tmp_path / "in" / "gpu_step.json").read_text())
+    (case,) = result["cases"]
+    floors = case["floors"]
+    assert floors["update_actor"] == 3 * floors["ref"] and 0 < floors["values"] < floors["ref"]
+    assert 0 < floors["gen"] < case["parts"]["timing_s/gen"]
+
+
+def test_the_curve_says_which_model_it_is_of_and_what_was_gained() -> None:
+    steps = [{"step": step, "score": step / 8, "seconds": 2.0} for step in range(1, 7)]
+    page = gpu_curve.page_of({"model": "one", "before": 0.42, "after": 0.61, "steps": steps})
+    assert "The model: one." in page and "| 1–4 | 0.31 | 2.0 |" in page and "| 5–6 | 0.69 | 2.0 |" in page
+    assert "+0.19, wanted +0.2: **missed**" in page

@@ -10,6 +10,7 @@ Row i of the running rows is row i of the cache. Sizes are bounded in tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hybridflow.models.attention import Scores
 
+_PLACES = itertools.count()
 AHEAD = 64
 """Tokens by which memory grows, at least."""
 KEYS = 16
@@ -139,6 +141,10 @@ class KVCache(ABC):
     """Number of tokens that a row can hold now."""
     room: int
     """Number of tokens that each layer has memory for now."""
+    place: int
+    """Number that no cache had before; another one whenever a tensor has got another address or shape."""
+    reads_lengths = False
+    """Whether decoding attends to as many tokens as each row has, whatever the number of keys it is told."""
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
 
@@ -147,6 +153,15 @@ class KVCache(ABC):
         self.device = torch.device(device)
         self.max_tokens = max_tokens
         self.bytes_per_token = bytes_per_token(shapes)
+        self._moved()
+
+    def _moved(self) -> None:
+        """Note that tensors have other addresses or shapes now."""
+        self.place = next(_PLACES)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a decode step reads and writes."""
+        return [*self.keys.values(), *self.values.values()]
 
     @property
     @abstractmethod
@@ -188,8 +203,12 @@ class KVCache(ABC):
         any request. False where memory ends; then nothing has changed.
         """
 
-    def extend(self, rows: Sequence[int], length: int | None = None) -> bool:
-        """Take memory for these rows up to `length` tokens, or for one more of each; False where it ends."""
+    def extend(self, rows: Sequence[int], length: int) -> bool:
+        """Take memory for these rows up to `length` tokens; False where it ends."""
+        return True
+
+    def advance(self, count: int) -> bool:
+        """Take memory for one more token of each of the first `count` rows; False where it ends."""
         return True
 
     @abstractmethod
@@ -364,6 +383,7 @@ class SlotCache(KVCache):
                     new[:rows, :, length:] = 0
         self.num_slots = num_slots
         self.capacity = capacity
+        self._moved()
 
     def _piece(self, name: tuple[int, int], width: int, *, copied: bool) -> Tensor:
         """Return memory for the keys or values of a layer, `width` numbers a token.

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import Scores
-from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, Places, RowCopy
+from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, RowCopy
+from hybridflow.models.places import Places
 from hybridflow.models.transfers import to_device
 
 PagedKernel = Callable[..., Any]

@@ -10,7 +10,7 @@ from hybridflow.models.paged_kernel import varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.engine import CacheKind, NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SIZES = {
@@ -82,16 +82,28 @@ def test_greedy_tokens_are_those_without_graphs_after_an_optimizer_step_too() ->
     assert recorded.graphs.num_recorded == known  # the weights are where they were, and so are the slots
 
 
-def test_a_graph_for_each_bucket_of_rows_and_keys_and_no_more() -> None:
+NEEDS_BLOCKS = pytest.mark.skipif(
+    varlen_kernel() is None, reason="this torch has no attention that reads blocks"
+)
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [("slots", 2), pytest.param("paged", 1, marks=NEEDS_BLOCKS)])
+def test_a_graph_for_each_bucket_of_rows_and_in_slots_of_keys_and_no_more(
+    kind: CacheKind, graphs: int
+) -> None:
     engine = NativeEngine(
-        policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=4, cudagraph_capture_sizes=[4]
+        policy_of(torch.bfloat16),
+        eos_token_ids=[],
+        max_num_seqs=4,
+        cudagraph_capture_sizes=[4],
+        kv_cache=kind,
     )
     sampling = SamplingParams(max_tokens=180)
     asked = [GenerationRequest(row, Prompt((3 + row, 4, 5, 6)), sampling, seed=row) for row in range(4)]
     for _ in range(2):  # slots grow in the first one, which drops the graphs that it began with
         list(engine.generate(asked))
     assert engine.graphs is not None and engine.graphs.problem is None
-    assert engine.graphs.num_graphs == 2  # up to 128 keys, and up to 192
+    assert engine.graphs.num_graphs == graphs  # in slots: up to 128 keys, and up to 192
     known = engine.graphs.num_recorded
     list(engine.generate(asked))
     assert engine.graphs.num_recorded == known
@@ -125,7 +137,42 @@ def test_weights_that_were_moved_are_recorded_anew() -> None:
     assert tokens(engine, asked) == first and engine.graphs.num_recorded == 2 * known
 
 
-@pytest.mark.skipif(varlen_kernel() is None, reason="this torch has no attention that reads blocks")
+@NEEDS_BLOCKS
+def test_blocks_that_come_back_at_their_addresses_need_no_graph_anew() -> None:
+    engine = NativeEngine(policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=8, kv_cache="paged")
+    asked = requests(8, 100)
+    list(engine.generate(asked))
+    assert engine.graphs is not None and engine.graphs.problem is None
+    for _ in range(3):
+        before = [tensor.data_ptr() for tensor in engine._kv_cache().tensors()]
+        known = engine.graphs.num_recorded
+        held = torch.cuda.memory_reserved()
+        taken = engine.cache_bytes
+        engine.sleep()
+        assert torch.cuda.memory_reserved() <= held - 0.9 * taken
+        engine.wake_up()
+        list(engine.generate(asked))
+        moved = [tensor.data_ptr() for tensor in engine._kv_cache().tensors()] != before
+        assert (engine.graphs.num_recorded > known) == moved
+
+
+@pytest.mark.parametrize("kind", ["slots", pytest.param("paged", marks=NEEDS_BLOCKS)])
+def test_tokens_do_not_depend_on_when_the_host_looks_at_them(kind: CacheKind) -> None:
+    outputs = []
+    for look_ahead in (False, True):
+        engine = NativeEngine(
+            policy_of(torch.bfloat16 if kind == "paged" else torch.float64),
+            eos_token_ids=[],
+            max_num_seqs=6,
+            kv_cache=kind,
+            look_ahead=look_ahead,
+            cudagraph_capture_sizes=[6],
+        )
+        outputs.append(tokens(engine, requests(6, 150)))
+    assert outputs[0] == outputs[1]
+
+
+@NEEDS_BLOCKS
 def test_rows_in_blocks_get_the_log_probs_of_rows_in_slots() -> None:
     asked = [
         GenerationRequest(

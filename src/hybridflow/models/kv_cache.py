@@ -10,6 +10,7 @@ Row i of the running rows is row i of the cache. Sizes are bounded in tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import Scores
+from hybridflow.models.places import Places
 
+_PLACES = itertools.count()
 AHEAD = 64
 """Tokens by which memory grows, at least."""
 KEYS = 16
@@ -64,52 +67,6 @@ def slot_capacity(length: int) -> int:
     return -(-length // step) * step
 
 
-class Places:
-    """The row and the position [N] int64 at which each of N tokens is stored."""
-
-    def __init__(self, rows: Tensor, positions: Tensor) -> None:
-        self.rows = rows
-        self.positions = positions
-        self._flat: dict[tuple[int, int], Tensor] = {}
-
-    @classmethod
-    def of_spans(
-        cls,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
-        device: torch.device | str = "cpu",
-    ) -> Places:
-        """Return the places of spans one after the other: counts[i] tokens of rows[i], from starts[i] on."""
-        count = torch.tensor(counts)
-        shift = torch.tensor(starts) - (count.cumsum(0) - count)
-        positions = torch.arange(sum(counts)) + shift.repeat_interleave(count)
-        return cls(torch.tensor(rows).repeat_interleave(count).to(device), positions.to(device))
-
-    def flat(self, kv_heads: int, capacity: int) -> Tensor:
-        """Return the place of each token and head in a layer seen as [rows * KV * capacity, D]: [N * KV].
-
-        It is computed once and serves all layers.
-        """
-        known = self._flat.get((kv_heads, capacity))
-        if known is None:
-            heads = torch.arange(kv_heads, device=self.rows.device) * capacity
-            known = ((self.rows * (kv_heads * capacity) + self.positions)[:, None] + heads).reshape(-1)
-            self._flat[(kv_heads, capacity)] = known
-        return known
-
-    def in_blocks(self, table: Tensor, block_size: int) -> Tensor:
-        """Return the place of each token in a layer seen as [blocks * block_size, KV, D]: [N] int64.
-
-        `table` [rows, n] has the blocks of each row.
-        """
-        known = self._flat.get((0, block_size))
-        if known is None:
-            blocks = table[self.rows, torch.div(self.positions, block_size, rounding_mode="floor")].long()
-            known = self._flat[(0, block_size)] = blocks * block_size + self.positions % block_size
-        return known
-
-
 InPlace = Callable[[Tensor, Scores, int | None], Tensor]
 """Attention of decoding over keys where they lie: (query [B, H, 1, D], scores, window) -> [B, 1, H, Dv]."""
 
@@ -139,6 +96,10 @@ class KVCache(ABC):
     """Number of tokens that a row can hold now."""
     room: int
     """Number of tokens that each layer has memory for now."""
+    place: int
+    """Number that no cache had before; another one whenever a tensor has got another address or shape."""
+    reads_lengths = False
+    """Whether decoding attends to as many tokens as each row has, whatever the number of keys it is told."""
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
 
@@ -147,6 +108,15 @@ class KVCache(ABC):
         self.device = torch.device(device)
         self.max_tokens = max_tokens
         self.bytes_per_token = bytes_per_token(shapes)
+        self._moved()
+
+    def _moved(self) -> None:
+        """Note that tensors have other addresses or shapes now."""
+        self.place = next(_PLACES)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a decode step reads and writes."""
+        return [*self.keys.values(), *self.values.values()]
 
     @property
     @abstractmethod
@@ -188,8 +158,12 @@ class KVCache(ABC):
         any request. False where memory ends; then nothing has changed.
         """
 
-    def extend(self, rows: Sequence[int], length: int | None = None) -> bool:
-        """Take memory for these rows up to `length` tokens, or for one more of each; False where it ends."""
+    def extend(self, rows: Sequence[int], length: int) -> bool:
+        """Take memory for these rows up to `length` tokens; False where it ends."""
+        return True
+
+    def advance(self, count: int) -> bool:
+        """Take memory for one more token of each of the first `count` rows; False where it ends."""
         return True
 
     @abstractmethod
@@ -364,6 +338,7 @@ class SlotCache(KVCache):
                     new[:rows, :, length:] = 0
         self.num_slots = num_slots
         self.capacity = capacity
+        self._moved()
 
     def _piece(self, name: tuple[int, int], width: int, *, copied: bool) -> Tensor:
         """Return memory for the keys or values of a layer, `width` numbers a token.

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.accelerators import features
 from hybridflow.models.attention import Scores
-from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, Places, RowCopy
+from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, RowCopy
+from hybridflow.models.places import Places
+from hybridflow.models.transfers import to_device
 
 PagedKernel = Callable[..., Any]
 """A kernel that attends over blocks in place: `torch.nn.attention.varlen.varlen_attn`, or one like it."""
@@ -82,10 +84,7 @@ class HeldBlocks(RowCopy):
 
 
 class PagedCache(KVCache):
-    """A cache whose rows lie in blocks, at most `max_blocks`.
-
-    Memory grows by doubling; once it is full, kept copies are evicted.
-    """
+    """A cache whose rows lie in blocks, at most `max_blocks`; where they end, kept copies are evicted."""
 
     def __init__(
         self,
@@ -95,27 +94,42 @@ class PagedCache(KVCache):
         block_size: int,
         device: torch.device | str = "cpu",
         kernel: PagedKernel | None = None,
+        reserve: int | None = None,
     ) -> None:
-        """`kernel` decodes; None means that each row's tokens are gathered and attended over as in slots."""
+        """`kernel` decodes; None means that each row's tokens are gathered and attended over as in slots.
+
+        `reserve`: take all memory now, with a table for rows of so many tokens, so that nothing moves while
+        no row is longer; None: memory grows with the rows, by doubling.
+        """
         super().__init__(shapes, device, (max_blocks - 1) * block_size)
         self.num_slots = num_slots
         self.max_blocks = max_blocks
         self.block_size = block_size
         self.kernel = kernel
+        self.reads_lengths = kernel is not None
         self.room = 0
         self.capacity = block_size
         self.pool = BlockPool()
         self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
-        self.lengths = [0] * num_slots
+        self.lengths = np.zeros(num_slots, np.int64)
         """Number of tokens that each row has memory for or has."""
-        self.table = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
-        self._stale: set[int] = set()  # rows whose blocks the table does not say yet
+        self._held = np.zeros(num_slots, np.int64)  # tokens that its blocks can hold
+        self.table = torch.zeros(num_slots, 0, dtype=torch.int32, device=device)
+        self._stale: set[int] = set()  # rows whose blocks the table does not have yet
         self._planned = 0  # blocks
         self.keys, self.values = {}, {}
         for layer, shape in shapes.items():
             for stored, dim in zip((self.keys, self.values), shape.dims):
                 size = (1, block_size, shape.kv_heads, dim)
                 stored[layer] = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._widen(1)
+        if reserve is not None:
+            self._widen(self.num_blocks(min(reserve, self.max_tokens)))
+            self._allocate(max_blocks)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a decode step reads and writes, the table too."""
+        return [*super().tensors(), self.table]
 
     @property
     def nbytes(self) -> int:
@@ -160,23 +174,34 @@ class PagedCache(KVCache):
         """Do nothing: each row takes its blocks in `extend`."""
         return True
 
-    def extend(self, rows: Sequence[int], length: int | None = None) -> bool:
-        """Take blocks for these rows up to `length` tokens, or for one more of each; False where they end."""
-        stops = [length or self.lengths[row] + 1 for row in rows]
-        missing = [
-            (row, self.num_blocks(stop) - len(self.blocks[row]))
-            for row, stop in zip(rows, stops)
-            if stop > len(self.blocks[row]) * self.block_size
-        ]
+    def extend(self, rows: Sequence[int], length: int) -> bool:
+        """Take blocks for these rows up to `length` tokens; False where they end."""
+        missing = [(row, self.num_blocks(length) - len(self.blocks[row])) for row in rows]
+        missing = [(row, count) for row, count in missing if count > 0]
         if sum(count for _, count in missing) > self.num_obtainable:
             return False
         for row, count in missing:
-            self.blocks[row] += self._take(count)
-            self._stale.add(row)
-        for row, stop in zip(rows, stops):
-            self.lengths[row] = max(self.lengths[row], stop)
+            self._set(row, self.blocks[row] + self._take(count))
+        self.lengths[rows] = np.maximum(self.lengths[rows], length)
         self._upload()
         return True
+
+    def advance(self, count: int) -> bool:
+        """Take a block for each of the first rows whose blocks are full; False where they end."""
+        full = (self.lengths[:count] >= self._held[:count]).nonzero()[0].tolist()
+        if len(full) > self.num_obtainable:
+            return False
+        for row in full:
+            self._set(row, self.blocks[row] + self._take(1))
+        self.lengths[:count] += 1
+        self._upload()
+        return True
+
+    def _set(self, row: int, blocks: list[int]) -> None:
+        """Give a row these blocks in place of its own."""
+        self.blocks[row] = blocks
+        self._held[row] = len(blocks) * self.block_size
+        self._stale.add(row)
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
@@ -249,11 +274,10 @@ class PagedCache(KVCache):
         for number, row in enumerate(rows):
             assert not self.blocks[row], f"row {row} is in use"
             self.pool.hold(whole, by_row=True)
-            self.blocks[row] = [*whole, *last[number : number + 1]]
+            self._set(row, [*whole, *last[number : number + 1]])
             self.lengths[row] = length
-        self._stale.update(rows)
         if last:
-            index = torch.tensor(last, device=self.device)
+            index = to_device(last, self.device)
             for stored in (*self.keys.values(), *self.values.values()):
                 first = stored[blocks[len(whole)]].clone()
                 stored.index_copy_(0, index, first.expand(len(last), -1, -1, -1))
@@ -262,13 +286,12 @@ class PagedCache(KVCache):
         """Move the blocks of rows `source` to rows `destination`, which have none of their own."""
         moved = [(self.blocks[row], self.lengths[row]) for row in source]
         for row in source:
-            self.blocks[row] = []
+            self._set(row, [])
             self.lengths[row] = 0
         self.drop_rows([row for row in destination if row not in source])
         for row, (blocks, length) in zip(destination, moved, strict=True):
-            self.blocks[row] = blocks
+            self._set(row, blocks)
             self.lengths[row] = length
-        self._stale.update(source, destination)
 
     def drop(self, start: int, stop: int) -> None:
         """Release the blocks of rows start..stop-1, which have left."""
@@ -279,15 +302,14 @@ class PagedCache(KVCache):
         for row in rows:
             if self.blocks[row]:
                 self.pool.release(self.blocks[row], by_row=True)
-                self.blocks[row] = []
+                self._set(row, [])
                 self.lengths[row] = 0
-                self._stale.add(row)
 
     def wipe(self, rows: Sequence[int]) -> None:
         """Zero the blocks that only these rows hold: entries that a mask hides still have to be finite."""
         held = Counter(block for row in rows for block in self.blocks[row])
         own = [block for block, count in held.items() if self.pool.counts[block] == count]
-        index = torch.tensor([0, *own], device=self.device)
+        index = to_device([0, *own], self.device)
         for stored in (*self.keys.values(), *self.values.values()):
             stored.index_fill_(0, index, 0)
 
@@ -322,6 +344,14 @@ class PagedCache(KVCache):
                 tensors[layer][: len(old)] = old
         self.pool.grow(num_blocks)
         self.room = num_blocks * self.block_size
+        self._moved()
+
+    def _widen(self, width: int) -> None:
+        """Give the table `width` blocks for each row; its rows have to be uploaded again."""
+        self.table = self.table.new_zeros(self.num_slots, width)
+        self.capacity = width * self.block_size
+        self._stale = {row for row, blocks in enumerate(self.blocks) if blocks}
+        self._moved()
 
     def _upload(self) -> None:
         """Copy the changed rows of the table to the device in one transfer, without waiting for it."""
@@ -329,16 +359,11 @@ class PagedCache(KVCache):
             return
         width = max(len(self.blocks[row]) for row in self._stale)
         if width > self.table.shape[1]:
-            self.table = self.table.new_zeros(self.num_slots, max(width, 2 * self.table.shape[1]))
-            self.capacity = self.table.shape[1] * self.block_size
-            self._stale = set(range(self.num_slots))
-        stale = sorted(self._stale)
-        width = self.table.shape[1]
-        rows = torch.tensor(
-            [[row, *self.blocks[row], *[0] * (width - len(self.blocks[row]))] for row in stale],
-            dtype=torch.int32,
-        )
-        if features(self.device.type).pins_memory:
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
+            self._widen(max(width, 2 * self.table.shape[1]))
+        rows = torch.zeros(len(self._stale), 1 + self.table.shape[1], dtype=torch.int32)
+        for own, row in zip(rows.numpy(), sorted(self._stale)):
+            own[0] = row
+            own[1 : 1 + len(self.blocks[row])] = self.blocks[row]
+        rows = to_device(rows, self.device)
         self.table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
         self._stale.clear()

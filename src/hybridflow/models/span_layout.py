@@ -28,7 +28,9 @@ from hybridflow.models.attention import (
     make_buckets,
     masked_attention,
 )
-from hybridflow.models.kv_cache import InPlace, KVCache, Places
+from hybridflow.models.kv_cache import InPlace, KVCache
+from hybridflow.models.places import Places
+from hybridflow.models.transfers import to_device
 
 QUERY_BLOCK = 512
 """Number of queries of one attention call, so that masks stay small beside the keys."""
@@ -108,12 +110,13 @@ class SpanLayout:
                 max(starts[span] + min(counts[span], block + QUERY_BLOCK) for span in bucket)
                 for block in range(0, longest, QUERY_BLOCK)
             ]
-            own = torch.tensor([rows[span] for span in bucket]).to(device)
-            self._buckets.append(_Bucket(own, (offset + step).to(device), (start + step).to(device), ends))
+            own = to_device([rows[span] for span in bucket], device)
+            index = to_device(offset + step, device)
+            self._buckets.append(_Bucket(own, index, to_device(start + step, device), ends))
             for span in bucket:
                 restore[offsets[span] : offsets[span + 1]] = torch.arange(padded, padded + counts[span])
                 padded += longest
-        self._restore = restore.to(device)
+        self._restore = to_device(restore, device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend and store: query [1, H, N, D] or [B, H, 1, D], key and value alike -> [1, N, H, Dv] or

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hybridflow.models import paged_kernel
 from hybridflow.models.attention import Scores
-from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
+from hybridflow.models.kv_cache import LayerShape, SlotCache
 from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_kernel import kernel_problem, varlen_kernel
+from hybridflow.models.places import Places
 from hybridflow.models.span_layout import SpanLayout
 
 SHAPE = LayerShape(2, 8, 8, torch.bfloat16)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from far_device import attend_over_blocks
 from rollout_models import prompts, requests_for, run, tiny_engine, tiny_hf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.attention import Scores
 from hybridflow.models.flat_decoder import FlatDecoder
-from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache
+from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.build import build_rollout_engine
@@ -200,6 +202,73 @@ def test_slots_that_grow_take_the_graphs_with_them() -> None:
             run(tiny_engine(dtype=torch.float64, max_num_seqs=4), requests)
         )
     assert engine.graphs is not None and engine.graphs.num_graphs < engine.graphs.num_recorded
+
+
+class WithTable(Again):
+    """Watches all that a step over blocks reads."""
+
+    def addresses(self) -> list[int]:
+        return [*super().addresses(), *(tensor.data_ptr() for tensor in self.engine._kv_cache().tensors())]
+
+
+def blocks_as_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, memory: Callable[[PagedCache], None] = lambda cache: None
+) -> NativeEngine:
+    """An engine whose blocks are taken at once and read by a kernel; `memory` is told each new cache."""
+    make = NativeEngine._new_cache
+
+    def made(engine: NativeEngine, *facts: Any) -> KVCache:
+        cache = make(engine, *facts)
+        if isinstance(cache, PagedCache):
+            cache.kernel = attend_over_blocks
+            cache.reads_lengths = True
+            memory(cache)
+        return cache
+
+    monkeypatch.setattr(NativeEngine, "_new_cache", made)
+    monkeypatch.setattr("hybridflow.rollout.native.engine.free_memory", lambda device: 2**20)
+    return recorded(kv_cache="paged", block_size=8, reserve_cache=True, max_num_seqs=8, recorder=WithTable)
+
+
+def test_blocks_are_taken_once_and_a_graph_serves_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_engine(dtype=torch.float64)
+    engine = blocks_as_on_cuda(monkeypatch)
+    cache = engine._kv_cache()
+    held, place = engine.cache_bytes, cache.place
+    assert held > 2**18
+    for length in (5, 60):  # rows come and go, and use each of the sizes
+        requests = requests_for(prompts(9), max_tokens=length)
+        assert tokens(run(engine, requests)) == tokens(run(plain, requests))
+    assert engine.graphs is not None and engine.graphs.problem is None
+    assert engine.graphs.num_recorded == engine.graphs.num_graphs <= len(SIZES)
+    assert (engine.cache_bytes, engine._kv_cache().place) == (held, place)
+    assert engine.stats.decode_steps > 30
+
+
+def test_graphs_outlive_sleep_where_the_memory_comes_back_at_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caches: list[PagedCache] = []  # alive, so that no other cache gets their memory
+
+    def same_memory(cache: PagedCache) -> None:
+        if len(caches) % 2:
+            for name in ("keys", "values"):
+                for layer, stored in getattr(caches[-1], name).items():
+                    getattr(cache, name)[layer] = stored.zero_()
+            cache.table = caches[-1].table.zero_()
+        caches.append(cache)
+
+    engine = blocks_as_on_cuda(monkeypatch, same_memory)
+    requests = requests_for(prompts(4), max_tokens=12, ignore_eos=True)
+    wanted = tokens(run(engine, requests))
+    assert engine.graphs is not None
+    first = engine.graphs.num_recorded
+    for comes_back, recordings in ((True, first), (False, 2 * first), (True, 2 * first)):
+        engine.sleep()
+        assert engine.cache_bytes == 0
+        engine.wake_up()
+        assert tokens(run(engine, requests)) == wanted
+        assert engine.graphs.num_recorded == recordings, comes_back
 
 
 def test_few_graphs_are_kept_and_rows_beyond_the_largest_go_without() -> None:

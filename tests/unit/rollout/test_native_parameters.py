@@ -165,7 +165,7 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
     request = GenerationRequest(0, Prompt((7, 8, 9)), params, seed=3)
     outputs = []
     for aside in (False, True):
-        table = RowTable(0, 0, 0, VOCABULARY, torch.float32, torch.device("cpu"))
+        table = RowTable(VOCABULARY, torch.float32, torch.device("cpu"))
         table.add([request], [(EOS,)])
         for step in range(5):
             if aside and step == 2:
@@ -175,7 +175,7 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
                     40, repetition_penalty=2.0, logit_bias=((5, 1.0), (6, 1.0)), stop_token_ids=(3,)
                 )
                 table.add([GenerationRequest(1, Prompt((1,) * 9), other, seed=1), begun], [(EOS, 3), (EOS,)])
-            table.choose(table.count - 1, logits[step : step + 1], 0)
+            table.responses.take(table.choose(table.count - 1, logits[step : step + 1], 0))
         outputs += table.outputs([table.count - 1], "abort")
     assert outputs[0] == outputs[1] and len(outputs[0].token_ids) == 5
 

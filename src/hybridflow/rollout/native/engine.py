@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hybridflow.distributed.accelerators import features
+from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.models.attention import Scores
@@ -52,7 +52,8 @@ class NativeEngine(SessionEngine):
     texts; left out, such a request gives an error. `enforce_eager`: no CUDA graphs;
     `cudagraph_capture_sizes`: numbers of rows to make them for; left out: few, up to `max_num_seqs`.
     `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`:
-    tokens of a block.
+    tokens of a block. `look_ahead`: begin a step before the host has seen the tokens of the one before;
+    `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class NativeEngine(SessionEngine):
         cudagraph_capture_sizes: Sequence[int] | None = None,
         kv_cache: CacheKind = "auto",
         block_size: int = BLOCK_SIZE,
+        look_ahead: bool | None = None,
+        reserve_cache: bool | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -91,6 +94,9 @@ class NativeEngine(SessionEngine):
         self._shapes: dict[int, LayerShape] | None = None
         self.kv_cache = kv_cache
         self.block_size = block_size
+        beside_host = is_accelerator(policy.device.type)
+        self.look_ahead = beside_host if look_ahead is None else look_ahead
+        self.reserve_cache = beside_host if reserve_cache is None else reserve_cache
         self._paged = False
         self.enforce_eager = enforce_eager
         self.cudagraph_capture_sizes = cudagraph_capture_sizes
@@ -134,11 +140,15 @@ class NativeEngine(SessionEngine):
         self._recheck_graphs()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache and, at every level, weights that have a source. RolloutError while in use."""
+        """Free the KV cache and, at every level, weights that have a source. RolloutError while in use.
+
+        The memory of blocks may come back at its addresses when all of it is taken at once. Graphs are kept
+        for that, with the little memory that they have of their own, unless the weights go too.
+        """
         self._check_free("sleep()")
         self._asleep = True
         self._cache = None
-        if self.graphs is not None:
+        if self.graphs is not None and not (self._paged and self.reserve_cache and self.source is None):
             self.graphs.drop()
         if self.source is not None:
             self.source.release()
@@ -152,14 +162,18 @@ class NativeEngine(SessionEngine):
             self.source.acquire(self._version)
         self._asleep = False
 
+    @property
+    def _positions(self) -> int | None:
+        """Most tokens that the model has positions for, where it says so."""
+        return getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
+
     def _problem(self, request: GenerationRequest) -> str | None:
         """Return why a request cannot be served, or None; whatever its own values raise is such a reason."""
         sampling = request.sampling
         vocabulary = self.policy.head.weight.shape[0]
-        positions = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
         try:
             ends = end_tokens(sampling, self.eos_token_ids)
-            problem = request_problem(request, vocabulary=vocabulary, positions=positions)
+            problem = request_problem(request, vocabulary=vocabulary, positions=self._positions)
             problem = problem or sampling_problem(
                 sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
             )
@@ -197,7 +211,10 @@ class NativeEngine(SessionEngine):
         if features(device.type).varlen_attention:
             kernel = varlen_kernel()
         max_blocks = max(1, max_tokens // self.block_size)
-        return PagedCache(shapes, self.max_num_seqs, max_blocks, self.block_size, device, kernel)
+        reserve = None
+        if self.reserve_cache:
+            reserve = self._positions or max_tokens
+        return PagedCache(shapes, self.max_num_seqs, max_blocks, self.block_size, device, kernel, reserve)
 
     def _chosen(self, shapes: dict[int, LayerShape], scores: dict[int, Scores]) -> bool:
         """Return whether the KV cache is paged, the same on all ranks. RolloutError where it is set so and
@@ -235,6 +252,7 @@ class NativeEngine(SessionEngine):
             keep_finished=not closed and self.enable_prefix_caching,
             recompute=self.recompute_on_update,
             stop_texts=self._stop_texts,
+            look_ahead=self.look_ahead,
         )
         cache = self._kv_cache()
         self._recheck_graphs()

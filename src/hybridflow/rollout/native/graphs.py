@@ -1,11 +1,15 @@
-"""A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed at once.
+"""A decode step as a CUDA graph: recorded once for each bucket of rows, then replayed at once.
 
     tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay──► last hidden states [R, H] ──first B──► logits
                                                        ▲ slots or blocks, and weights: by their addresses
 
-The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have
-moved, all graphs are dropped. Rows of a bucket beyond the real ones write to the first position of a free
-row, or to the next one of a row in chunked prefill; what comes to be there writes that position itself.
+The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or the cache
+have moved, all graphs are dropped; their addresses are compared when a session begins, when the weights have
+changed, and when the cache says that it has moved. A kernel that reads blocks also reads the lengths of the
+rows, so that one graph serves rows of any length; slots need one for each bucket of keys too.
+
+Rows of a bucket beyond the real ones write to the first position of a free row, or to the next one of a row
+in chunked prefill; what comes to be there writes that position itself.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.models.kv_cache import KVCache
-from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.native.step import decode_rows
 
@@ -150,7 +153,7 @@ class GraphDecoder:
         """Reason why graphs are not used any longer, or None."""
         self._recorder = recorder
         self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
-        self._weights: list[Tensor] | None = None
+        self._place: int | None = None  # of the cache when addresses were compared
         self._addresses: list[int] = []
         self._tokens, self._lengths = torch.zeros(
             2, self.sizes[-1], dtype=torch.int64, device=policy.device
@@ -172,7 +175,9 @@ class GraphDecoder:
             return decode_rows(self.policy, cache, tokens, lengths[:count], longest)
         self._drop_stale(cache)
         rows = min(next(size for size in self.sizes if size >= count), cache.num_slots)
-        keys = min(key_bucket(longest + 1), cache.capacity)
+        keys = cache.capacity
+        if not cache.reads_lengths:
+            keys = min(key_bucket(longest + 1), keys)
         used = min(len(lengths), rows)
         self._tokens[:count].copy_(tokens)
         self._lengths[:used].copy_(lengths[:used])
@@ -192,13 +197,12 @@ class GraphDecoder:
 
     def recheck(self) -> None:
         """Compare all addresses at the next step: parameters may have moved or been replaced."""
-        self._weights = None
+        self._place = None
 
     def drop(self) -> None:
         """Give up all graphs and their memory."""
         self._graphs.clear()
         self._addresses = []
-        self._weights = None
         self._recorder.forget()
 
     def _record(
@@ -234,19 +238,16 @@ class GraphDecoder:
         )
 
     def _drop_stale(self, cache: KVCache) -> None:
-        """Graphs hold addresses: drop them where slots or weights have others now."""
-        if self._weights is None:
-            self._weights = [*self.policy.parameters(), *self.policy.buffers()]
-        held = [*cache.keys.values(), *cache.values.values(), *self._weights]
-        if isinstance(cache, PagedCache):
-            held.append(cache.table)
+        """Graphs hold addresses: drop them where the cache or weights have others now."""
+        if self._place == cache.place:
+            return
+        held = [*cache.tensors(), *self.policy.parameters(), *self.policy.buffers()]
         addresses = [cache.num_slots, cache.capacity, *(tensor.data_ptr() for tensor in held)]
         if addresses != self._addresses:
             if self._graphs:
-                weights = self._weights
                 self.drop()
-                self._weights = weights
             self._addresses = addresses
+        self._place = cache.place
 
 
 def capture_sizes(most: int) -> list[int]:

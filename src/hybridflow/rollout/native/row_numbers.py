@@ -10,7 +10,7 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.sampling import needs_of
 
 SEED_BITS = (1 << 63) - 1
-INTEGERS = ("prompt_length", "limit", "stream", "top_k", "min_tokens")
+INTEGERS = ("prompt_length", "generated", "stream", "top_k", "min_tokens")
 REALS = ("temperature", "top_p", "min_p", "penalty")
 """Columns of numbers that a request brings, in the order of `RowNumbers`."""
 
@@ -42,6 +42,7 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
     """
     params = request.sampling
     array("q", request.prompt_token_ids)  # raises where a token is no 64-bit integer
+    array("q", [params.max_tokens])
     array("q", [token for token, _ in params.logit_bias])
     temperature = 1.0 if params.takes_argmax else params.temperature
     kept = (params.top_p, params.min_p) if params.limits_tokens else (1.0, 0.0)
@@ -50,7 +51,7 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
         top_k = min(params.top_k, vocabulary)
     integers = (
         len(request.prompt_token_ids),
-        params.max_tokens,
+        len(request.begun),
         request.seed & SEED_BITS,
         top_k,
         params.min_tokens,

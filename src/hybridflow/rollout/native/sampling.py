@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridflow.models.transfers import to_device
 from hybridflow.rollout.base import SamplingParams
 
 CHUNK_BYTES = 4 * 2**20
@@ -86,10 +87,15 @@ def sampling_problem(
 
 
 class SamplingPlan:
-    """The needs of all rows of a step; what no row needs is left out of the step."""
+    """The needs of all rows of a step; what no row needs is left out of the step.
+
+    It serves all steps of the same rows, so that a step need not look at each of them.
+    """
 
     def __init__(self, needs: Sequence[int]) -> None:
         self._needs = needs
+        self._known: dict[tuple[int, int, int | None], list[int]] = {}
+        self._indices: dict[tuple[int, int, int | None], Tensor] = {}
         self._all = 0
         for kind in set(needs):
             self._all |= kind
@@ -102,7 +108,18 @@ class SamplingPlan:
         """Return the rows from `start` to `stop` that ask for `need`, counted from `start`."""
         if not self._all & need:
             return []
-        return [row for row, needs in enumerate(self._needs[start:stop]) if needs & need]
+        known = self._known.get((need, start, stop))
+        if known is None:
+            known = [row for row, needs in enumerate(self._needs[start:stop]) if needs & need]
+            self._known[(need, start, stop)] = known
+        return known
+
+    def index(self, device: torch.device, need: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return `rows` as a tensor on a device."""
+        known = self._indices.get((need, start, stop))
+        if known is None:
+            known = self._indices[(need, start, stop)] = to_device(self.rows(need, start, stop), device)
+        return known
 
 
 @dataclass(frozen=True)
@@ -191,7 +208,7 @@ def _sample(
             if len(leading) == len(weights):
                 floor = probability_floor(weights, settings.top_k, settings.top_p, total)
             else:
-                index = torch.tensor(leading, device=weights.device)
+                index = plan.index(weights.device, LEADING, rows.start, rows.stop)
                 floor = weights.new_zeros(len(weights))
                 floor[index] = probability_floor(weights[index], settings.top_k[index], settings.top_p[index])
             _drop_below(weights, floor)

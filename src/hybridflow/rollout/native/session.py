@@ -7,10 +7,15 @@
 
 Row i of the table is row i of the cache. A row whose prompt is in chunked prefill is the last one, and does
 not decode until all of it is computed.
+
+With look-ahead, for devices that work beside the host, the tokens of a step are the input of the next one
+before the host has seen them: it looks at them while the next step runs. A row that ends is found one step
+late. What that step computed of it is forgotten, and the other rows do not depend on it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -24,12 +29,14 @@ from hybridflow.errors import RolloutError
 from hybridflow.models import kv_cache
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.transfers import to_device
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
+from hybridflow.rollout.native.responses import Choice, Row
 from hybridflow.rollout.native.row_numbers import end_tokens
-from hybridflow.rollout.native.rows import Row, RowTable
+from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
 from hybridflow.rollout.native.step import Span, decode_rows, prefill
 from hybridflow.rollout.native.stop_text import StopTexts
@@ -61,6 +68,8 @@ class SessionSettings:
     recompute: bool
     """Compute the keys and values of running rows again when the weights change."""
     stop_texts: StopTexts | None
+    look_ahead: bool
+    """Begin a step before the host has seen the tokens of the one before."""
 
 
 class Session:
@@ -91,9 +100,8 @@ class Session:
         self.prefixes = PrefixCache(share_parts=settings.share_prefixes)
         self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens)
         dtype = torch.promote_types(policy.dtype, torch.float32)
-        self.rows = RowTable(
-            0, 0, 0, policy.head.weight.shape[0], dtype, policy.device, stop_texts=settings.stop_texts
-        )
+        vocabulary = policy.head.weight.shape[0]
+        self.rows = RowTable(vocabulary, dtype, policy.device, stop_texts=settings.stop_texts)
         self._weights = weights
         self._seen = weights()
         self._stats = stats
@@ -105,6 +113,8 @@ class Session:
         self._broken = False
         self._live: set[int] = set()
         self._tokens = 0  # stands for all tokens that were returned
+        self._choices: deque[Choice] = deque()  # that the host has not seen
+        self._finished: list[GenerationOutput] = []  # that no caller has got
         self._partial: Admission | None = None  # the newest chunk of the last row, in chunked prefill
         self._longest = 0  # most tokens of any row
         self._longest_ever = 0  # that any request may come to
@@ -130,7 +140,7 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether no request runs or waits."""
-        return self.rows.count == 0 and self.scheduler.num_waiting == 0
+        return not (self.rows.count or self.scheduler.num_waiting or self._finished)
 
     def add(self, requests: Iterable[GenerationRequest]) -> list[GenerationOutput]:
         """Add requests for the next step; those that cannot be served come back now, with reason "error".
@@ -157,13 +167,15 @@ class Session:
             return []
         started = perf_counter()
         self._follow_weights()
-        outputs = self._admit()
-        if self.rows.decoding:
-            self._make_room()
-            outputs += self._decode()
+        if self._choices and self.rows.exhausted:
+            self._look()
+        self._admit()
+        if self.rows.decoding and self._make_room():
+            self._decode()
+        outputs = self._finished
+        self._finished = []
         for output in outputs:
             self._live.remove(output.request_id)
-            self._broken = self._broken or output.error is not None
             self._tokens += hash((output.request_id, *output.token_ids))
         if outputs and self.idle:
             self._replica.check_same(self._tokens)
@@ -175,16 +187,21 @@ class Session:
         """End these requests, unknown ones aside; their partial responses come back, with reason "abort"."""
         ending = set(request_ids)
         outputs = [aborted(request) for request in self.scheduler.remove(ending)]
-        running = [i for i, row in enumerate(self.rows.rows) if row.request.request_id in ending]
+        self._look()
+        outputs += [output for output in self._finished if output.request_id in ending]
+        self._finished = [output for output in self._finished if output.request_id not in ending]
+        running = [row for row in self.rows.rows if row.request.request_id in ending]
         outputs += self._leave(running, aborted=True)
         self._live -= {output.request_id for output in outputs}
         return outputs
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
-        """Return what begun requests have beyond the first `since[request_id]` tokens of the caller."""
-        requests = [row.request.request_id for row in self.rows.rows]
-        rows = [i for i, number in enumerate(requests) if number in since]
-        partials = self.rows.new_tokens(rows, [since[requests[i]] for i in rows])
+        """Return what begun requests have beyond the first `since[request_id]` tokens of the caller.
+
+        With look-ahead the newest token is not among them.
+        """
+        rows = [row for row in self.rows.rows if row.request.request_id in since]
+        partials = [self.rows.responses.new_tokens(row, since[row.request.request_id]) for row in rows]
         if len(rows) < len(since):
             waiting = [one for one in self.scheduler.waiting if one.request_id in since]
             partials += [_begun_beyond(one, since[one.request_id]) for one in waiting if one.begun]
@@ -195,6 +212,7 @@ class Session:
         if not self._open:
             return
         self._open = False
+        self._choices.clear()
         for module in self._training:
             module.training = True
         self.prefixes.clear()
@@ -215,14 +233,14 @@ class Session:
         self._seen = self._weights()
         if self._seen.state == before.state:
             return
+        self._look()
         self.prefixes.clear()
         kept = 0 if self.settings.recompute else self.rows.decoding
         while self.rows.count > kept:
             self._preempt()
 
-    def _admit(self) -> list[GenerationOutput]:
-        """Prefill, in one or more passes, and return the rows that end with their first token."""
-        outputs: list[GenerationOutput] = []
+    def _admit(self) -> None:
+        """Prefill, in one or more passes."""
         while self._partial or self.scheduler.may_enter(self.rows.count):
             self.cache.plan(self.rows.count, self._ahead(self._longest + 1))
             batch = self.scheduler.next_batch(
@@ -230,10 +248,9 @@ class Session:
             )
             if not batch:
                 break
-            outputs += self._enter(batch)
+            self._enter(batch)
             if self._partial or (self.rows.count and not self.settings.fill_first):
                 break
-        return outputs
 
     def _fitting(self, count: int, length: int, prefix: Prefix | None, shared: int) -> int:
         """Return how many of `count` rows fit into memory, with some tokens more, so that they may stay."""
@@ -249,7 +266,7 @@ class Session:
             return prefix.copy
         return next(i for i, row in enumerate(self.rows.rows) if row.prefix is prefix)
 
-    def _enter(self, batch: Sequence[Admission]) -> list[GenerationOutput]:
+    def _enter(self, batch: Sequence[Admission]) -> None:
         """Prefill a pass, give rows to those who enter with it, and sample first tokens of whole contexts."""
         running = self.rows.count
         first = running - int(self._partial is not None)
@@ -282,7 +299,7 @@ class Session:
             self.rows.length[spans[end].row] = batch[end].stop
         self._partial = None if batch[-1].whole else batch[-1]
         self.rows.partial = self._partial is not None
-        return self._choose_first(first, batch, states)
+        self._choose_first(first, batch, states)
 
     def _add_rows(self, requests: Sequence[GenerationRequest], hits: Sequence[Prefix | None]) -> None:
         eos = self.settings.eos_token_ids
@@ -292,11 +309,11 @@ class Session:
         for row, hit in zip(self.rows.rows[before:], hits, strict=True):
             row.hit = hit
 
-    def _choose_first(self, first: int, batch: Sequence[Admission], states: Tensor) -> list[GenerationOutput]:
+    def _choose_first(self, first: int, batch: Sequence[Admission], states: Tensor) -> None:
         """Sample a token for the rows from `first` on, by the last state [n, H] of each of their contexts."""
         whole = [one for one in batch if one.whole]
         if not whole:
-            return []
+            return
         row = first
         for one in whole:
             prefix = self.prefixes.add(one.context, rows=len(one.requests))
@@ -304,21 +321,27 @@ class Session:
                 entered.prefix = prefix
             row += len(one.requests)
         self._stats.max_rows = max(self._stats.max_rows, self.rows.decoding)
-        repeats = torch.tensor([len(one.requests) for one in whole], device=states.device)
-        hidden = states[: len(whole)].repeat_interleave(repeats, 0, output_size=row - first)
-        return self._choose(first, hidden)
+        if row - first > len(whole):
+            index = [place for place, one in enumerate(whole) for _ in one.requests]
+            states = states.index_select(0, to_device(index, states.device))
+        self._choose(first, states[: row - first])
 
     def _grow(self, running: int, rows: int, length: int) -> bool:
         live = min(self.settings.max_rows, rows + self.scheduler.num_waiting)
         return self.cache.grow(running, rows, length, live=live, longest=self._longest_ever)
 
-    def _make_room(self) -> None:
-        """Make room for one more token of each row; where memory ends, preempt the newest rows for it."""
-        while not (
+    def _make_room(self) -> bool:
+        """Make room for one more token of each row, and return whether there are any rows.
+
+        Where memory ends, rows that have ended leave, and then the newest rows are preempted.
+        """
+        while self.rows.decoding and not (
             self._grow(self.rows.count, self.rows.count, self._longest + 1)
-            and self.cache.extend(range(self.rows.decoding))
+            and self.cache.advance(self.rows.decoding)
         ):
-            self._preempt()
+            if not self._look():
+                self._preempt()
+        return self.rows.decoding > 0
 
     def _preempt(self) -> None:
         """Preempt the row that entered last: its request goes to the front of the queue, with what it has."""
@@ -328,8 +351,8 @@ class Session:
         self.scheduler.put_back(self.rows.rows[row].request.continued(so_far))
         self._remove([row])
 
-    def _decode(self) -> list[GenerationOutput]:
-        """Decode one token for every decoding row; return the rows that finish."""
+    def _decode(self) -> None:
+        """Decode one token for every decoding row."""
         count = self.rows.decoding
         tokens = self.rows.last_token[:count]
         lengths = self.rows.length[:count]
@@ -341,27 +364,45 @@ class Session:
         lengths += 1
         self._longest += 1
         self._stats.decode_steps += 1
-        return self._choose(0, hidden)
+        self._choose(0, hidden)
 
-    def _choose(self, start: int, hidden: Tensor) -> list[GenerationOutput]:
-        """Sample a token for decoding rows from `start` on, by hidden states [n, H]; finished ones leave."""
-        self._stats.generated_tokens += self.rows.decoding - start
-        finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
-        leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
-        return self._leave(leaving)
+    def _choose(self, start: int, hidden: Tensor) -> None:
+        """Sample a token for decoding rows from `start` on, by hidden states [n, H]."""
+        logits = self.policy.logits(hidden)
+        self._choices.append(self.rows.choose(start, logits, self._seen.version))
+        self._look(behind=int(self.settings.look_ahead))
 
-    def _leave(self, leaving: list[int], aborted: bool = False) -> list[GenerationOutput]:
+    def _look(self, behind: int = 0) -> bool:
+        """Take the tokens that the host has not seen, but those of the newest `behind` steps.
+
+        Rows that they end leave. Returns whether there were any.
+        """
+        left = False
+        while len(self._choices) > behind:
+            choice = self._choices.popleft()
+            self._stats.generated_tokens += len(choice.rows)
+            leaving = self.rows.responses.take(choice)
+            self._finished += self._leave(leaving)
+            left = left or bool(leaving)
+        return left
+
+    def _leave(self, rows: Sequence[Row], aborted: bool = False) -> list[GenerationOutput]:
         """Remove rows and return their outputs; keep what later prompts may share."""
-        if not leaving:
+        if not rows:
             return []
-        outputs = self.rows.outputs(leaving, "abort" if aborted else None)
-        broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
+        leaving = set(rows)
+        for choice in self._choices:
+            choice.forget(leaving)
+        places = [place for place, row in enumerate(self.rows.rows) if row in leaving]
+        outputs = self.rows.outputs(places, "abort" if aborted else None)
+        broken = [place for place in places if self.rows.rows[place].broken]
         if broken:  # what is kept may be not finite either
+            self._broken = True
             self.prefixes.clear()
             self.cache.wipe(broken)
-        for row, output in zip(leaving, outputs):
-            self._keep(row, self.rows.rows[row], output)
-        self._remove(leaving)
+        for place, output in zip(places, outputs):
+            self._keep(place, self.rows.rows[place], output)
+        self._remove(places)
         return outputs
 
     def _keep(self, number: int, row: Row, output: GenerationOutput) -> None:
@@ -389,8 +430,7 @@ class Session:
         if source:
             self.cache.move(source, destination)
         self.cache.drop(self.rows.count, count)
-        lengths = self.rows.length[: self.rows.decoding]
-        self._longest = int(lengths.max()) if len(lengths) else 0
+        self._longest = self.rows.longest
         if self.rows.partial:
             assert self._partial is not None
             self._longest = max(self._longest, len(self._partial.context))

@@ -6,14 +6,15 @@ Span (row, start, tokens) ──► SpanLayout ──► policy ──► last h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.span_layout import SpanLayout
+from hybridflow.models.transfers import to_device
 
 
 class Span(NamedTuple):
@@ -31,9 +32,9 @@ def prefill(policy: PolicyModel, cache: KVCache, spans: Sequence[Span]) -> Tenso
     rows, starts, tokens = zip(*spans)
     counts = [len(own) for own in tokens]
     layout = SpanLayout.packed(cache, rows, starts, counts)
-    input_ids = torch.tensor([[token for own in tokens for token in own]], device=device)
+    input_ids = to_device([[token for own in tokens for token in own]], device)
     hidden = policy.hidden(input_ids, layout.places.positions[None], layout)[0]
-    return hidden.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
+    return hidden.index_select(0, to_device([stop - 1 for stop in accumulate(counts)], device))
 
 
 def decode_rows(

@@ -1,0 +1,205 @@
+"""The responses of running rows, on the host: who has which tokens, and who has ended.
+
+    RowTable.choose ──Choice, on its way from the device──► take ──► rows that end ──► outputs
+
+A choice may be taken while the device is at the next step already. A row that ended with it has got one token
+more by then, which is forgotten: it is in no response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridflow.models.transfers import HostCopy
+from hybridflow.rollout.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    PartialOutput,
+    TopTokens,
+)
+from hybridflow.rollout.native.prefixes import Prefix
+from hybridflow.rollout.native.sampling import STOP_TEXTS, TOP_LOG_PROBS, SamplingPlan
+from hybridflow.rollout.native.stop_text import StopTexts
+
+COLUMNS = ("tokens", "log_probs", "versions")
+COUNTS = ("prompt", "sampled", "known", "limit")
+
+
+@dataclass(eq=False)
+class Row:
+    """The facts of one row that the host needs."""
+
+    request: GenerationRequest
+    number: int
+    """How many rows entered before it."""
+    needs: int
+    """What it asks for, as a sum of the bits of `sampling`."""
+    num_stops: int
+    """Number of tokens that end it."""
+    slot: int
+    """Place of its response in the host's arrays."""
+    top: list[TopTokens]
+    """Most probable tokens at each place, where asked for."""
+    stopped: bool = False
+    """Whether its last token is one that ends it."""
+    ended_by: str | None = None
+    """Stop text that its newest token completed."""
+    broken: bool = False
+    """Whether the logits of its last token were not finite."""
+    hit: Prefix | None = None
+    """Prefix hit that it entered with."""
+    prefix: Prefix | None = None
+    """Its own context, which later prompts may share."""
+
+
+@dataclass(eq=False)
+class Choice:
+    """Tokens that some rows were given in one go, on their way to the host."""
+
+    rows: list[Row]
+    slots: NDArray[np.int64]
+    places: NDArray[np.int64]
+    """Place of the token in each row's response."""
+    version: int
+    plan: SamplingPlan
+    asking: list[Row]
+    """Rows that asked for the most probable tokens."""
+    copy: HostCopy
+    """Tokens, log-probs, whether the token ends the row; of `asking`, tokens and log-probs [n, K] too."""
+    index: NDArray[np.intp] | None = None
+    """Places of `rows` among those that got a token; None: they are all of them."""
+
+    def forget(self, leaving: set[Row]) -> None:
+        """Drop the tokens of rows that have left: they had ended one token earlier."""
+        kept = np.array([place for place, row in enumerate(self.rows) if row not in leaving], dtype=np.intp)
+        self.rows = [self.rows[place] for place in kept]
+        self.slots = self.slots[kept]
+        self.places = self.places[kept]
+        self.index = kept if self.index is None else self.index[kept]
+
+
+class Responses:
+    """Responses by slot; a row has the same slot as long as it runs, wherever it stands among the rows."""
+
+    def __init__(self, dtype: torch.dtype, stop_texts: StopTexts | None) -> None:
+        self.stop_texts = stop_texts
+        self.free: list[int] = []
+        """Slots that no row has."""
+        self.tokens = np.zeros((0, 0), np.int64)
+        self.log_probs = np.zeros((0, 0), np.float64 if dtype == torch.float64 else np.float32)
+        self.versions = np.zeros((0, 0), np.int32)
+        self.prompt = np.zeros(0, np.int64)  # tokens of the prompt
+        self.sampled = np.zeros(0, np.int64)  # tokens of the response
+        self.known = np.zeros(0, np.int64)  # those of them that have come to the host
+        self.limit = np.zeros(0, np.int64)  # most of them
+
+    def grow(self, num_slots: int, width: int) -> None:
+        """Allocate at least `num_slots` slots of `width` tokens; slots in use keep what they have."""
+        size = (max(num_slots, len(self.tokens)), max(width, self.tokens.shape[1]))
+        if size == self.tokens.shape:
+            return
+        self.free += range(len(self.tokens), size[0])
+        for name in (*COLUMNS, *COUNTS):
+            old = getattr(self, name)
+            new = np.zeros(size[: old.ndim], old.dtype)
+            new[tuple(map(slice, old.shape))] = old
+            setattr(self, name, new)
+
+    def add(self, request: GenerationRequest) -> int:
+        """Take a slot for a request, with the part of its response that was generated before."""
+        slot = self.free.pop()
+        begun = request.begun
+        size = len(begun)
+        for name, values in zip(COLUMNS, (begun.token_ids, begun.log_probs, begun.policy_versions)):
+            getattr(self, name)[slot, :size] = values
+        self.prompt[slot] = len(request.prompt_token_ids)
+        self.sampled[slot] = size
+        self.known[slot] = size
+        self.limit[slot] = request.sampling.max_tokens
+        return slot
+
+    def take(self, choice: Choice) -> list[Row]:
+        """Append tokens to the responses, as soon as they have come to the host; return the rows that end."""
+        columns = choice.copy.arrays()
+        if choice.asking:
+            _keep_top(choice, columns[3:])
+        if choice.index is not None:
+            columns = [column[choice.index] for column in columns[:3]]
+        tokens, log_probs, stopped = columns[:3]
+        place = (choice.slots, choice.places)
+        self.tokens[place] = tokens
+        self.log_probs[place] = log_probs
+        self.versions[place] = choice.version
+        known = choice.places + 1
+        self.known[choice.slots] = known
+        broken = ~np.isfinite(log_probs)
+        ended = stopped | broken | (known >= self.limit[choice.slots])
+        if choice.plan.any(STOP_TEXTS):
+            self._find_texts(choice.rows, ended)
+        places = ended.nonzero()[0].tolist()
+        for place in places:
+            choice.rows[place].stopped = bool(stopped[place])
+            choice.rows[place].broken = bool(broken[place])
+        return [choice.rows[place] for place in places]
+
+    def _find_texts(self, rows: Sequence[Row], ended: NDArray[np.bool_]) -> None:
+        """Mark as ended the rows whose newest token completed a stop text of theirs."""
+        assert self.stop_texts is not None, "a request with stop texts is refused where nothing can decode"
+        for place, row in enumerate(rows):
+            params = row.request.sampling
+            if not row.needs & STOP_TEXTS:
+                continue
+            length = int(self.known[row.slot])
+            newest = int(self.tokens[row.slot, length - 1])
+            if length <= params.min_tokens or not self.stop_texts.may_complete(newest, params.stop):
+                continue
+            row.ended_by = self.stop_texts.completed(self.tokens[row.slot, :length].tolist(), params.stop)
+            ended[place] |= row.ended_by is not None
+
+    def output(self, row: Row, reason: FinishReason | None) -> GenerationOutput:
+        """Return the output of a row; `reason` is why it ended, left out: its last token tells."""
+        request_id = row.request.request_id
+        length = int(self.known[row.slot])
+        by_stop = row.stopped or row.ended_by is not None
+        ended: FinishReason = reason or ("stop" if by_stop else "length")
+        error = None
+        if row.broken:
+            length -= 1
+            ended = "error"
+            error = (
+                f"request {request_id}: the model's logits are not finite at response token {length}; "
+                "its weights may have diverged"
+            )
+        tokens, log_probs, versions = (getattr(self, name)[row.slot, :length].tolist() for name in COLUMNS)
+        stop_reason = None
+        if ended == "stop":
+            stop_reason = tokens[-1] if row.stopped else row.ended_by
+        top = None
+        if row.needs & TOP_LOG_PROBS:
+            top = row.top[:length]
+        return GenerationOutput(request_id, tokens, log_probs, ended, versions, error, stop_reason, top)
+
+    def new_tokens(self, row: Row, start: int) -> PartialOutput:
+        """Return what a row has generated after its first `start` tokens, as far as the host knows."""
+        part = slice(start, int(self.known[row.slot]))
+        top = None
+        if row.needs & TOP_LOG_PROBS:
+            top = row.top[part]
+        tokens = self.tokens[row.slot, part].tolist()
+        log_probs = self.log_probs[row.slot, part].tolist()
+        return PartialOutput(row.request.request_id, start, tokens, log_probs, top)
+
+
+def _keep_top(choice: Choice, columns: Sequence[NDArray[np.generic]]) -> None:
+    """Append the most probable tokens of the rows that asked for them."""
+    there = set(choice.rows)
+    for row, tokens, log_probs in zip(choice.asking, *(column.tolist() for column in columns), strict=True):
+        if row in there:
+            pairs = sorted(zip(tokens, log_probs), key=lambda pair: (-pair[1], pair[0]))
+            row.top.append(pairs[: row.request.sampling.top_log_probs])

@@ -49,12 +49,12 @@ class Scribe(Worker):
         """A column as large as what was read."""
         return DataProto.from_dict({"y": batch.batch["x"] + 1})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=())
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("sum",))
     def read_x(self, batch: DataProto) -> DataProto:
         """What the driver has put, looked at."""
         return DataProto.from_dict({"sum": batch.batch["x"].sum(dim=1)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("y",), writes=())
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("y",), writes=("sum",))
     def read_y(self, batch: DataProto) -> DataProto:
         """What another worker has written, looked at."""
         return DataProto.from_dict({"sum": batch.batch["y"].sum(dim=1)})
@@ -93,8 +93,8 @@ def make_backend(cluster: Cluster, way: str) -> RayBackend:
     """Two processes, whose rows wait in one of the two places."""
     start_queue = partial(TransferQueue.start, {}) if way == "transferqueue" else None
     placement = Placement(
-        (ResourcePool("writing", (1,)), ResourcePool("reading", (1,))),
-        {"writer": ("writing",), "reader": ("reading",)},
+        (ResourcePool(f"{way}-writing", (1,)), ResourcePool(f"{way}-reading", (1,))),
+        {"writer": (f"{way}-writing",), "reader": (f"{way}-reading",)},
     )
     return RayBackend(
         cluster,

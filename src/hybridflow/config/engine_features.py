@@ -105,7 +105,10 @@ _STUBBED = (
 
 TABLE: Mapping[str, Mapping[str, Cell]] = {
     "native": _column(
-        quantization=no("it generates with the module that trains, in its dtype"),
+        quantization=no(
+            "it generates with the module that trains, in its dtype; on a CPU int8 copies of the weights "
+            "were measured and did not pay (benchmarks/results/int8_rollout.md)"
+        ),
         exact=yes("on CPU in float32"),
         any_architecture=no("the layers must let their attention be chosen: set rollout.name=hf"),
     ),

@@ -69,6 +69,7 @@ def test_the_page_is_fresh() -> None:
             ["tensor_model_parallel_size=2", "name=hf", "native, vllm, sglang"],
         ),
         (["quantization=fp8"], ["quantization=fp8", "name=native", "vllm"]),
+        (["quantization=int8"], ["quantization=int8", "name=native", "results/int8_rollout.md", "vllm"]),
         (["name=hf", "exact=true"], ["exact=true", "name=hf", "native"]),
     ],
 )

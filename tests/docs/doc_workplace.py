@@ -193,7 +193,7 @@ def run_bash(text: str, folder: Path, *, timeout: float = 1000) -> subprocess.Co
 
 
 RECORD = """
-record() { printf '%s\\0' "$@" >> "$CALLS"; printf '\\n\\0' >> "$CALLS"; }
+record() { printf '%s\\0' "$@" $'\\x1e' >> "$CALLS"; }  # one write: jobs in the background write there too
 hybridflow() { record hybridflow "$@"; }
 python() { record python "$@"; }
 ray() { while [ $# -gt 0 ] && [ "$1" != -- ]; do shift; done; if [ $# -gt 0 ]; then shift; "$@"; fi; }
@@ -221,5 +221,5 @@ def recorded(text: str, folder: Path) -> list[list[str]]:
         capture_output=True,
         timeout=60,
     )
-    found = calls.read_text().split("\0\n\0")
+    found = calls.read_text().split("\0\x1e\0")
     return [call.split("\0") for call in found if call]

@@ -147,8 +147,8 @@ class Service:
                 self._end("park")
 
     def pause(self, how: Pause = "park") -> None:
-        """Return when the engines are not stepped any more. RolloutError where that takes longer than a call
-        may.
+        """Return when the engines are not stepped any more. WorkerLost where that takes twice as long as a
+        call may: whoever watches the calls ends one that hangs before, and then says where it hangs.
         """
         with self._changed:
             self._pauses[how] += 1
@@ -157,13 +157,14 @@ class Service:
         if is_open:
             self._end(how)
         still = ("closed",) if how == "park" else ("closed", "resting")
+        patience = 2 * self.patience
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state in still, self.patience):
+            if not self._changed.wait_for(lambda: self._state in still, patience):
                 self._pauses[how] -= 1
                 self._changed.notify_all()
-                raise RolloutError(
-                    f"{', '.join(self._names)} did not come to the end of a step within {self.patience:g} s "
-                    "(trainer.worker_timeout)"
+                raise WorkerLost(
+                    f"{', '.join(self._names)} did not come to the end of a step within {patience:g} s, "
+                    "twice trainer.worker_timeout: an engine hangs"
                 )
 
     def resume(self, how: Pause = "park") -> None:

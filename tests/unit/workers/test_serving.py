@@ -190,6 +190,25 @@ def test_an_engine_that_samples_nothing_any_more_counts_as_lost(monkeypatch: pyt
             answer.result(0)
 
 
+def test_a_step_without_an_end_is_a_loss_for_whoever_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    goes_on = threading.Event()
+
+    def step(self: native.Session) -> list[GenerationOutput]:
+        begun.set()
+        goes_on.wait(600)
+        return []
+
+    monkeypatch.setattr(native.Session, "step", step)
+    group = Groups(Patient(factories)).rollout
+    with group.opened(), serving_all_the_time(group):
+        submit(group, [request(1)])
+        assert begun.wait(600)
+        with pytest.raises(WorkerLost, match=r"within 0\.1 s, twice trainer\.worker_timeout"):
+            group.pause()
+        goes_on.set()
+
+
 def test_requests_that_the_driver_does_not_know_are_watched_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.01)
     monkeypatch.setattr(native.Session, "step", lambda self: [])

@@ -203,7 +203,7 @@ class KVCache(ABC):
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Move rows `source` to `destination`; a row may be in both."""
 
-    def drop(self, start: int, stop: int) -> None:  # noqa: B027  in slots, tokens stay until the next row comes
+    def drop(self, start: int, stop: int) -> None:  # noqa: B027  slots need nothing
         """Free rows start..stop-1, which have left."""
 
     def wipe(self, rows: Sequence[int]) -> None:  # noqa: B027  a slot is cleared before its next row comes

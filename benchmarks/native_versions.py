@@ -1,52 +1,64 @@
 """Is the native engine of one commit as fast as that of another? Both generate the same rows, in turn.
 
-    python benchmarks/native_versions.py --old CHECKOUT [--new CHECKOUT] [--rows 64,128,512] [--rounds 15]
-        [--model FOLDER] [--threads 1] [--page]
+    python benchmarks/native_versions.py --old CHECKOUT [--new CHECKOUT] [--model tiny,real] [--threads 1,2]
+        [--rows 64,128,512] [--rounds 15] [--page]
 
-A model of 4.3 M parameters (or the one of --model), prompts of 15 tokens, eight responses each, at most 64
-tokens, no end token. `uniform` is 64 tokens each, `life` log-normal with mean 0.4 of that. Each checkout is a
-process of its own, idle while the other is asked; who goes first turns. The measure is CPU time, which other
-work on the machine disturbs less than wall time; each round gives one ratio. `operations` counts what torch
-dispatches in one generation, and depends on nothing else. Writes `benchmarks/results/native_versions.json`
-and `.md`.
+The models of bench_models.py, prompts of 15 tokens, eight responses each, no end token. Responses of the tiny
+model have at most 64 tokens, those of the 135 M model 8, so that all of it takes about half an hour. `uniform`
+is all of them for each response, `life` log-normal with mean 0.4 of that. Each checkout is a process of its
+own, idle while the other is asked; who goes first turns. The measure is CPU time, which other work on the
+machine disturbs less than wall time; each round gives one ratio. `operations` counts what torch dispatches in
+one generation, and depends on nothing else. Writes `benchmarks/results/native_versions.json` and `.md` after
+each model and number of threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_models
 import side_by_side as kit
 
 HERE = Path(__file__).resolve().parents[1]
 TITLE = "Two versions of the native engine"
+MOST_TOKENS = {"tiny": kit.MAX_TOKENS, "real": 8}
+LEAST = 0.97
+"""The new version may be slower by so much within what is measured."""
 HEAD = (
+    "model",
+    "threads",
     "rows",
     "lengths",
     "old, tokens/CPU s",
     "new, tokens/CPU s",
-    "new / old, CPU time",
-    "wall time",
+    "new / old, by CPU time",
+    "95 %",
+    "by wall time",
     "operations, old",
     "new",
     "same tokens",
 )
-TEXT = """{model}, threads: {threads}, prompts of {prompt} tokens, {group} responses each, at most {most}
-tokens.
+TEXT = """Prompts of {prompt} tokens, {group} responses each, at most 64 tokens (the 135 M model: 8).
 
 Each cell is the median over {rounds} rounds in turn, with the smallest and the largest. Ratios are those of
-single rounds; below 1 the new version is faster. Load of the machine (processes that want to run) at the
-start and at the end: {load}. `operations` are torch's, in one generation. `same tokens`: whether all tokens
-are equal, and the largest difference of their log-probs.
+the speeds in single rounds; above 1 the new version is faster. `95 %` is the interval of the median ratio by
+CPU time that the order of the rounds' ratios gives, whatever their distribution. Load of the machine
+(processes that want to run) at the start and at the end: {load}. `operations` are torch's, in one generation.
+`same tokens`: whether all tokens are equal, and the largest difference of their log-probs.
 
 {table}
+
+- the new version is as fast (the interval reaches {least} or more): {kept}
+- it is faster where lengths are as in life (the interval is above 1): {faster}
 """
 
 
@@ -106,20 +118,24 @@ class Checkout(kit.Side):
         self.first = self.answer()
 
 
-def measure(model: Path, rows: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    folder: Path, model: str, threads: int, rows: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Both patterns of lengths at a number of rows."""
     sides = {
-        name: Checkout(source, (model, rows), options.threads)
+        name: Checkout(source, (folder, rows), threads)
         for name, source in (("old", options.old), ("new", options.new))
     }
     found = []
     for pattern in kit.LENGTHS:
-        lengths = kit.lengths_of(rows, pattern)
+        most = MOST_TOKENS[model]
+        lengths = [max(1, length * most // kit.MAX_TOKENS) for length in kit.lengths_of(rows, pattern)]
         # the first generation, whose operations are counted, is also the warm-up
         details = {name: side.ask({"lengths": lengths, "detail": True}) for name, side in sides.items()}
         question = {"lengths": lengths, "detail": False}
         asks = {name: partial(side.ask, question) for name, side in sides.items()}
-        case: dict[str, Any] = {"rows": rows, "lengths": pattern, "tokens": sum(lengths)}
+        case: dict[str, Any] = {"model": model, "threads": threads, "rows": rows, "lengths": pattern}
+        case["tokens"] = sum(lengths)
         case["answers"] = kit.in_turn(asks, options.rounds, warm_up=0)
         case["operations"] = {name: detail["operations"] for name, detail in details.items()}
         case["same_tokens"] = details["old"]["tokens"] == details["new"]["tokens"]
@@ -132,6 +148,30 @@ def measure(model: Path, rows: int, options: argparse.Namespace) -> list[dict[st
     return found
 
 
+def ratios(case: dict[str, Any], kind: str) -> list[float]:
+    """How much faster the new version was in each round, by `cpu` or `wall` time."""
+    answers = case["answers"]
+    return [old[kind] / new[kind] for old, new in zip(answers["old"], answers["new"], strict=True)]
+
+
+def interval(found: Sequence[float]) -> tuple[float, float]:
+    """The narrowest interval between two of the values, as far from both ends, that has their true median in
+    at least 95 of 100 cases; the whole range where they are too few.
+
+    Each value is above the median with probability 1/2, so how many are follows the binomial distribution.
+    """
+    values = sorted(found)
+    outside = 0.0
+    drop = 0
+    while drop < len(values) // 2:
+        outside += 2 * math.comb(len(values), drop) / 2 ** len(values)
+        if outside > 0.05:
+            break
+        drop += 1
+    first = max(0, drop - 1)
+    return values[first], values[-1 - first]
+
+
 def cells(case: dict[str, Any]) -> list[object]:
     """A row of the table."""
     answers = case["answers"]
@@ -139,31 +179,44 @@ def cells(case: dict[str, Any]) -> list[object]:
         kit.spread([case["tokens"] / answer["cpu"] for answer in answers[name]], ",.0f")
         for name in ("old", "new")
     ]
-    ratios = [
-        kit.spread([new[kind] / old[kind] for old, new in zip(answers["old"], answers["new"], strict=True)])
-        for kind in ("cpu", "wall")
-    ]
+    low, high = interval(ratios(case, "cpu"))
+    by_time = [kit.spread(ratios(case, "cpu")), f"{low:.3f}–{high:.3f}", kit.spread(ratios(case, "wall"))]
     operations = [f"{case['operations'][name]:,}" for name in ("old", "new")]
     same = f"{'yes' if case['same_tokens'] else 'no'}, {case['difference']:.0e}"
-    return [case["rows"], case["lengths"], *speeds, *ratios, *operations, same]
+    size = bench_models.MODELS[case["model"]].size
+    named = [size, case["threads"], case["rows"], case["lengths"]]
+    return [*named, *speeds, *by_time, *operations, same]
+
+
+def verdict(cases: Sequence[dict[str, Any]], holds: Callable[[tuple[float, float]], bool]) -> str:
+    """Whether all cases hold, and in which of them it does not."""
+    missed = [
+        f"{bench_models.MODELS[case['model']].size}, {case['threads']} threads, {case['rows']} rows, "
+        f"{case['lengths']}"
+        for case in cases
+        if not holds(interval(ratios(case, "cpu")))
+    ]
+    return "met" if not missed else f"missed in {len(missed)} of {len(cases)}: {'; '.join(missed)}"
 
 
 def page_of(result: dict[str, Any]) -> str:
     """The page's text."""
+    cases = result["cases"]
+    life = [case for case in cases if case["lengths"] == "life"]
     return TEXT.format(
-        model=result["model"],
-        threads=result["threads"],
         prompt=kit.PROMPT,
         group=kit.GROUP,
-        most=kit.MAX_TOKENS,
         rounds=result["rounds"],
         load=" and ".join(result["load"]),
-        table=kit.table(HEAD, [cells(case) for case in result["cases"]]),
+        least=LEAST,
+        kept=verdict(cases, lambda bounds: bounds[1] >= LEAST),
+        faster=verdict(life, lambda bounds: bounds[0] > 1),
+        table=kit.table(HEAD, [cells(case) for case in cases]),
     )
 
 
 def main() -> None:
-    """All numbers of rows and both patterns."""
+    """All models, numbers of threads and rows, and both patterns."""
     if len(sys.argv) > 1 and sys.argv[1] == "--side":
         return serve(Path(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(
@@ -171,10 +224,10 @@ def main() -> None:
     )
     parser.add_argument("--old", type=Path)
     parser.add_argument("--new", type=Path, default=HERE)
+    bench_models.add_choice(parser)
     parser.add_argument("--rows", type=kit.numbers, default=[64, 128, 512])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--threads", type=kit.numbers, default=[1, 2])
     parser.add_argument("--page", action="store_true", help="only write the page again, from the result")
     options = parser.parse_args()
     if options.page:
@@ -183,18 +236,19 @@ def main() -> None:
     if options.old is None:
         parser.error("--old is missing: the checkout to compare with")
     load = [f"{os.getloadavg()[0]:.0f}"]
+    found: list[dict[str, Any]] = []
     print(kit.line(HEAD), kit.line(["---"] * len(HEAD)), sep="\n", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        told = f"The model in {options.model}"
-        model = options.model
-        if model is None:
-            model = Path(name)
-            told = f"{kit.make_model(model) / 1e6:.1f} M parameters"
-        found = [case for rows in options.rows for case in measure(model, rows, options)]
-    load.append(f"{os.getloadavg()[0]:.0f}")
-    facts = kit.facts(["torch", "transformers"], threads=options.threads)
-    result = {**facts, "model": told, "rounds": options.rounds, "load": load, "cases": found}
-    kit.write("native_versions", result, TITLE, page_of(result))
+    for model in bench_models.available(options.model):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "model"
+            bench_models.write_model(model, folder)
+            for threads in options.threads:
+                for rows in options.rows:
+                    found += measure(folder, model.name, threads, rows, options)
+                facts = kit.facts(["torch", "transformers"], threads=threads)
+                so_far = {"load": [*load, f"{os.getloadavg()[0]:.0f}"], "cases": found}
+                result = {**facts, "rounds": options.rounds, **so_far}
+                kit.write("native_versions", result, TITLE, page_of(result))
 
 
 if __name__ == "__main__":

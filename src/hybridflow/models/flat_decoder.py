@@ -1,8 +1,9 @@
 """A fast path for one token of each row through a Llama-shaped decoder, without the cost of module calls.
 
 A step of generation is a few hundred small operations, and for few rows the Python code between them takes
-longer than they do. The same weights and functions are used here in the same order, so the states are equal
-to the bit; `PolicyModel.decode` checks that they are.
+longer than they do. The same weights are used here in the same order, and norms and rotary positions in fewer
+operations where these give the bits of the model's own. So the states are equal to the bit;
+`PolicyModel.decode` checks that they are.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from hybridflow.models.attention import Layout, Scores
 from hybridflow.models.kv_cache import LayerShape
@@ -25,14 +27,18 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
+Norm = Callable[[Tensor], Tensor]
+"""States [..., H] to normed states of the same shape."""
+
+
 @dataclass(frozen=True)
 class _Layer:
     """The parts of one block, looked up once."""
 
     attention: Any
     mlp: Any
-    norm_before: nn.Module
-    norm_between: nn.Module
+    norm_before: Norm
+    norm_between: Norm
     scores: Scores
     head_norms: bool
 
@@ -42,8 +48,10 @@ class FlatDecoder:
 
     def __init__(self, base: Any, layers: list[_Layer], rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._base = base
+        self._norm = _norm_of(base.norm)
         self._layers = layers
         self._rotate = rotate
+        self._rotates_halves = _rotates_halves(rotate, layers[0].attention)
 
     @classmethod
     def of(cls, base: nn.Module, scores: Mapping[int, Scores]) -> FlatDecoder | None:
@@ -66,11 +74,8 @@ class FlatDecoder:
             rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
             parts: Any = block
             own = scores[attention.layer_idx]
-            layers.append(
-                _Layer(
-                    attention, mlp, parts.input_layernorm, parts.post_attention_layernorm, own, heads_normed
-                )
-            )
+            norms = (_norm_of(parts.input_layernorm), _norm_of(parts.post_attention_layernorm))
+            layers.append(_Layer(attention, mlp, *norms, own, heads_normed))
         if rotate is None:
             return None
         return cls(base, layers, rotate)
@@ -79,14 +84,16 @@ class FlatDecoder:
         """Return the last hidden states [B, 1, H] of input_ids and position_ids [B, 1] under `layout`."""
         states = self._base.embed_tokens(input_ids)
         cos, sin = self._base.rotary_emb(states, position_ids)
+        if self._rotates_halves:
+            first, second = sin.chunk(2, -1)
+            sin = torch.cat((-first, second), -1)
         for layer in self._layers:
             states = states + self._attend(layer, layer.norm_before(states), cos, sin, layout)
             normed = layer.norm_between(states)
             mlp = layer.mlp
             gate = mlp.act_fn(_project(mlp.gate_proj, normed))
             states = states + _project(mlp.down_proj, gate.mul_(_project(mlp.up_proj, normed)))
-        normed_states: Tensor = self._base.norm(states)
-        return normed_states
+        return self._norm(states)
 
     def _attend(self, layer: _Layer, states: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         own = layer.attention
@@ -96,9 +103,55 @@ class FlatDecoder:
         if layer.head_norms:
             query = own.q_norm(query)
             key = own.k_norm(key)
-        query, key = self._rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        if self._rotates_halves:
+            query, key = _rotate_halves(query, key, cos, sin)
+        else:
+            query, key = self._rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
         value = _project(own.v_proj, states).view(shape).transpose(1, 2)
         return _project(own.o_proj, layout.attend(query, key, value, layer.scores).flatten(2))
+
+
+def _rotate_halves(query: Tensor, key: Tensor, cos: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate query [B, 1, H, D] and key [B, 1, KV, D] by cos [B, 1, D] and the sine, [B, 1, D] with the sign
+    of its first half turned: -> [B, H, 1, D] and [B, KV, 1, D].
+
+    A head's halves (a, b) become (a, b)·cos + (b, a)·signed, for the heads of both at once.
+    """
+    heads = torch.cat((query, key), 2)[:, 0]
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    rotated = (heads * cos).add_(swapped.mul_(signed))[:, :, None]
+    return rotated[:, : query.shape[2]], rotated[:, query.shape[2] :]
+
+
+def _rotates_halves(rotate: Callable[..., tuple[Tensor, Tensor]], attention: Any) -> bool:
+    """Return whether `_rotate_halves` gives the bits of a model's own function on the model's device."""
+    weight = attention.q_proj.weight
+    random = torch.Generator().manual_seed(0)
+    sizes = ((3, 1, 4, attention.head_dim), (3, 1, 2, attention.head_dim), *[(3, 1, attention.head_dim)] * 2)
+    query, key, cos, sin = (torch.randn(size, generator=random).to(weight) for size in sizes)
+    try:
+        wanted = rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    except (TypeError, RuntimeError):  # other arguments
+        return False
+    first, second = sin.chunk(2, -1)
+    found = _rotate_halves(query, key, cos, torch.cat((-first, second), -1))
+    return all(map(torch.equal, found, wanted))
+
+
+def _norm_of(module: Any) -> Norm:
+    """Return a norm by one operation, where that gives the bits of the module; else the module."""
+    norm: Norm = module
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, nn.Parameter) or eps is None or "forward" in vars(module):
+        return norm
+    shape = weight.shape
+
+    def fused(states: Tensor) -> Tensor:
+        return rms_norm(states, shape, module.weight, eps)
+
+    states = torch.randn((3, 1, *shape), generator=torch.Generator().manual_seed(0)).to(weight)
+    return fused if torch.equal(fused(states), norm(states)) else norm
 
 
 class ScoresSeen:

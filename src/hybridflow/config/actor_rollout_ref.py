@@ -363,6 +363,9 @@ class RolloutConfig:
         "native, on CUDA: numbers of rows for which decoding is recorded as a CUDA graph; null: a few sizes "
         "up to max_num_seqs.",
     )
+    enable_torch_compile: bool = key(
+        False, "native: fuse the small operations of decoding by torch.compile; not in exact mode."
+    )
     enable_chunked_prefill: bool = key(
         True, "vllm, sglang: prefill long prompts in chunks, beside rows that decode."
     )
@@ -385,8 +388,7 @@ class RolloutConfig:
     )
     load_format: str = key(
         "dummy",
-        "vllm, sglang: weights that the engine holds before the first push; dummy: random ones, auto: those "
-        "of the model's folder.",
+        "vllm, sglang: weights before the first push; dummy: random ones, auto: those of the model's folder.",
     )
     quantization: str | None = key(
         None,

@@ -32,7 +32,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class FlatLayer:
     """The parts of one block, looked up once."""
 
     attention: Any
@@ -46,10 +46,12 @@ class _Layer:
 class FlatDecoder:
     """A decoder that computes for one token of each row what its base model computes."""
 
-    def __init__(self, base: Any, layers: list[_Layer], rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, base: Any, layers: list[FlatLayer], rotate: Callable[..., tuple[Tensor, Tensor]]
+    ) -> None:
+        self.layers = layers
         self._base = base
         self._norm = _norm_of(base.norm)
-        self._layers = layers
         self._rotate = rotate
         self._rotates_halves = _rotates_halves(rotate, layers[0].attention)
 
@@ -75,7 +77,7 @@ class FlatDecoder:
             parts: Any = block
             own = scores[attention.layer_idx]
             norms = (_norm_of(parts.input_layernorm), _norm_of(parts.post_attention_layernorm))
-            layers.append(_Layer(attention, mlp, *norms, own, heads_normed))
+            layers.append(FlatLayer(attention, mlp, *norms, own, heads_normed))
         if rotate is None:
             return None
         return cls(base, layers, rotate)
@@ -87,7 +89,7 @@ class FlatDecoder:
         if self._rotates_halves:
             first, second = sin.chunk(2, -1)
             sin = torch.cat((-first, second), -1)
-        for layer in self._layers:
+        for layer in self.layers:
             states = states + self._attend(layer, layer.norm_before(states), cos, sin, layout)
             normed = layer.norm_between(states)
             mlp = layer.mlp
@@ -95,7 +97,7 @@ class FlatDecoder:
             states = states + _project(mlp.down_proj, gate.mul_(_project(mlp.up_proj, normed)))
         return self._norm(states)
 
-    def _attend(self, layer: _Layer, states: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    def _attend(self, layer: FlatLayer, states: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         own = layer.attention
         shape = (states.shape[0], 1, -1, own.head_dim)
         query = _project(own.q_proj, states).view(shape)

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
+from hybridflow.models.compiled_decoder import CompiledDecoder
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
@@ -35,6 +36,8 @@ class PolicyModel(nn.Module):
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
     exact: ExactMode | None = None
     """Exact mode: a token's log-prob has the same bits in training and in generation."""
+    compiles_decoding = False
+    """Whether steps of decoding are compiled, where the model's layers allow it, but for exact mode."""
     source_dtype: torch.dtype | None = None
     """The dtype that the model's folder says its weights have; None where the model comes from no folder."""
 
@@ -52,6 +55,7 @@ class PolicyModel(nn.Module):
         if self.dtype == torch.float64:
             compute_in_float64(hf)
         self._flat: FlatDecoder | None = None
+        self._compiled: CompiledDecoder | None = None
         self._flat_tried = False
         self.train(hf.training)
 
@@ -133,7 +137,8 @@ class PolicyModel(nn.Module):
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [B, 1, H] of a new token of each row, with the bits of `hidden`.
 
-        A faster path is used if its first states were equal to those of the modules on this machine.
+        A faster path is used if its first states were equal to those of the modules on this machine. With
+        `compiles_decoding` the last bits are others.
         """
         if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
             return self.hidden(input_ids, position_ids, layout)
@@ -141,6 +146,8 @@ class PolicyModel(nn.Module):
         if self.exact is not None:
             input_ids, position_ids, layout = self.exact.pad_tokens(input_ids, position_ids, layout)
         decoder = self._flat or self._first_decode
+        if self._flat is not None and self.compiles_decoding and self.exact is None:
+            decoder = self._compiled or self._first_compiled
         return decoder(input_ids, position_ids, layout)[:rows]
 
     def _first_decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
@@ -156,6 +163,16 @@ class PolicyModel(nn.Module):
             return states
         # once more: the cache now has what the other path has stored
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout)
+
+    def _first_compiled(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Decode by the faster path and by its compiled functions, which are kept if they fit the model."""
+        assert self._flat is not None, "the faster path comes first"
+        states = self._flat(input_ids, position_ids, layout)
+        self._compiled = CompiledDecoder.of(self.hf.base_model, self._flat)
+        self.compiles_decoding = self._compiled is not None
+        if self._compiled is not None:
+            self._compiled.check(self._compiled(input_ids, position_ids, layout), states)
+        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""

@@ -38,6 +38,7 @@ def build_rollout_engine(
             enforce_eager=config.enforce_eager,
             cudagraph_capture_sizes=config.cudagraph_capture_sizes,
             kv_cache=config.kv_cache,
+            enable_torch_compile=config.enable_torch_compile,
             source=source,
             replica=replica,
             decode=decode,

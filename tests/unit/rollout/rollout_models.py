@@ -17,6 +17,7 @@ EOS = 2
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
     "mistral": {"sliding_window": 5},
     "gemma2": {
         "sliding_window": 5,

@@ -21,7 +21,13 @@ VLLM_KEYS = (
     "server",
 )
 """Keys that the native engine and the hf engine do not read."""
-NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes", "kv_cache")
+NATIVE_KEYS = (
+    "enable_prefix_caching",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "enable_torch_compile",
+    "kv_cache",
+)
 """Keys of the native engine that the hf engine does not read."""
 SET_BY_US = {
     "vllm": (
@@ -47,6 +53,11 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no "
             f"graphs set {ROLLOUT}.enforce_eager=true"
+        )
+    if rollout.enable_torch_compile and rollout.exact is True:
+        yield (
+            f"{ROLLOUT}.enable_torch_compile=true with {ROLLOUT}.exact=true: fused operations round "
+            f"otherwise than training does; set {ROLLOUT}.exact=auto, or enable_torch_compile=false"
         )
     if not rollout.recompute_kv_after_update:
         yield from _kept_keys_and_values(config, rollout)
@@ -145,6 +156,11 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.kv_cache={rollout.kv_cache}: read by the native engine; "
             f"{ROLLOUT}.name={rollout.name} has blocks of its own"
+        )
+    if rollout.name in WITH_WEIGHTS and rollout.enable_torch_compile:
+        yield (
+            f"{ROLLOUT}.enable_torch_compile=true: read by the native engine; {ROLLOUT}.name={rollout.name} "
+            f"takes its own setting under {ROLLOUT}.engine_kwargs"
         )
     if rollout.name in WITH_WEIGHTS and rollout.quantization:
         yield (

@@ -54,6 +54,7 @@ class NativeEngine(SessionEngine):
     `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`:
     tokens of a block. `look_ahead`: begin a step before the host has seen the tokens of the one before;
     `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
+    `enable_torch_compile`: fuse the small operations of decoding, not in exact mode.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class NativeEngine(SessionEngine):
         block_size: int = BLOCK_SIZE,
         look_ahead: bool | None = None,
         reserve_cache: bool | None = None,
+        enable_torch_compile: bool = False,
     ) -> None:
         super().__init__()
         self.policy = policy
+        policy.compiles_decoding = enable_torch_compile
         self.source = source
         self.replica = replica or ReplicaRanks()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))

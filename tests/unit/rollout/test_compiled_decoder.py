@@ -1,0 +1,141 @@
+"""Compiled decoding: the states of the plain step within roundings, few operations, and a way back."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rollout_models import prompts, requests_for, run, tiny_hf
+from torch._inductor.utils import run_and_get_code
+
+from hybridflow.models.compiled_decoder import CompiledDecoder
+from hybridflow.models.exact import ExactMode
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import GenerationOutput
+from hybridflow.rollout.native.engine import NativeEngine
+
+WRITES_AND_ATTENTION = 3
+"""Operations of a layer that are not compiled: keys, values and attention."""
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let functions be captured and run without a code generator, which takes half a minute; their names."""
+    names = []
+    own = torch.compile
+
+    def capture(function: Callable[..., Any], **settings: Any) -> Any:
+        names.append(function.__name__)
+        return own(function, **settings, backend="eager")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", capture)
+    return names
+
+
+def outputs_of(policy: PolicyModel, **settings: Any) -> dict[int, GenerationOutput]:
+    engine = NativeEngine(policy, eos_token_ids=[], max_num_seqs=5, **settings)
+    requests = requests_for(prompts(6), max_tokens=7)
+    return run(engine, [*requests[:5], *requests_for(prompts(6), max_tokens=12)[5:]])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_tokens_and_log_probs_are_those_of_the_plain_step(kind: str, captured: list[str]) -> None:
+    """Rows end one by one, so that the functions run with 5 rows to 1."""
+    hf = tiny_hf(kind)
+    wanted = outputs_of(PolicyModel(hf))
+    assert not captured
+    policy = PolicyModel(hf)
+    got = outputs_of(policy, enable_torch_compile=True)
+    assert captured == ["enter", "between", "finish"]
+    assert policy._compiled is not None and policy._compiled.works
+    for number, one in wanted.items():
+        assert got[number].token_ids == one.token_ids
+        assert got[number].log_probs == pytest.approx(one.log_probs, abs=1e-5)
+
+
+def test_it_follows_the_weights(captured: list[str]) -> None:
+    policy = PolicyModel(tiny_hf())
+    outputs_of(policy, enable_torch_compile=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.3)
+    got = outputs_of(policy, enable_torch_compile=True)
+    policy.compiles_decoding = False
+    assert {n: one.token_ids for n, one in got.items()} == {
+        n: one.token_ids for n, one in outputs_of(policy).items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_other_models_do_without_it(kind: str, captured: list[str]) -> None:
+    policy = PolicyModel(tiny_hf(kind))
+    outputs_of(policy, enable_torch_compile=True)
+    assert policy._compiled is None and not captured
+
+
+def test_a_compiler_that_fails_costs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = tiny_hf()
+    wanted = outputs_of(PolicyModel(hf))
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("no C++ compiler\nand much more")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: broken)
+    with caplog.at_level(logging.WARNING):
+        assert outputs_of(PolicyModel(hf), enable_torch_compile=True) == wanted
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "without torch.compile (RuntimeError: no C++ compiler)" in message
+    assert "rollout.enable_torch_compile=false" in message
+
+
+def test_wrong_states_are_found_in_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = tiny_hf()
+    wanted = outputs_of(PolicyModel(hf))
+
+    def wrong(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        if function.__name__ != "finish":
+            return function
+        return lambda *arguments: function(*arguments) * 1.01
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    with caplog.at_level(logging.WARNING):
+        assert outputs_of(PolicyModel(hf), enable_torch_compile=True) == wanted
+    assert "its states are 0.01 from those of the plain step" in caplog.text
+
+
+def test_exact_mode_does_without_it(captured: list[str]) -> None:
+    policy = PolicyModel(tiny_hf())
+    policy.exact = ExactMode(32)
+    outputs_of(policy, enable_torch_compile=True)
+    assert not captured
+    policy.exact = None
+    outputs_of(policy, enable_torch_compile=True)
+    assert captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_layer_has_at_most_sixteen_operations(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Those of the code that torch generates for a CPU, by its calls of products and of fused functions."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch._dynamo.reset()
+    policy = PolicyModel(tiny_hf(kind, num_hidden_layers=3))
+    wanted = outputs_of(policy)
+    got, sources = run_and_get_code(outputs_of, policy, enable_torch_compile=True)
+    compiled = policy._compiled
+    assert isinstance(compiled, CompiledDecoder) and compiled.works
+    assert {n: one.token_ids for n, one in got.items()} == {n: one.token_ids for n, one in wanted.items()}
+    calls = [
+        re.findall(r"(extern_kernels\.\w+|cpp_fused\w*)\(", source.split("def call")[1]) for source in sources
+    ]
+    most = max(map(len, calls))  # `between` has the most: a whole layer
+    assert most == 12 and most + WRITES_AND_ATTENTION <= 16

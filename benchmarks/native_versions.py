@@ -3,13 +3,13 @@
     python benchmarks/native_versions.py --old CHECKOUT [--new CHECKOUT] [--model tiny,real] [--threads 1,2]
         [--rows 64,128,512] [--rounds 15] [--page]
 
-The models of bench_models.py, prompts of 15 tokens, eight responses each, no end token. Responses of the tiny
-model have at most 64 tokens, those of the 135 M model 8, so that all of it takes about half an hour.
-`uniform` is all of them for each response, `life` log-normal with mean 0.4 of that. Each checkout is a process
-of its own, idle while the other is asked; who goes first turns. The measure is CPU time, which other work on
-the machine disturbs less than wall time; each round gives one ratio. `operations` counts what torch dispatches
-in one generation, and depends on nothing else. Writes `benchmarks/results/native_versions.json` and `.md`
-after each model and number of threads.
+The models of bench_models.py, prompts of 15 tokens, eight responses each, no end token. Responses of the
+tiny model have at most 64 tokens, those of the 135 M model 8, so that all of it takes about half an hour.
+`uniform` is all of them for each response, `life` log-normal with mean 0.4 of that. Each checkout is a
+process of its own, idle while the other is asked; who goes first turns. The measure is CPU time, which other
+work on the machine disturbs less than wall time; each round gives one ratio. `operations` counts what torch
+dispatches in one generation, and depends on nothing else. Writes `benchmarks/results/native_versions.json`
+and `.md` after each model and number of threads.
 """
 
 from __future__ import annotations

@@ -24,6 +24,10 @@ from hybridflow.models.attention import Layout, Scores
 
 MIN_ROWS = 16
 """Least number of rows of a dense layer; below it, matrix libraries choose other kernels."""
+MANY_ROWS = 192
+"""Least number of rows where 16 do not suffice: with AVX-512 and two threads, sums over a thousand numbers
+are cut at another place up to 175 rows.
+"""
 MIN_QUERIES = 8
 """Rows of the products inside attention that suffice everywhere; many machines need half of them."""
 KEY_BLOCK = 128
@@ -40,9 +44,10 @@ class ExactMode:
     key_step: int
     """Multiple (of 32) to which keys are padded; as long as the longest row: all rows have one length."""
     row_step: int = 1
-    """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
+    """Rows of every dense layer are padded to a multiple of this, and to `min_rows` in any case."""
     min_queries: int = MIN_QUERIES
     """Rows of the products inside attention where `row_step` is 1; else multiples of MIN_QUERIES."""
+    min_rows: int = MIN_ROWS
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
@@ -52,6 +57,7 @@ class ExactMode:
         modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
         if step == 1:
             modes.insert(0, cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2))
+        modes += [cls(keys, math.lcm(step, 32), min_rows=MANY_ROWS) for keys in (THRIFTY_KEYS, common)]
         return list(dict.fromkeys(modes))
 
     def joined(self, other: ExactMode) -> ExactMode:
@@ -60,11 +66,12 @@ class ExactMode:
             max(self.key_step, other.key_step),
             math.lcm(self.row_step, other.row_step),
             max(self.min_queries, other.min_queries),
+            max(self.min_rows, other.min_rows),
         )
 
     def num_rows(self, real: int) -> int:
         """Return the number of rows that a dense layer gets for `real` rows."""
-        return max(MIN_ROWS, -(-real // self.row_step) * self.row_step)
+        return max(self.min_rows, -(-real // self.row_step) * self.row_step)
 
     def num_keys(self, real: int) -> int:
         """Return the number of keys that attention gets for `real` keys; slots have this capacity."""
@@ -73,7 +80,7 @@ class ExactMode:
     @property
     def chunk_step(self) -> int:
         """Number of rows of which the log-prob head takes a multiple at a time, so that no chunk has few."""
-        return max(MIN_ROWS, self.row_step)
+        return max(self.min_rows, self.row_step)
 
     def pad_tokens(
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout

@@ -226,6 +226,23 @@ def test_the_exact_attention_is_the_plain_one() -> None:
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-3)
 
 
+def test_sums_over_many_numbers_hold_with_two_threads(two_threads: None) -> None:
+    """Products over 1,024 numbers, which AVX-512 kernels cut at another place up to 175 rows."""
+    policy = PolicyModel(zoo.tiny_hf("qwen2", hidden_size=256, intermediate_size=1024))
+    engine = NativeEngine(policy, eos_token_ids=(2,))
+    assert isinstance(choose_exact_mode(engine, policy, longest=79, temperature=1.0), ExactMode)
+
+
+def test_the_last_modes_pad_to_many_rows() -> None:
+    *_, thrifty, safest = ExactMode.choices(torch.nn.Linear(8, 48), 100)
+    assert [(mode.key_step, mode.num_rows(1), mode.chunk_step) for mode in (thrifty, safest)] == [
+        (32, 192, 192),
+        (128, 192, 192),
+    ]
+    assert safest.num_rows(193) == 224
+    assert thrifty.joined(ExactMode(128)).min_rows == ExactMode(128).joined(safest).min_rows == 192
+
+
 def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = PolicyModel(zoo.tiny_hf("llama"))
     tried = []

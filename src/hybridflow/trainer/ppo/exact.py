@@ -19,7 +19,7 @@ from functools import reduce
 from hybridflow.config import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact import MIN_ROWS, ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.actor import ActorWorker
@@ -75,6 +75,12 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     if config.trainer.schedule not in EXACT_SCHEDULES:  # these want the kernels for the timing's sake
         impossible = impossible or no_reuse
     chosen = impossible or _choose(config, roles)
+    by_choice = wanted == "auto" and config.trainer.schedule not in EXACT_SCHEDULES
+    if by_choice and isinstance(chosen, ExactMode) and chosen.min_rows > MIN_ROWS:
+        chosen = (
+            f"it holds here only where dense layers get at least {chosen.min_rows} rows, which costs more "
+            f"than the pass that it saves; {KEY}=true takes it, and one thread may do with fewer"
+        )
     if isinstance(chosen, str):
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hybridflow.models.attention import Layout
 from hybridflow.models.flat_decoder import FlatDecoder
@@ -97,7 +98,8 @@ class CompiledDecoder:
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [B, 1, H] of input_ids and position_ids [B, 1] under `layout`."""
-        if self.works:
+        # torch compiles nothing where operations are watched, as before a graph is recorded
+        if self.works and not is_in_torch_dispatch_mode(include_infra_modes=False):
             try:
                 return self._step(input_ids, position_ids, layout)
             except Exception as error:  # a compiler may raise anything; the plain step raises what is ours

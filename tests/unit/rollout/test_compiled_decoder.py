@@ -11,6 +11,7 @@ import pytest
 import torch
 from rollout_models import prompts, requests_for, run, tiny_hf
 from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.models.compiled_decoder import CompiledDecoder
 from hybridflow.models.exact import ExactMode
@@ -110,6 +111,23 @@ def test_wrong_states_are_found_in_the_first_step(
     with caplog.at_level(logging.WARNING):
         assert outputs_of(PolicyModel(hf), enable_torch_compile=True) == wanted
     assert "its states are 0.01 from those of the plain step" in caplog.text
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation, as the recorder of graphs does before it records."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_that_are_watched_are_plain_and_later_ones_compiled(captured: list[str]) -> None:
+    policy = PolicyModel(tiny_hf())
+    wanted = outputs_of(policy, enable_torch_compile=True)
+    with Watch():  # type: ignore[no-untyped-call]
+        watched = outputs_of(policy, enable_torch_compile=True)
+    assert policy._compiled is not None and policy._compiled.works
+    assert {n: one.token_ids for n, one in watched.items()} == {n: one.token_ids for n, one in wanted.items()}
+    assert outputs_of(policy, enable_torch_compile=True) == wanted
 
 
 def test_exact_mode_does_without_it(captured: list[str]) -> None:

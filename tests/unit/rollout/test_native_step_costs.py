@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from far_device import FarDevice
 from rollout_models import prompts, requests_for, run, tiny_engine, tiny_hf
 from test_native_graphs import Again, recorded
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput
@@ -180,3 +183,37 @@ def test_operations_of_a_step_are_no_more_than_they_are(monkeypatch: pytest.Monk
     assert (per_layer, rest) == (31, 0)
     assert few - 2 * per_layer <= 67
     assert operations(monkeypatch, 2, states=False) <= 50
+
+
+class Reads(TorchDispatchMode):
+    """Bytes that operations take from given memory, by name; views and lookups of a few rows aside."""
+
+    def __init__(self, memory: dict[int, str]) -> None:
+        super().__init__()
+        self.memory = memory
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ("embedding", "index_copy_"):
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor) and each.untyped_storage().data_ptr() in self.memory:
+                    self.bytes[self.memory[each.untyped_storage().data_ptr()]] += each.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [3, 7])
+def test_a_step_reads_each_weight_and_each_key_once(rows: int) -> None:
+    """On a CPU: whole slots, whose capacity follows the longest row."""
+    engine = tiny_engine(eos=(), max_num_seqs=8)
+    session = running(engine, rows)
+    weights = {name: each for name, each in engine.policy.named_parameters() if "embed_tokens" not in name}
+    memory = {each.untyped_storage().data_ptr(): "weights" for each in weights.values()}
+    memory |= {each.untyped_storage().data_ptr(): "cache" for each in session.cache.tensors()}
+    with Reads(memory) as reads:
+        session.step()
+    capacity = session.cache.capacity
+    session.close()
+    assert reads.bytes["weights"] == sum(each.nbytes for each in weights.values())
+    layers, kv_heads, head_dim = 2, 2, 8
+    assert reads.bytes["cache"] == rows * capacity * layers * 2 * kv_heads * head_dim * 4

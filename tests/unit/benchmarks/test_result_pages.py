@@ -42,7 +42,9 @@ def test_a_grpo_step_where_exact_mode_does_not_hold() -> None:
     page = grpo_step.page_of({"cases": [case]})
     assert "| 2 | life | ours-exact | does not hold on this machine |" in page
     assert "| 2.00 × as fast, 0.25 of the memory |" in page and "as fast (within the noise)" in page
-    assert "1.93 × as fast as the faster of TRL's sides, wanted 3.0: **missed**" in page
+    assert "1.93 × as fast as the faster of TRL's sides, wanted 2.5: **missed**" in page
+    assert "0.25 of the memory of trl, wanted at most 0.25: met" in page
+    assert "1.00 of the memory of trl-16, wanted at most 0.7: **missed**" in page
     assert "-0." not in page
     width = len(grpo_step.HEAD)
     assert all(line.count("|") == width + 1 for line in page.splitlines() if line.startswith("| 2 "))

@@ -4,8 +4,9 @@
     native,generate]
     python benchmarks/gpu_generation.py --tiny --device cpu          (a dry run)
 
-Models of Qwen 2's architecture with random weights in bfloat16; prompts of 512 tokens, all different, 512 new
-tokens each, sampled at temperature 1 without an end token. `eager` is the native engine without CUDA graphs.
+Models of Qwen 2's architecture with random weights in bfloat16; prompts of 512 tokens, all different, 512
+new tokens each, sampled at temperature 1 without an end token. `eager` is the native engine without CUDA
+graphs, `compiled` the one with graphs of a step that torch has compiled (`rollout.enable_torch_compile`).
 The sides run one after the other, because the caches of two do not fit beside each other; each once to warm
 up.
 
@@ -33,7 +34,8 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 
-SIDES = ("native", "eager", "generate", "batch")
+SIDES = ("native", "compiled", "eager", "generate", "batch")
+OURS = ("native", "compiled", "eager")
 HEAD = (
     "model",
     "rows",
@@ -61,18 +63,20 @@ class Bench:
         """Others each time, so that nothing is at hand from before."""
         return [[self.draw.randrange(3, self.vocabulary) for _ in range(self.prompt)] for _ in range(rows)]
 
-    def native(self, rows: int, new: int, *, eager: bool = False) -> None:
+    def native(self, rows: int, new: int, *, eager: bool = False, compiled: bool = False) -> None:
         """Our engine."""
         use_attention(self.hf)
-        name = f"{rows} {eager}"
+        name = f"{rows} {eager} {compiled}"
         if name not in self.engines:
             self.drop_engines()
             settings: dict[str, Any] = {
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": 16_384,
                 "gpu_memory_utilization": 0.8,
+                "enforce_eager": eager,
+                "enable_torch_compile": compiled,
             }
-            self.engines[name] = NativeEngine(self.policy, eos_token_ids=[], enforce_eager=eager, **settings)
+            self.engines[name] = NativeEngine(self.policy, eos_token_ids=[], **settings)
         sampling = SamplingParams(max_tokens=new)
         requests = [
             GenerationRequest(row, Prompt(tuple(tokens)), sampling, seed=row)
@@ -126,7 +130,8 @@ def measure(
     """All sides, and our prefill alone."""
     ways: dict[str, Callable[[int, int], None]] = {
         "native": bench.native,
-        "eager": lambda rows, new: bench.native(rows, new, eager=True),
+        "compiled": partial(bench.native, compiled=True),
+        "eager": partial(bench.native, eager=True),
         "generate": bench.generate,
         "batch": bench.batch,
     }
@@ -153,7 +158,7 @@ def measure(
                     **_graphs(bench),
                 }
         except Exception as error:  # a rival that cannot do it is told as such
-            if side in ("native", "eager") and not isinstance(error, torch.OutOfMemoryError):
+            if side in OURS and not isinstance(error, torch.OutOfMemoryError):
                 raise
             case["failed"][side] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         bench.drop_engines()
@@ -212,11 +217,13 @@ def main() -> None:
     parser.add_argument(
         "--sides",
         type=lambda text: text.split(","),
-        help=f"of {', '.join(SIDES)}; left out: all, in a dry run not batch",
+        help=f"of {', '.join(SIDES)}; left out: all, in a dry run not batch and compiled",
     )
     options = parser.parse_args()
     device = gpu.device_of(options)
-    options.sides = options.sides or [side for side in SIDES if side != "batch" or not options.tiny]
+    options.sides = options.sides or [
+        side for side in SIDES if side not in ("batch", "compiled") or not options.tiny
+    ]
     prompt = 512
     new = 512
     if options.tiny:

@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_without_graphs_after_an_optimizer_step_too() ->
     assert recorded.graphs.num_recorded == known  # the weights are where they were, and so are the slots
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_steps_are_recorded_and_give_the_tokens_of_plain_ones(dtype: torch.dtype) -> None:
     policy = policy_of(dtype)
     asked = requests(6, 40)
@@ -91,7 +91,7 @@ def test_compiled_steps_are_recorded_and_give_the_tokens_of_plain_ones(dtype: to
     found = tokens(engine, asked)
     assert policy._compiled is not None and policy._compiled.works
     assert engine.graphs is not None and engine.graphs.problem is None and engine.graphs.num_recorded > 0
-    if dtype == torch.float64:  # in bfloat16 a rounding may change a greedy token
+    if dtype == torch.float32:  # in bfloat16 a rounding may change a greedy token
         assert found == wanted
 
 

@@ -90,9 +90,9 @@ class CompiledDecoder:
     @classmethod
     def of(cls, base: Any, flat: FlatDecoder) -> CompiledDecoder | None:
         """Return a decoder for the model of `flat`; None where its layers differ or have adapters."""
-        if not flat.layers or not all(_fits(block) for block in base.layers):
-            return None
-        if not isinstance(getattr(base.norm, "variance_epsilon", None), float):
+        fits = all(_fits(block) for block in base.layers)
+        if not fits or not isinstance(getattr(base.norm, "variance_epsilon", None), float):
+            say_plain("its layers have adapters, or norms of another kind")
             return None
         return cls(base, flat)
 
@@ -117,11 +117,7 @@ class CompiledDecoder:
     def give_up(self, why: str) -> None:
         """Go on with the plain step, and say why."""
         self.works = False
-        logger.warning(
-            "decoding goes on without torch.compile (%s). To leave it out from the start, set "
-            "actor_rollout_ref.rollout.enable_torch_compile=false",
-            why.splitlines()[0],
-        )
+        say_plain(why)
 
     def _step(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         states = self._base.embed_tokens(input_ids)
@@ -133,6 +129,15 @@ class CompiledDecoder:
             states, query, key, value = self._between(states, attended, cos, sin, block, after)
         attended = layout.attend(query, key, value, self._flat.layers[-1].scores)
         return self._finish(states, attended, blocks[-1], self._base.norm.weight)
+
+
+def say_plain(why: str) -> None:
+    """Warn that steps are not compiled."""
+    logger.warning(
+        "decoding goes on without torch.compile (%s). To leave it out from the start, set "
+        "actor_rollout_ref.rollout.enable_torch_compile=false",
+        why.splitlines()[0],
+    )
 
 
 def _normed(states: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
-from hybridflow.models.compiled_decoder import CompiledDecoder
+from hybridflow.models.compiled_decoder import CompiledDecoder, say_plain
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
@@ -157,6 +157,8 @@ class PolicyModel(nn.Module):
         states = run_backbone(self.hf.base_model, input_ids, position_ids, seen)
         flat = FlatDecoder.of(self.hf.base_model, seen.of_layer)
         if flat is None:
+            if self.compiles_decoding:
+                say_plain(f"{type(self.hf).__name__} is not built like Llama, Mistral, Qwen 2 or 3")
             return states
         if torch.equal(flat(input_ids, position_ids, layout), states):
             self._flat = flat

@@ -73,10 +73,27 @@ def test_it_follows_the_weights(captured: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
-def test_other_models_do_without_it(kind: str, captured: list[str]) -> None:
+def test_other_models_do_without_it_and_say_so(
+    kind: str, captured: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     policy = PolicyModel(tiny_hf(kind))
-    outputs_of(policy, enable_torch_compile=True)
+    with caplog.at_level(logging.WARNING):
+        outputs_of(policy, enable_torch_compile=True)
     assert policy._compiled is None and not captured
+    assert caplog.text.count("is not built like Llama") == 1
+
+
+def test_layers_with_adapters_do_without_it(captured: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    class Adapted(torch.nn.Linear):
+        pass
+
+    hf = tiny_hf()
+    hf.base_model.layers[1].mlp.up_proj.__class__ = Adapted
+    policy = PolicyModel(hf)
+    with caplog.at_level(logging.WARNING):
+        outputs_of(policy, enable_torch_compile=True)
+    assert policy._compiled is None and not captured
+    assert caplog.text.count("its layers have adapters") == 1
 
 
 def test_a_compiler_that_fails_costs_a_warning(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,8 +153,13 @@ def _norm_of(module: Any) -> Norm:
     def fused(states: Tensor) -> Tensor:
         return rms_norm(states, shape, module.weight, eps)
 
-    states = torch.randn((3, 1, *shape), generator=torch.Generator().manual_seed(0)).to(weight)
-    return fused if _same_bits(fused(states), norm(states)) else norm
+    # weights of a new model are 1, which would hide another order of the products
+    random = torch.Generator().manual_seed(0)
+    probe = deepcopy(module)
+    probe.weight.data = torch.randn(shape, generator=random).to(weight)
+    states = torch.randn((3, 1, *shape), generator=random).to(weight)
+    same = _same_bits(rms_norm(states, shape, probe.weight, eps), probe(states))
+    return fused if same else norm
 
 
 def _same_bits(found: Tensor, wanted: Tensor) -> bool:

@@ -162,6 +162,9 @@ class PolicyModel(nn.Module):
             return states
         if torch.equal(flat(input_ids, position_ids, layout), states):
             self._flat = flat
+            # now, and not in the next step: that one may be watched for a recording, where nothing may wait
+            if self.compiles_decoding and self.exact is None:
+                return self._first_compiled(input_ids, position_ids, layout)
             return states
         # once more: the cache now has what the other path has stored
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout)

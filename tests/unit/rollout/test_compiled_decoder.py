@@ -147,6 +147,17 @@ def test_steps_that_are_watched_are_plain_and_later_ones_compiled(captured: list
     assert outputs_of(policy, enable_torch_compile=True) == wanted
 
 
+def test_it_is_checked_in_the_first_step(captured: list[str]) -> None:
+    """The second one may be watched for a recording, in which nothing may wait."""
+    policy = PolicyModel(tiny_hf())
+    outputs = run(
+        NativeEngine(policy, eos_token_ids=[], enable_torch_compile=True),
+        requests_for([(3, 4)], max_tokens=2),
+    )
+    assert len(outputs[0].token_ids) == 2  # the first by the prefill, the second by the only step
+    assert captured and policy._compiled is not None
+
+
 def test_exact_mode_does_without_it(captured: list[str]) -> None:
     policy = PolicyModel(tiny_hf())
     policy.exact = ExactMode(32)

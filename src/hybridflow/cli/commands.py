@@ -25,6 +25,7 @@ def demo(options: argparse.Namespace) -> int:
         wanted = DemoOptions(
             Path(options.out),
             algorithm=options.algo,
+            experts=options.experts,
             seed=options.seed,
             reward=options.reward,
             overrides=tuple(options.overrides),

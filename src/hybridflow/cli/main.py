@@ -92,6 +92,9 @@ def _add_demo(words: Any) -> None:
     demo.add_argument(
         "--algo", choices=_demo_names(), metavar="NAME", default="grpo", help="a tiny recipe: %(choices)s"
     )
+    demo.add_argument(
+        "--experts", type=int, default=0, help="experts in each layer of the model, of which a token has two"
+    )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
     demo.add_argument(
@@ -197,10 +200,12 @@ def _add_try(words: Any) -> None:
 
 
 def _demo_names() -> list[str]:
-    """Return the names of the recipes with a tiny twin that needs nothing but the demo's own model."""
+    """Return the names of the recipes with a tiny twin that needs nothing but the demo's own model, and of
+    the one for a mixture of experts.
+    """
     folder = Path(__file__).parents[1] / "recipes"
     names = {path.stem for path in (folder / "tiny").glob("*.yaml") if (folder / path.name).is_file()}
-    return sorted(names - {"on_policy_distillation", "dpo", "reward_model"})
+    return sorted(names - {"on_policy_distillation", "dpo", "reward_model"} | {"moe"})
 
 
 @ends_in_status

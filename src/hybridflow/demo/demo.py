@@ -43,6 +43,8 @@ class DemoOptions:
     folder: Path
     algorithm: str = "grpo"
     """A recipe of the folder `recipes/tiny` that needs nothing but a policy."""
+    experts: int = 0
+    """Experts in each layer of the model; 0: the layers are dense."""
     seed: int = 0
     reward: str = REWARD
     """`random` is the control: a reward that knows nothing must not help."""
@@ -56,8 +58,12 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     """Run the demo from a new model on; write and return the summary: accuracies, seconds, machine."""
     start = time.perf_counter()
     folder = RunFolder(options.folder / options.algorithm)
-    model = create_tiny_model(options.folder / "model", seed=options.seed)
-    logger.info("a model of its own: Llama architecture, 0.4 M parameters, random weights, in %s", model)
+    model = create_tiny_model(options.folder / "model", experts=options.experts, seed=options.seed)
+    logger.info(
+        "a model of its own: %s architecture, random weights, in %s",
+        "Mixtral" if options.experts else "Llama",
+        model,
+    )
     warm = warm_up(
         model, options.folder / "sft", seed=options.seed, options=WarmUpOptions(options.sft_accuracy)
     )

@@ -245,6 +245,12 @@ def _memory(plan: Plan) -> Iterator[Line]:
             yield Line(
                 f"{engine.role} parameters in training", f"{size.whole.trained:,} of {size.whole.all:,}", how
             )
+        if size.experts:
+            yield Line(
+                f"{engine.role} parameters for each token",
+                f"{size.active:,} of {size.whole.all:,}",
+                f"{size.experts_per_token} of {size.experts} experts in each sparse layer",
+            )
     totals = []
     for pool in plan.placement.pools:
         lines, peak = _pool_lines(plan, pool, _pool_needs(plan, pool, found))

@@ -7,8 +7,10 @@ sampling are left out, as is usual for MFU.
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from hybridflow.models.experts import experts_per_token, num_experts
 from hybridflow.protocol import Workload
 
 
@@ -20,18 +22,26 @@ def matmul_parameters(hf: PreTrainedModel) -> int:
     config = hf.config.get_text_config()
     table = hf.get_input_embeddings().weight
     head = hf.get_output_embeddings()
-    share = _expert_share(config)
+    experts = num_experts(config)
     total = 0.0
     for name, parameter in hf.named_parameters():
         if parameter is table:
             continue
-        if ".experts." in name:
-            total += parameter.numel() * share
+        if experts and ".experts." in name:
+            total += parameter.numel() * experts_per_token(config) / experts
         else:
             total += parameter.numel()
     if head is not None and head.weight is table:  # tied: the head's product is real
         total += table.numel()
     return int(total)
+
+
+def active_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
+    """Return `matmul_parameters` of the causal LM that `config` describes, without allocating it."""
+    with torch.device("meta"):
+        return matmul_parameters(
+            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        )
 
 
 def workload_of(config: PretrainedConfig, num_parameters: int) -> Workload:
@@ -69,12 +79,3 @@ def _windows(config: PretrainedConfig) -> list[int | None]:
     if not getattr(config, "use_sliding_window", True):
         window = None
     return [window] * config.num_hidden_layers
-
-
-def _expert_share(config: PretrainedConfig) -> float:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    total = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if total and chosen:
-        return float(chosen) / float(total)
-    return 1.0

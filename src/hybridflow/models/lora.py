@@ -10,6 +10,7 @@ no dropout, which would move log-probs.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,9 +29,12 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.shards import local, own_slices
 from hybridflow.errors import ModelError, install_extra
 from hybridflow.models.adapter_folder import AdapterFile, read_adapter, read_adapter_config
+from hybridflow.models.experts import num_experts
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.randomness import generator
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 """The name under which peft has the one adapter."""
@@ -129,6 +133,12 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     for name, child in bare.named_children():
         root.add_module(name, child)
     root.peft_config = {ADAPTER: config}
+    if num_experts(model.config):
+        logger.info(
+            "LoRA: experts and routers get no adapters and stay as they are, because they are no linear "
+            "layers; %d linear layers get one",
+            len(chosen),
+        )
     adapted = adapted_layers(model)
     assert set(adapted) == set(chosen), (
         f"peft adapted {sorted(set(adapted) ^ set(chosen))[:3]} otherwise than asked"

@@ -16,6 +16,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.compiled_decoder import CompiledDecoder, say_plain
 from hybridflow.models.exact import ExactMode
+from hybridflow.models.experts import ExactExperts
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
@@ -34,8 +35,6 @@ class PolicyModel(nn.Module):
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
-    exact: ExactMode | None = None
-    """Exact mode: a token's log-prob has the same bits in training and in generation."""
     compiles_decoding = False
     """Whether steps of decoding are compiled, where the model's layers allow it, but for exact mode."""
     source_dtype: torch.dtype | None = None
@@ -57,7 +56,19 @@ class PolicyModel(nn.Module):
         self._flat: FlatDecoder | None = None
         self._compiled: CompiledDecoder | None = None
         self._flat_tried = False
+        self._exact: ExactMode | None = None
+        self._experts = ExactExperts(hf)
         self.train(hf.training)
+
+    @property
+    def exact(self) -> ExactMode | None:
+        """Exact mode: a token's log-prob has the same bits in training and in generation; None: it is off."""
+        return self._exact
+
+    @exact.setter
+    def exact(self, mode: ExactMode | None) -> None:
+        self._exact = mode
+        self._experts.switch(mode is not None)
 
     @property
     def config(self) -> PretrainedConfig:

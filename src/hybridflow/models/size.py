@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from hybridflow.config.model import ModelConfig
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.build import resolve_dtype, shape_of
+from hybridflow.models.experts import experts_per_token, mlp_width, num_experts
+from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import check_sizes, tensor_slices, tensor_styles
@@ -62,11 +64,17 @@ class ModelSize:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Activations of the widest feed-forward part for a token: of experts those that it is routed to."""
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     itemsize: int
     """Bytes of one number in the compute dtype."""
+    active: int
+    """Parameters that a token is multiplied with: of experts those that it is routed to."""
+    experts: int
+    """Experts of a sparse layer; 0 for a dense model."""
+    experts_per_token: int
 
 
 def size_of(
@@ -91,6 +99,7 @@ def size_of(
         hf = AutoModelForCausalLM.from_config(
             shape, dtype=compute, attn_implementation="eager", trust_remote_code=config.trust_remote_code
         )
+        active = matmul_parameters(hf)
         module: PolicyModel | ValueModel = _MODELS[kind](hf)
     cut: set[int] = set()
     if tensor > 1:
@@ -119,9 +128,12 @@ def size_of(
         block,
         num_layers=text.num_hidden_layers,
         hidden_size=hidden,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
+        intermediate_size=mlp_width(shape),
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or hidden // heads,
         vocab_size=text.vocab_size,
         itemsize=compute.itemsize,
+        active=active,
+        experts=num_experts(shape),
+        experts_per_token=experts_per_token(shape),
     )

@@ -8,8 +8,8 @@ import torch
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.models.build import count_parameters, generation_end_tokens, import_external, shape_of
-from hybridflow.models.flops import workload_of
+from hybridflow.models.build import generation_end_tokens, import_external, shape_of
+from hybridflow.models.flops import active_parameters, workload_of
 from hybridflow.models.liger import check_liger
 from hybridflow.protocol.balancing import Workload
 
@@ -44,9 +44,4 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
 def row_cost(model: ModelConfig) -> Workload:
     """Return what a row costs a model, by its length; the model's configuration is enough."""
     shape = shape_of(model)
-    text = shape.get_text_config()
-    parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)
-    if not getattr(text, "tie_word_embeddings", False):
-        # a token is looked up in the input embedding, not multiplied with it
-        parameters -= text.vocab_size * text.hidden_size
-    return workload_of(shape, parameters)
+    return workload_of(shape, active_parameters(shape, trust_remote_code=model.trust_remote_code))

@@ -54,11 +54,18 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 5},
     "gpt_oss": {**ALTERNATING, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": MOE,
+    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24, "head_dim": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**MOE, **ROUTED},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
     "deepseek_v3": {**MOE, **LATENT, **ROUTED, "num_key_value_heads": 4},
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2},
     "gpt_neox": {},
 }
+
+SPARSE = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe")
+"""Families with experts."""
 
 
 def tiny_hf(
@@ -66,7 +73,7 @@ def tiny_hf(
 ) -> PreTrainedModel:
     """A random model whose attention really matters (large initial weights, random sinks)."""
     settings = {**BASE, **SUPPORTED.get(model_type, {}), **changes}
-    if "head_dim" in changes and changes["head_dim"] is None:  # falcon computes it
+    if settings["head_dim"] is None:  # some compute it
         del settings["head_dim"]
     config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""A model of about 0.4 million parameters, dense or with experts, made on the spot for the demo and for tests."""
+"""A model of about 0.4 million parameters, or a mixture of experts, made on the spot for demo and tests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def create_tiny_model(
 
     It is a Llama with tied embeddings, because AutoTokenizer replaces the tokenizer of a folder whose
     model_type is qwen2 by its own. With `experts` it is a Mixtral, which is a Llama whose layers have so many
-    experts, two of them for each token and each of half of the width. The same `seed` gives the same weights. The global random stream stays as
-    it was.
+    experts, two of them for each token and each of half of the width. The same `seed` gives the same weights.
+    The global random stream stays as it was.
     """
     folder = Path(folder)
     if tokenizer is None:

@@ -23,7 +23,8 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
 from hybridflow.explain.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
 from hybridflow.explain.schedule import schedule_lines
-from hybridflow.models.build import resolve_dtype
+from hybridflow.models.build import resolve_dtype, shape_of
+from hybridflow.models.in_force import in_force
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
@@ -235,6 +236,9 @@ def _memory(plan: Plan) -> Iterator[Line]:
     if missing:
         yield Line("memory", "not estimated", f"{missing[0]} is no folder on this machine")
         return
+    for engine in plan.engines.values():
+        dtype = resolve_dtype(compute_dtype(engine.fsdp, engine.model), plan.device)
+        yield Line(f"{engine.role} model", in_force(shape_of(engine.model), dtype), str(engine.model.path))
     found = {role: size_of_role(plan, role, engine) for role, engine in plan.engines.items()}
     for role, size in found.items():
         engine = plan.engines[role]

@@ -28,6 +28,7 @@ from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder, require_hub
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ModelError
+from hybridflow.models.in_force import in_force
 from hybridflow.models.liger import patch_liger, use_liger_kernels
 from hybridflow.models.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
@@ -300,6 +301,7 @@ def load_whole(
             f"{sorted(info['mismatched_keys'])[:3]}"
         )
     without_dropout(hf)
+    logger.info("%s: %s", type(hf).__name__, in_force(hf.config, dtype))
     hf.source_dtype = before
     model: PreTrainedModel = hf.to(device)
     return model

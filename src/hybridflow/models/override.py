@@ -1,6 +1,7 @@
 """Entries of `override_config` in a model's configuration, and rotary embeddings under all of their names.
 
-    override_config ─► `rope_scaling`, `rope_theta` become `rope_parameters`, `type` becomes `rope_type` ─►
+    override_config ─► entries of the language model inside a model of pictures go to its `text_config` ─►
+    `rope_scaling`, `rope_theta` become `rope_parameters`, `type` becomes `rope_type` ─►
     merged into what the model's config.json says ─► checked ─► configuration
 
 transformers 5 keeps all rotary settings in `rope_parameters`; model cards and older configurations say
@@ -10,6 +11,7 @@ are refused, so that no model trains without the scaling that was asked for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -19,12 +21,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridflow.errors import ModelError
 
+logger = logging.getLogger(__name__)
+
 ROPE = "rope_parameters"
 ROPE_SCALING = "rope_scaling"
 ROPE_THETA = "rope_theta"
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
-_KEPT_BY_EVERY_TYPE = ("rope_theta", "partial_rotary_factor", ORIGINAL_POSITIONS)
+_KEPT_BY_EVERY_TYPE = (
+    "rope_theta",
+    "partial_rotary_factor",
+    ORIGINAL_POSITIONS,
+    "mrope_section",
+    "mrope_interleaved",
+)
 """Entries that describe the model and not one way of scaling: they stay where `rope_type` changes."""
 _ONLY_OF_SCALING = (
     "factor",
@@ -40,6 +50,14 @@ _ONLY_OF_SCALING = (
     "truncate",
 )
 _NEEDS_ORIGINAL_POSITIONS = ("llama3", "yarn", "longrope")
+_ATTENTION = ("attn_implementation", "_attn_implementation")
+_ONE_ATTENTION = "one attention over packed rows serves training and generation; the log names its kernels"
+_EXPERTS = "experts_implementation"
+_SET_ELSEWHERE = {
+    "dtype": "model.dtype",
+    "torch_dtype": "model.dtype",
+}
+_DROPOUT = ("dropout", "pdrop", "drop")
 
 
 def apply_override(config: PretrainedConfig, override: Mapping[str, Any]) -> None:
@@ -47,11 +65,22 @@ def apply_override(config: PretrainedConfig, override: Mapping[str, Any]) -> Non
 
     A block of keys is merged into a block of the configuration, anything else replaces the entry. Raises
     ModelError for an entry that this configuration does not have, and for rotary settings that contradict
-    each other, lack an entry that their type needs, or name a type that does not exist.
+    each other, lack an entry that their type needs, or name a type that does not exist. An entry that
+    another key decides is refused too, and so is dropout, which is always 0 here.
     """
-    given = dict(override)
+    given = _routed(config, override)
+    for name in _ATTENTION:
+        if name in given:
+            logger.info("override_config.%s=%s has no effect: %s", name, given.pop(name), _ONE_ATTENTION)
+    if _EXPERTS in given:
+        config._experts_implementation = given.pop(_EXPERTS)  # checked where the model is made
+    for name, value in given.items():
+        _refuse_without_effect(name, value)
     rope = _take_rope(config, given)
-    if rope:
+    moved = ORIGINAL_POSITIONS in given and hasattr(config, ORIGINAL_POSITIONS)
+    if moved:
+        setattr(config, ORIGINAL_POSITIONS, given.pop(ORIGINAL_POSITIONS))
+    if rope or (moved and getattr(config, ROPE, None)):
         _override_rope(
             config, rope
         )  # before max_position_embeddings changes: yarn starts from the model's own
@@ -72,11 +101,52 @@ def effective_override(config: PretrainedConfig, override: Mapping[str, Any]) ->
 
     For other engines, which read the model's folder themselves and merge these entries in their own way.
     """
+    ours = (*_ATTENTION, _EXPERTS)
+    given = {name: value for name, value in _routed(config, override).items() if name not in ours}
     names = (ROPE, ROPE_SCALING) if ROPE_THETA in vars(config) else (ROPE, ROPE_SCALING, ROPE_THETA)
-    rest = {name: value for name, value in override.items() if name not in names}
-    if len(rest) == len(override):
+    rest: dict[str, Any] = {}
+    for name, value in given.items():
+        current = getattr(config, name, None)
+        if isinstance(current, PretrainedConfig) and isinstance(value, Mapping):
+            rest[name] = effective_override(current, value)
+        elif name not in names:
+            rest[name] = value
+    if len(rest) == len(given):
         return rest
     return {**rest, ROPE: getattr(config, ROPE)}
+
+
+def _routed(config: PretrainedConfig, override: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `override` with entries that only the language model inside has moved into its block."""
+    text = config.get_text_config()
+    if text is config:
+        return dict(override)
+    block = next(name for name, value in vars(config).items() if value is text)
+    given = dict(override)
+    inner = dict(given.pop(block, {}))
+    for name in list(given):
+        if hasattr(config, name) or not (name in (ROPE_SCALING, ROPE_THETA) or hasattr(text, name)):
+            continue
+        if name in inner and inner[name] != given[name]:
+            raise ModelError(
+                f"override_config.{name}={given[name]!r} and override_config.{block}.{name}="
+                f"{inner[name]!r} are one entry of this model's configuration and differ: give it once"
+            )
+        inner[name] = given.pop(name)
+    if inner:
+        given[block] = inner
+    return given
+
+
+def _refuse_without_effect(name: str, value: Any) -> None:
+    """Raise ModelError for an entry that something else would decide."""
+    if name in _SET_ELSEWHERE:
+        raise ModelError(f"override_config.{name}={value!r}: set {_SET_ELSEWHERE[name]} instead")
+    if name.endswith(_DROPOUT) and isinstance(value, (int, float)) and value:
+        raise ModelError(
+            f"override_config.{name}={value!r}: dropout is always 0 here, since the log-probs of training "
+            "must be those of generation; leave it out"
+        )
 
 
 def _take_rope(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +229,10 @@ def _merge(
     if kind != before:
         kept = {name: value for name, value in kept.items() if name in _KEPT_BY_EVERY_TYPE}
     merged = {**kept, **given}
-    if kind in _NEEDS_ORIGINAL_POSITIONS:
+    own = getattr(config, ORIGINAL_POSITIONS, None)  # Phi's configurations have it outside of the block too
+    if kind in _NEEDS_ORIGINAL_POSITIONS and own is not None and ORIGINAL_POSITIONS not in given:
+        merged[ORIGINAL_POSITIONS] = own
+    elif kind in _NEEDS_ORIGINAL_POSITIONS:
         merged.setdefault(ORIGINAL_POSITIONS, getattr(config, "max_position_embeddings", None))
     return merged
 

@@ -20,7 +20,8 @@ from hybridflow.models.experts import ExactExperts
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
-from hybridflow.models.sequence_parallel import SequenceCut, check_positions
+from hybridflow.models.rope import check_lengths, rotate_rows_alone
+from hybridflow.models.sequence_parallel import SequenceCut
 from hybridflow.models.shared_tokens import SharedTokens
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.protocol.packing import PackedBatch
+
+
+_ROWS_APART = "actor.use_prefix_grouper=false, or algorithm.share_prompts=false"
 
 
 class PolicyModel(nn.Module):
@@ -207,6 +211,7 @@ def use_attention(hf: PreTrainedModel) -> None:
             "model such as Llama, Qwen, Mistral, Gemma or Phi"
         )
     hf.set_attn_implementation(ATTENTION_NAME)
+    rotate_rows_alone(hf)
 
 
 def run_backbone(
@@ -236,7 +241,7 @@ def sequence_cut(
     if group is None or group.size() == 1:
         return None
     assert packed.places is None, "rows share no tokens where ranks share rows"
-    check_positions(config, packed.lengths)
+    check_lengths(config, max(packed.lengths), "ulysses_sequence_parallel_size=1")
     return SequenceCut(packed, group)
 
 
@@ -248,6 +253,9 @@ def packed_hidden(
     exact: ExactMode | None = None,
 ) -> Tensor:
     """Return hidden states [M, H] that predict `packed.targets`; under a cut, this rank's, `cut.own`."""
+    if packed.places is not None:
+        config: Any = backbone.config
+        check_lengths(config, max(packed.lengths), _ROWS_APART)
     layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
     input_ids = packed.input_ids
     position_ids = packed.position_ids

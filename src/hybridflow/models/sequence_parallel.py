@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PretrainedConfig
 
-from hybridflow.errors import ModelError
 from hybridflow.models.attention import Layout, Scores
 from hybridflow.models.log_probs import TokenOutputs
 from hybridflow.protocol.packing import PackedBatch
@@ -156,24 +154,6 @@ def divide_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[
         if missing and times == group:
             query, key, value = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (query, key, value))
     return query, key, value
-
-
-def check_positions(config: PretrainedConfig, lengths: Sequence[int]) -> None:
-    """Raise ModelError for rows whose rotary frequencies depend on a position that another rank holds."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for settings in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
-        kind = str(settings.get("rope_type", "default"))
-        limit = settings.get("original_max_position_embeddings") or getattr(
-            text, "max_position_embeddings", None
-        )
-        if (kind == "longrope" or "dynamic" in kind) and limit is not None and max(lengths) > limit:
-            raise ModelError(
-                f"a row of {max(lengths)} tokens: rotary embeddings of type {kind!r} change past {limit} "
-                "tokens, and a rank that holds a part of the row cannot tell. Set "
-                "ulysses_sequence_parallel_size=1, or shorten data.max_prompt_length and "
-                "data.max_response_length"
-            )
 
 
 def _overlap(first: list[int], i: int, second: list[int], j: int) -> int:

@@ -37,6 +37,7 @@ from hybridflow.models.build import (
     without_dropout,
     wrap,
 )
+from hybridflow.models.in_force import in_force
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
 from hybridflow.models.policy import PolicyModel
@@ -89,6 +90,7 @@ def meta_model(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     hf.eval()
+    logger.info("%s: %s", type(hf).__name__, in_force(hf.config, dtype))
     hf.source_dtype = before
     if kind in ("policy", "value"):
         _read_generation_config(hf, where)

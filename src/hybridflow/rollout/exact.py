@@ -15,6 +15,7 @@ import torch
 
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.rope import longest_generated
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt
@@ -141,7 +142,7 @@ def _in_training(
 def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[GenerationRequest]:
     """Return requests of many lengths, some twice, without random numbers; rows leave at different times."""
     vocabulary = policy.head.weight.shape[0]
-    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or longest
+    positions = longest_generated(policy.config) or longest
     room = max(2, min(longest, positions))
     small = policy.num_parameters <= SMALL_MODEL
     num_prompts = 16 if small else 8

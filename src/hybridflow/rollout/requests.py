@@ -42,7 +42,8 @@ def request_problem(
     if positions is not None and request.most_tokens > positions:
         return (
             f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {request.most_tokens} is "
-            f"more than the model's max_position_embeddings {positions}: shorten data.max_prompt_length or "
+            f"more than the {positions} positions of the model (its max_position_embeddings, or fewer where "
+            "its rotary frequencies depend on a row's length): shorten data.max_prompt_length or "
             "data.max_response_length"
         )
     return None

@@ -133,6 +133,13 @@ def test_roles_of_different_dtypes_are_named(tiny: Path) -> None:
     assert said["device and dtype"] == "cpu, actor float32, critic bfloat16"
 
 
+def test_what_is_in_force_in_a_model(tiny: Path) -> None:
+    override = "actor_rollout_ref.model.override_config"
+    said = shown(tiny, f"+{override}.rope_scaling.type=yarn", f"+{override}.rope_scaling.factor=2")
+    assert "rope yarn (factor 2, original_max_position_embeddings 4096" in said["actor model"]
+    assert "rows of up to 8192 tokens" in said["actor model"] and "dtype float32" in said["actor model"]
+
+
 def test_masters_and_other_roles(tiny: Path) -> None:
     said, count = (
         shown(tiny, "trainer.device=cuda", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),

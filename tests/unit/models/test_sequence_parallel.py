@@ -16,10 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zoo import packed_rows, tiny_hf, tiny_rows
 
-from hybridflow.errors import ModelError
 from hybridflow.models.build import enable_gradient_checkpointing
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.sequence_parallel import SequenceCut, check_positions, divide_heads
+from hybridflow.models.sequence_parallel import SequenceCut, divide_heads
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 from ranks import Ranks
@@ -210,17 +209,6 @@ def test_divide_heads(heads: int, kv_heads: int, size: int, wanted: tuple[int, i
     shared = k.repeat_interleave(wanted[0] // wanted[1], dim=1)[0, :heads, 0, 0]
     assert shared.tolist() == [head // (heads // kv_heads) + 1 for head in range(heads)]
     assert not q[:, heads:].any()
-
-
-def test_rotary_embeddings_that_depend_on_the_longest_row() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    config = tiny_hf("phi3", rope_parameters=rope, original_max_position_embeddings=16).config
-    check_positions(config, [16, 3])
-    with pytest.raises(
-        ModelError, match=r"17 tokens.*'longrope' change past 16.*ulysses_sequence_parallel_size=1"
-    ):
-        check_positions(config, [17, 3])
-    check_positions(tiny_hf("llama").config, [1000])
 
 
 class Seat:

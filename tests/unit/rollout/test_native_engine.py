@@ -178,7 +178,7 @@ def test_bad_requests_fail_alone() -> None:
         GenerationRequest(13, Prompt((5,)), SamplingParams(6, stop_token_ids=(-4,)), seed=0),
     ]
     outputs = run(engine, [bad[0], good[0], *bad[1:], good[1]])
-    wanted = {10: "empty", 11: "max_position_embeddings 128", 12: "token id 48", 13: "token id -4"}
+    wanted = {10: "empty", 11: "128 positions of the model", 12: "token id 48", 13: "token id -4"}
     for request_id, text in wanted.items():
         assert outputs[request_id].finish_reason == "error" and text in (outputs[request_id].error or "")
     assert {i: outputs[i] for i in (0, 1)} == run(engine, good)

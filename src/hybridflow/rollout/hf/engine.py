@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hybridflow.models.probe import difference, probe_tolerance
+from hybridflow.models.rope import longest_generated
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.hf.batch import Batch, Ended
@@ -122,7 +123,7 @@ class HFEngine(SessionEngine):
 
     def _problem(self, request: GenerationRequest) -> str | None:
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        positions = longest_generated(self.model.config)
         return request_problem(request, vocabulary=vocabulary, positions=positions) or sampling_problem(
             request.sampling,
             vocabulary=vocabulary,

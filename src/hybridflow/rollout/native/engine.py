@@ -24,6 +24,7 @@ from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import layer_facts
+from hybridflow.models.rope import longest_generated
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
@@ -168,7 +169,7 @@ class NativeEngine(SessionEngine):
     @property
     def _positions(self) -> int | None:
         """Most tokens that the model has positions for, where it says so."""
-        return getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
+        return longest_generated(self.policy.config)
 
     def _problem(self, request: GenerationRequest) -> str | None:
         """Return why a request cannot be served, or None; whatever its own values raise is such a reason."""

@@ -15,6 +15,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import set_current
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.models.rope import longest_generated
 from hybridflow.rollout.base import EngineSession
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.native.engine import NativeEngine
@@ -65,7 +66,7 @@ def build_service(settings: ServeSettings) -> Service:
     ends = generation_end_tokens(settings.model, trust_remote_code=settings.trust_remote_code)
     engines = [_engine(settings, device, ends, tokenizer) for device in settings.devices]
     policy = engines[0].policy
-    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    positions = longest_generated(policy.config)
     longest = settings.max_model_len or positions
     if longest is None or (positions is not None and longest > positions):
         raise ConfigError(

@@ -2,7 +2,7 @@
 same work.
 
     python benchmarks/generation.py [--model tiny,real] [--rows 64,128,512] [--threads 1,2] [--rounds 5]
-        [--vllm PYTHON] [--quick]
+        [--vllm PYTHON] [--clock wall|cpu] [--quick]
 
 The models of bench_models.py, of 4.3 M and of 135 M parameters; prompts of 15 tokens, eight responses each,
 at most 64 tokens, no end token. Two patterns of lengths, the same length for each row on all sides:
@@ -11,6 +11,9 @@ at most 64 tokens, no end token. Two patterns of lengths, the same length for ea
     life      log-normal, mean 0.4 of the maximum; `generate` works until its longest row has ended
 
 Each side is a process of its own, idle while another is asked; each round asks all, in an order that turns.
+On a machine that other work shares, `--clock cpu` measures the CPU time of a side, which with one thread is
+about what it would take alone.
+
 `floor` is, summed over the steps as rows end, the longer of the time of the matrix products and that of
 reading weights, keys and values, at the rates that the native side's process reaches. `generate_batch`,
 transformers' continuous batching, is not among the sides: benchmarks/NOTES.md has what it takes here. Writes
@@ -50,7 +53,8 @@ HEAD = (
 )
 TEXT = """Prompts of {prompt} tokens, {group} responses each, at most {most} tokens. The 4.3 M model has
 random weights; the 135 M model is SmolLM2-135M-Instruct, with fewer rows and rounds: its tokens cost thirty
-times as much. Tokens per second: medians of {rounds} rounds in turn, with the smallest and the largest.
+times as much. Tokens per second{clock}: medians of {rounds} rounds in
+turn, with the smallest and the largest.
 `life`: log-normal lengths, mean 0.4 of the maximum. "Of the floor": of what matrix products and reading of
 memory would allow, at {rates}.
 
@@ -144,7 +148,9 @@ def serve(side: str, folder: Path, rows: int) -> None:
     kit.say(ceilings)
     while True:
         asked = kit.next_question()
-        kit.say({"seconds": generate(asked["prompts"], asked["lengths"])})
+        before = time.process_time()
+        seconds = generate(asked["prompts"], asked["lengths"])
+        kit.say({"wall": seconds, "cpu": time.process_time() - before})
 
 
 def measure(
@@ -179,8 +185,9 @@ def measure(
             case["vllm"] = sides["vllm"].first["version"] if "vllm" in sides else None
             case["floor_s"] = bench_models.decode_floor(config, kit.PROMPT, lengths, **ceilings)
             case["seconds"] = {
-                name: [answer["seconds"] for answer in given] for name, given in answers.items()
+                name: [answer[options.clock] for answer in given] for name, given in answers.items()
             }
+            case["clock"] = options.clock
             print(kit.line(cells(case)), flush=True)
             found.append(case)
     return found
@@ -249,11 +256,15 @@ def page_of(found: list[dict[str, Any]]) -> str:
     if not any("vllm" in case["seconds"] for case in found):
         left_out.append(NO_VLLM)
     rounds = {model_of(case).size: len(case["seconds"]["native"]) for case in found}
+    clock = ""
+    if found[0].get("clock") == "cpu":
+        clock = " of CPU time, since other work shared the machine"
     return TEXT.format(
         prompt=kit.PROMPT,
         group=kit.GROUP,
         most=kit.MAX_TOKENS,
         rounds=" and ".join(f"{count} ({size})" for size, count in rounds.items()),
+        clock=clock,
         rates=rates_of(found),
         table=kit.table(HEAD, [cells(case) for case in found]),
         left_out="".join(f"{sentence}\n\n" for sentence in left_out),
@@ -274,6 +285,7 @@ def main() -> None:
         default=str(VLLM) if VLLM.is_file() else "",
         help="Python of an environment with vLLM (make .venv-vllm/.ready); empty: without",
     )
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="what is measured")
     options = parser.parse_args()
     if options.page:
         result = kit.committed("generation")

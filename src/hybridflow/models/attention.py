@@ -10,19 +10,23 @@ honoured; an unknown keyword is an error and is never dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention_kernels import Over, choose_kernel, expand_heads, window_by_varlen
+from hybridflow.models.flex_kernel import FlexRows
+from hybridflow.models.scores import Scores, causal_mask, masked_attention
 from hybridflow.models.shared_tokens import SharedTokens
 
 ATTENTION_NAME = "hybridflow"
+MOST_SCORES = 2**26
+"""Scores of attention that is written out which are in memory at once: 256 MiB of float32."""
 
 # Keywords of transformers that change nothing here: the layout has positions and causality, and rotary
 # embeddings are applied already.
@@ -38,32 +42,6 @@ _WITHOUT_EFFECT = frozenset(
         "return_dict",
     }
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The way in which a layer scores the keys that a query sees; the defaults are plain attention."""
-
-    layer_idx: int = 0
-    scaling: float | None = None
-    """Factor of the scores; None means 1/√D."""
-    sliding_window: int | None = None
-    """Number of newest tokens that a query sees, its own included; None means all."""
-    softcap: float | None = None
-    """Constant c by which a score x becomes c·tanh(x/c) (Gemma 2)."""
-    sinks: Tensor | None = None
-    """One more score for each head [H], which takes weight and gives no value (gpt-oss)."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether the device's own kernels know these scores, which have neither a cap nor sinks."""
-        return self.softcap is None and self.sinks is None
-
-    def window(self, length: int) -> int | None:
-        """Return the sliding window where it hides some of `length` tokens, else None."""
-        if self.sliding_window is not None and self.sliding_window < length:
-            return self.sliding_window
-        return None
 
 
 class Kernel(Protocol):
@@ -131,39 +109,15 @@ def attention(
     return layout.attend(query, key, value, scores), None
 
 
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, how: Scores
-) -> Tensor:
-    """Compute plain attention, with the softmax in float32 or better.
-
-    query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv]. `allowed` is bool and
-    broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three axes; it already contains
-    the sliding window.
-    """
-    batch, heads, num_queries, dim = query.shape
-    kv_heads = key.shape[1]
-    scaling = dim**-0.5 if how.scaling is None else how.scaling
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, num_queries, dim)
-    scores = (grouped @ key[:, :, None].transpose(-2, -1)) * scaling
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if allowed is not None:
-        if allowed.dim() == 3:
-            allowed = allowed[:, None, None]
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    if how.sinks is not None:
-        extra = how.sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, num_queries, 1)
-        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights.to(value.dtype) @ value[:, :, None]).reshape(batch, heads, num_queries, value.shape[-1])
-
-
 def kernel_of(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str:
     """Return the name of the kernel that a layer has for long rows, with the shapes of `Layout.attend`."""
-    over: Over = "causal" if scores.sliding_window is None else "window"
-    return choose_kernel(query, key, value, over, plain=scores.plain)
+    return choose_kernel(query, key, value, _hides(scores.sliding_window), scores)
+
+
+def _hides(window: int | None) -> Over:
+    if window is None:
+        return "causal"
+    return "window"
 
 
 def attend_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
@@ -173,15 +127,30 @@ def attend_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, h
     -> [n, H, Q, Dv].
     """
     if not how.plain:
-        return masked_attention(query, key, value, allowed, how)
+        return _written_out(query, key, value, allowed, how)
     if allowed.dim() == 3:
         allowed = allowed[:, None]
-    if choose_kernel(query, key, value, "mask", plain=True) == "expanded":
+    if choose_kernel(query, key, value, "mask", how) == "expanded":
         key, value = expand_heads(query, key, value)
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, attn_mask=allowed, scale=how.scaling, enable_gqa=grouped
     )
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
+    """Compute plain attention; where scores are many, a part of the queries at a time, twice in training."""
+    rows, heads, num_queries, _ = query.shape
+    at_once = max(1, MOST_SCORES // (rows * heads * key.shape[2]))
+    if at_once >= num_queries:
+        return masked_attention(query, key, value, allowed, how)
+    done = []
+    for queries, part in zip(query.split(at_once, dim=2), allowed.split(at_once, dim=-2), strict=True):
+        attended = checkpoint(
+            masked_attention, queries, key, value, part, how, use_reentrant=False, preserve_rng_state=False
+        )
+        done.append(attended)
+    return torch.cat(done, dim=2)
 
 
 class PackedLayout:
@@ -202,12 +171,15 @@ class PackedLayout:
         gather: Tensor | None,
         restore: Tensor | None,
         padding: Tensor | None,
+        lengths: Sequence[int] = (),
     ) -> None:
         self.num_tokens = num_tokens
         self.buckets = buckets  # (rows, longest)
         self._gather = gather
         self._restore = restore
         self._padding = padding
+        self._lengths = lengths  # of rows that share no tokens
+        self._flex: FlexRows | None = None
         self._windows: dict[tuple[int, int], Tensor] = {}
         self._shared: SharedTokens | None = None
 
@@ -228,7 +200,7 @@ class PackedLayout:
         )
         starts = [0, *accumulate(lengths)]
         if len(set(lengths)) == 1 and places is None:  # no padding and no reordering: a plain reshape
-            return cls(starts[-1], [(len(lengths), lengths[0])], None, None, None)
+            return cls(starts[-1], [(len(lengths), lengths[0])], None, None, None, lengths)
         buckets = make_buckets(lengths)
         parts: list[Tensor] = []
         for bucket in buckets:
@@ -250,7 +222,7 @@ class PackedLayout:
         padding: Tensor | None = None
         if not bool(real.all()):
             padding = (~real).nonzero()[:, 0].to(device)
-        return cls(starts[-1], shapes, gather.to(device), restore.to(device), padding)
+        return cls(starts[-1], shapes, gather.to(device), restore.to(device), padding, lengths)
 
     @classmethod
     def _sharing(
@@ -270,6 +242,11 @@ class PackedLayout:
         assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, (
             f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
         )
+        if self._lengths and self.exact is None:
+            over = _hides(scores.window(self.buckets[-1][1]))
+            if choose_kernel(query, key, value, over, scores) == "flex":
+                self._flex = self._flex or FlexRows(self._lengths, query.device)
+                return self._flex.attend(query, key, value, scores).transpose(1, 2)
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
         if self._gather is not None:
             assert self._restore is not None
@@ -303,8 +280,7 @@ class PackedLayout:
         if self.exact is not None:
             allowed = self._allowed(length, window, query.device)
             return self.exact.attend(query, key, value, allowed, scores)
-        over: Over = "causal" if window is None else "window"
-        kernel = choose_kernel(query, key, value, over, plain=scores.plain)
+        kernel = choose_kernel(query, key, value, _hides(window), scores)
         if kernel == "varlen":
             assert window is not None, "it is chosen for windows"
             return window_by_varlen(query, key, value, window, scores.scaling)
@@ -321,11 +297,7 @@ class PackedLayout:
         """Return [length, length] bool: not in the future, and among the `window` newest tokens."""
         known = self._windows.get((length, window or 0))
         if known is None:
-            places = torch.arange(length, device=device)
-            behind = places[:, None] - places[None]
-            known = behind >= 0
-            if window is not None:
-                known &= behind < window
+            known = causal_mask(length, window, device)
             self._windows[(length, window or 0)] = known
         return known
 

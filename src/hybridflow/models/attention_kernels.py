@@ -1,16 +1,14 @@
 """Kernels for attention that `scaled_dot_product_attention` has no fast one for on CUDA.
 
     causal                    sdpa; with grouped heads that flash cannot take: expanded
-    causal, sliding window    varlen; where it cannot: expanded, or sdpa without grouped heads
+    causal, sliding window    varlen; where it cannot: flex; else as under any mask
     any mask                  expanded, or sdpa without grouped heads
-    caps and sinks            written out
+    caps and sinks            flex; under any mask, and where it cannot: written out
 
 `sdpa` would compute grouped heads under a mask by plain matrix products over all scores; `expanded` copies
-each key-value head for the query heads of its group. varlen is tried once, on this device, before it is used.
-On a CPU nothing is chosen: `sdpa`, and written out where scores have a cap or sinks.
-
-FlexAttention is left out: compiled for one shape it would be compiled again for each number of rows and each
-length, and for any shape it takes the heads' number and size for variable too, and fails.
+each key-value head for the query heads of its group. varlen and flex (`flex_kernel.py`) are tried once, on
+this device, before they are used. On a CPU nothing is chosen: `sdpa`, and written out where scores have a cap
+or sinks.
 """
 
 from __future__ import annotations
@@ -27,10 +25,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.distributed.accelerators import features
+from hybridflow.models.flex_kernel import flex_works
+from hybridflow.models.scores import Scores
 
 logger = logging.getLogger(__name__)
 
-KernelName = Literal["sdpa", "expanded", "varlen", "written out"]
+KernelName = Literal["sdpa", "expanded", "varlen", "flex", "written out"]
 Over = Literal["causal", "window", "mask"]
 """What hides keys: the future; that, and what is behind a sliding window; any mask."""
 
@@ -38,17 +38,20 @@ _MOST_DIMS = 256
 """Largest head dimension of the flash kernels."""
 
 
-def choose_kernel(query: Tensor, key: Tensor, value: Tensor, over: Over, *, plain: bool) -> KernelName:
-    """Return the kernel for query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv]; `plain`: the scores
-    have neither a cap nor sinks.
-    """
-    if not plain:
-        return "written out"
-    if not features(query.device.type).varlen_attention:
-        return "sdpa"
+def choose_kernel(query: Tensor, key: Tensor, value: Tensor, over: Over, how: Scores) -> KernelName:
+    """Return the kernel for query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv] and these scores."""
+    device = features(query.device.type)
     flash = _fits_flash(query, value)
-    if over == "window" and flash and _varlen_works(query.device, query.dtype):
+    plain_window = device.varlen_attention and over == "window" and how.plain
+    if plain_window and flash and _varlen_works(query.device, query.dtype):
         return "varlen"
+    slow = over == "window" or not how.plain
+    if device.triton and slow and over != "mask" and flex_works(query, key, value, how):
+        return "flex"
+    if not how.plain:
+        return "written out"
+    if not device.varlen_attention:
+        return "sdpa"
     grouped = query.shape[1] != key.shape[1]
     if grouped and not (over == "causal" and flash):
         return "expanded"

@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import Scores
 from hybridflow.models.places import Places
+from hybridflow.models.scores import Scores
 
 _PLACES = itertools.count()
 AHEAD = 64

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import Scores
 from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, RowCopy
 from hybridflow.models.places import Places
+from hybridflow.models.scores import Scores
 from hybridflow.models.transfers import to_device
 
 PagedKernel = Callable[..., Any]

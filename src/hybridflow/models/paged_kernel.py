@@ -12,9 +12,9 @@ import inspect
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.attention import Scores
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.paged_cache import PagedCache, PagedKernel
+from hybridflow.models.scores import Scores
 from hybridflow.models.span_layout import SpanLayout
 
 BLOCK_SIZE = 256

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, PackedLayout, Scores, kernel_of
+from hybridflow.models.attention import ATTENTION_NAME, PackedLayout, kernel_of
 from hybridflow.models.flat_decoder import ScoresSeen
 from hybridflow.models.kv_cache import LayerShape, SlotCache
 from hybridflow.models.policy import PolicyModel, run_backbone
+from hybridflow.models.scores import Scores
 from hybridflow.models.span_layout import SpanLayout
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.models.attention import Layout, Scores
+from hybridflow.models.attention import Layout
 from hybridflow.models.log_probs import TokenOutputs
+from hybridflow.models.scores import Scores
 from hybridflow.protocol.packing import PackedBatch
 
 

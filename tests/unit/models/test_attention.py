@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from zoo import tiny_hf
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import PackedLayout, Scores, attention, make_buckets
+from hybridflow.models.attention import PackedLayout, attention, make_buckets
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.scores import Scores
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
 

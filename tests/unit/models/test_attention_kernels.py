@@ -14,19 +14,24 @@ from zoo import tiny_hf
 from hybridflow.distributed.accelerators import features
 from hybridflow.models import attention as attending
 from hybridflow.models import attention_kernels as kernels
-from hybridflow.models.attention import PackedLayout, Scores, attend_allowed, masked_attention
+from hybridflow.models.attention import PackedLayout, attend_allowed
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
+from hybridflow.models.scores import Scores, masked_attention
 
 HALF = torch.bfloat16
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All tensors count as being on CUDA; returns the kernels that work there, varlen at first."""
+    """All tensors count as being on CUDA; returns the kernels that work there, varlen at first.
+
+    FlexAttention, which torch can train with on CUDA only, is not among them: test_flex_kernel.py has it.
+    """
     working = ["varlen"]
     monkeypatch.setattr(kernels, "features", lambda _: features("cuda"))
     monkeypatch.setattr(kernels, "_varlen_works", lambda *_: "varlen" in working)
+    monkeypatch.setattr(kernels, "flex_works", lambda *_: "flex" in working)
     return working
 
 
@@ -43,7 +48,8 @@ def states(
 
 
 def chosen(over: kernels.Over, *, plain: bool = True, dtype: torch.dtype = HALF, **how: Any) -> str:
-    return kernels.choose_kernel(*states(4, dtype=dtype, **how), over, plain=plain)
+    scores = Scores(softcap=None if plain else 1.0)
+    return kernels.choose_kernel(*states(4, dtype=dtype, **how), over, scores)
 
 
 def test_the_kernel_by_device(on_cuda: list[str]) -> None:
@@ -57,6 +63,9 @@ def test_the_kernel_by_device(on_cuda: list[str]) -> None:
     assert chosen("window") == "expanded" and chosen("window", heads=(2, 2)) == "sdpa"
     for over in ("causal", "window", "mask"):
         assert chosen(over, plain=False) == "written out"  # type: ignore[arg-type]
+    on_cuda.append("flex")
+    assert chosen("causal", plain=False) == chosen("window", plain=False) == chosen("window") == "flex"
+    assert chosen("mask", plain=False) == "written out" and chosen("causal") == "sdpa"
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu", "meta"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hybridflow.models import span_layout
-from hybridflow.models.attention import PackedLayout, Scores, masked_attention
+from hybridflow.models.attention import PackedLayout
 from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.scores import Scores, masked_attention
 from hybridflow.models.span_layout import SpanLayout
 
 

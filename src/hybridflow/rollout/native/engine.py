@@ -18,13 +18,13 @@ from torch import Tensor
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
-from hybridflow.models.attention import Scores
 from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token, slot_capacity
 from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import layer_facts
 from hybridflow.models.rope import longest_generated
+from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder

@@ -59,6 +59,8 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (LEARNERS + r"optim\.lr_decay_steps", r"\1.optim.total_training_steps"),
     (LEARNERS + r"optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
     (LEARNERS + r"optim\.clip_grad", r"\1.grad_clip"),
+    (LEARNERS + r"optim\.override_optimizer_config\.(betas|eps|weight_decay|momentum)", r"\1.optim.\2"),
+    (LEARNERS + r"optim\.override_optimizer_config\.(ns_steps|adjust_lr)(?:_fn)?", r"\1.optim.muon_\2"),
     # where models are spread
     (MODELS + r"fsdp_config\.ulysses_sequence_parallel_size", r"\1.ulysses_sequence_parallel_size"),
     (MODELS + r"fsdp\.(.+)", r"\1.fsdp_config.\2"),
@@ -106,6 +108,15 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
         for name in ("param_dtype", "reduce_dtype")
     },
     **{f"engine.mixed_precision.{name}": _DTYPES for name in ("param_dtype", "reduce_dtype")},
+    **{
+        f"{block}optim.{name}": values
+        for block in ("actor_rollout_ref.actor.", "critic.", "reward.process_reward_model.", "")
+        for name, values in (
+            ("optimizer", {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}),  # Megatron's names
+            ("lr_scheduler_type", {"WSD": "wsd"}),
+            ("lr_wsd_decay_steps", {None: -1}),
+        )
+    },
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},
@@ -129,6 +140,8 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"optim\.lr_decay_steps", r"optim.total_training_steps"),
     (r"optim\.(?:warmup_steps_proportion|warmup_steps_ratio)", r"optim.lr_warmup_steps_ratio"),
     (r"optim\.clip_grad", r"trainer.grad_clip"),
+    (r"optim\.override_optimizer_config\.(betas|eps|weight_decay|momentum)", r"optim.\1"),
+    (r"optim\.override_optimizer_config\.(ns_steps|adjust_lr)(?:_fn)?", r"optim.muon_\1"),
     (r"model\.partial_pretrain", r"model.path"),
     (r"data\.micro_batch_size", r"data.micro_batch_size_per_gpu"),
     (r"data\.multiturn\.(messages_key|tools_key|enable_thinking_key)", r"data.\1"),

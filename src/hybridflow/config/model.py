@@ -65,16 +65,38 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
-    lr: float = key(1e-6, "Learning rate of AdamW, at the top of the schedule.", minimum=0)
-    weight_decay: float = key(0.01, "Decoupled weight decay of AdamW, on matrices only.", minimum=0)
+    optimizer: Literal["AdamW", "AdamW8bit", "Muon", "SGD"] = key(
+        "AdamW",
+        "Update rule: AdamW, AdamW with moments of 8 bits, Muon for matrices with AdamW for embeddings, "
+        "heads and vectors, or SGD, whose weight decay is added to the gradient.",
+    )
+    lr: float = key(1e-6, "Learning rate, at the top of the schedule.", minimum=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay, on matrices only.", minimum=0)
     betas: list[float] = key(
         [0.9, 0.999], "AdamW's two decay rates, of the mean of gradients and of the mean of their squares."
     )
     eps: float = key(1e-8, "AdamW's epsilon, which is added to the denominator.", above=0)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Shape of the learning-rate schedule after warm-up."
+    momentum: float = key(
+        0.95, "Momentum of Muon and SGD: the share of it that stays at each step.", minimum=0
+    )
+    muon_ns_steps: int = key(5, "Iterations that make the momentum of a matrix orthogonal.", minimum=1)
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "Factor of Muon's learning rate for a matrix [A, B]: match_rms_adamw is 0.2·sqrt(max(A, B)), for the "
+        "learning rates of AdamW; original is sqrt(max(1, A / B)).",
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "constant",
+        "Shape of the learning-rate schedule after warm-up; wsd stays at lr and falls in the last "
+        "lr_wsd_decay_steps.",
+    )
+    lr_wsd_decay_steps: int = key(
+        -1, "Optimizer steps of the fall at the end of wsd; -1: a tenth of all steps.", minimum=-1
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
+        "exponential", "Shape of the fall at the end of wsd."
     )
     lr_warmup_steps: int = key(
         -1,
@@ -87,7 +109,7 @@ class OptimConfig:
     )
     min_lr_ratio: float = key(
         0.0,
-        "Learning rate at the end of linear and cosine schedules, as a share of lr.",
+        "Learning rate at the end of linear, cosine and wsd schedules, as a share of lr.",
         minimum=0,
         maximum=1,
     )

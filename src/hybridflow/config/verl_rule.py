@@ -116,10 +116,11 @@ HYDRA: tuple[Rule, ...] = (
     ),
 )
 
-NO_WSD = "it is read only with the schedule WSD, which this version does not have"
 OPTIMIZER: tuple[Rule, ...] = (
-    only(r"(.+\.)?optim\.optimizer", (None, "AdamW"), "the optimizer is AdamW"),
-    only(r"(.+\.)?optim\.optimizer_impl", (None, "torch.optim"), "the optimizer is torch's AdamW"),
+    ignored(
+        r"(.+\.)?optim\.optimizer_impl",
+        "optimizers are torch's and our own, by the name in optimizer: AdamW8bit needs no other library",
+    ),
     off(
         r"(.+\.)?optim\.override_optimizer_config\.(optimizer_offload_fraction|optimizer_cpu_offload)",
         "set optimizer_offload=true in the fsdp_config of the same role (engine.optimizer_offload of a "
@@ -128,7 +129,7 @@ OPTIMIZER: tuple[Rule, ...] = (
     ignored(r"(.+\.)?optim\.override_optimizer_config\.overlap_cpu_optimizer_d2h_h2d", RESULTS_SAME),
     off(
         r"(.+\.)?optim\.override_optimizer_config(\..+)?",
-        "set betas, eps and weight_decay of the optim block",
+        "set the keys of the optim block: betas, eps, weight_decay, momentum, muon_ns_steps, muon_adjust_lr",
     ),
     only(
         r"(.+\.)?optim\.zero_indexed_step",
@@ -146,7 +147,6 @@ OPTIMIZER: tuple[Rule, ...] = (
         "weight_decay stays as it is",
         "weight_decay stays as it is all through the run: leave it out",
     ),
-    ignored(r"(.+\.)?optim\.(lr_wsd_decay_style|lr_wsd_decay_steps)", NO_WSD),
     off(
         r"(.+\.)?optim\.use_checkpoint_opt_param_scheduler",
         "the learning rate follows from the keys and the step, after a resume too: leave it out, and give a "

@@ -67,6 +67,10 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "loss_type=ppo_clip or reinforce"
     },
     **{
+        f"{block}optim.optimizer": {"Adam": "weight decay here is decoupled: set AdamW"}
+        for block in ("actor_rollout_ref.actor.", "critic.", "")
+    },
+    **{
         f"{block}.mixed_precision.param_dtype": dict.fromkeys(
             ("float16", "fp16", "half"), "this version computes in bfloat16 or float32: set one of them"
         )

@@ -1,8 +1,8 @@
-"""AdamW that owns float32 masters: the module keeps its compute dtype, and a step rounds into it in place.
+"""An optimizer that owns float32 masters: the module keeps its compute dtype, a step rounds into it in place.
 
 In a float32 or wider module the masters are the parameters themselves and cost nothing. In a bfloat16 module
 the gradients of micro-batches add up in float32, because bfloat16 sums lose small terms. Where parameters are
-sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW, without messages.
+sharded, the masters are this rank's pieces, in the same memory. `update_rules` has the rules by name.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import local, piece_for, placed_like, replicas
+from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
 from hybridflow.errors import CheckpointError
 
 
 class MasterAdamW:
-    """AdamW over named parameters; weight decay on matrices only (biases, norms and scalars are not decayed).
+    """AdamW, or another rule by name, over named parameters.
+
+    Weight decay is on matrices only: biases, norms and scalars are not decayed. `apart` names the embeddings
+    and output heads, which Muon leaves to AdamW.
 
     `compute_dtypes` names sharded parameters that are gathered in a narrower dtype than their shards have:
     those shards are masters, and are saved as such.
@@ -32,6 +37,7 @@ class MasterAdamW:
         config: OptimConfig,
         *,
         compute_dtypes: Collection[str] = (),
+        apart: Collection[str] = (),
     ) -> None:
         self.compute_dtypes = compute_dtypes
         self.moments_rest: torch.device | None = None
@@ -39,16 +45,10 @@ class MasterAdamW:
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         assert self.parameters, "an optimizer needs at least one parameter that requires a gradient"
         self.masters: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        others = [m for m in self.masters.values() if m.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        beta1, beta2 = config.betas
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
-        )
+        self.rules = make_rules(self.masters, self.parameters, config, apart)
+        self.rule_of = {
+            master: rule for rule in self.rules for group in rule.param_groups for master in group["params"]
+        }
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, DTensor):
@@ -112,10 +112,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Take one AdamW step at learning rate `lr`, rounded into the module's parameters in place."""
-        for param_group in self.adamw.param_groups:
-            param_group["lr"] = lr
-        self.adamw.step()
+        """Take one step at learning rate `lr`, rounded into the module's parameters in place."""
+        for rule in self.rules:
+            for param_group in rule.param_groups:
+                param_group["lr"] = lr
+            rule.step()
         for name, parameter in self._apart():
             parameter.copy_(self.masters[name])
 
@@ -140,21 +141,10 @@ class MasterAdamW:
 
     def move_moments(self, device: torch.device | None) -> None:
         """Move the moments and step counts to `device`; None means to their masters."""
-        for master, entry in self.adamw.state.items():
-            for key, value in entry.items():
-                entry[key] = value.to(device or master.device)
-
-    def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """Return AdamW's state of a master; before its first step these are zeros, as AdamW itself starts."""
-        if not self.adamw.state.get(master):
-            rest = self.moments_rest or master.device
-            zeros = {
-                key: torch.zeros_like(master, memory_format=torch.preserve_format, device=rest)
-                for key in ("exp_avg", "exp_avg_sq")
-            }
-            self.adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=rest), **zeros}
-        entry: dict[str, Tensor] = self.adamw.state[master]
-        return entry
+        for rule in self.rules:
+            for master, entry in rule.state.items():
+                for key, value in entry.items():
+                    entry[key] = value.to(device or master.device)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +156,8 @@ class MasterAdamW:
         state: dict[str, Any] = {}
         for name, master in self.masters.items():
             parameter = self.parameters[name]
-            entry = dict(self._moments(master))
+            rest = self.moments_rest or master.device
+            entry = dict(read_state(self.rule_of[master], master, rest))
             for key in entry.keys() - {"step"}:
                 entry[key] = placed_like(entry[key], parameter)
             if isinstance(parameter, DTensor):
@@ -189,20 +180,30 @@ class MasterAdamW:
         for name, entry in state.items():
             master = self.masters[name]
             parameter = self.parameters[name]
+            rule = self.rule_of[master]
+            self._check(name, rule, entry)
             if "master" in entry:  # else the checkpoint is of a run whose parameters were their own masters
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
                     parameter.copy_(master)
             moments: dict[str, Tensor] = {}
             for key, value in entry.items():
-                if key in ("exp_avg", "exp_avg_sq"):
+                if key in state_names(rule):
                     value = piece_for(parameter, value)
                 if key != "master":
                     moments[key] = value.clone().to(self.moments_rest or master.device)
-            if moments:
-                self.adamw.state[master] = moments
-            else:
-                self.adamw.state.pop(master, None)
+            write_state(rule, master, moments)
+
+    def _check(self, name: str, rule: Optimizer, entry: Collection[str]) -> None:
+        """Raise CheckpointError where a state that was saved is that of another update rule."""
+        saved = set(entry) - {"master", "step"}
+        if saved and saved != set(state_names(rule)):
+            kept = ", ".join(state_names(rule)) or "nothing"
+            raise CheckpointError(
+                f"The checkpoint's optimizer has {', '.join(sorted(saved))} of {name}, and "
+                f"{type(rule).__name__} keeps {kept}: set optim.optimizer to the checkpoint's, or leave "
+                "optimizer out of checkpoint.load_contents"
+            )
 
     def refresh_shards(self) -> None:
         """Point the masters of sharded parameters to the memory where these are now."""

@@ -17,6 +17,7 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines.fsdp.sharding import REDUCE_DTYPES
+from hybridflow.engines.update_rules import BLOCK
 from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.models.log_probs import KEPT_BYTES
 from hybridflow.models.size import ModelSize
@@ -38,6 +39,7 @@ class Engine:
     max_tokens: int = 0
     """Tokens of a forward."""
     max_rows: int | None = None
+    optimizer: str = "AdamW"
     keys: str = ""
     """Beginning of the keys of the two limits."""
 
@@ -116,12 +118,13 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     if kept:
         grads_how = "whole on each process (reshard_after_forward=false)"
     parts.append(Part("gradients", grads, grads_how, False, live))
-    moments = 2 * own.trained * wide
+    each, how = _moments(engine.optimizer, wide)
+    moments = math.ceil(own.trained * each)
     parts.append(
         Part(
-            "Adam moments",
+            "Adam moments" if engine.optimizer == "AdamW" else f"state of {engine.optimizer}",
             moments,
-            f"{size.whole.trained:,} trained × 2 × {wide} bytes{share}",
+            f"{size.whole.trained:,} trained × {how}{share}",
             not state_away,
             state_away,
         )
@@ -134,6 +137,17 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     accumulating = masters if state_away and not live else 0
     peak = max(gathered + passing + (0 if kept else at_once), stepping)
     return Needs(parts, between, fetched + accumulating + (0 if live else grads) + peak, fetched)
+
+
+def _moments(optimizer: str, wide: int) -> tuple[float, str]:
+    """Return the bytes that an optimizer keeps of a trained number, and their arithmetic."""
+    if optimizer == "AdamW8bit":
+        return 2 * (1 + 2 / BLOCK), f"2 × (1 byte + 2 bytes / {BLOCK})"
+    if optimizer == "Muon":
+        return wide, f"{wide} bytes, and as many more of what AdamW steps"
+    if optimizer == "SGD":
+        return wide, f"{wide} bytes"
+    return 2 * wide, f"2 × {wide} bytes"
 
 
 def _share(layout: ParallelLayout) -> str:

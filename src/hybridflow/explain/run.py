@@ -130,6 +130,7 @@ def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
         longest=longest_rows(config)[0],
         max_tokens=block.ppo_max_token_len_per_gpu,
         max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
+        optimizer=block.optim.optimizer,
         keys=f"{path.rpartition('.')[2]}.ppo_",
     )
 
@@ -145,6 +146,7 @@ def _sft_engine(config: SFTConfig, world: int) -> Engine:
         longest=data.max_length,
         max_tokens=data.max_token_len_per_gpu,
         max_rows=data.micro_batch_size_per_gpu,
+        optimizer=config.optim.optimizer,
         keys="data.",
     )
 

@@ -42,6 +42,16 @@ def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
     )
 
 
+def tables_and_heads(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of embeddings and of the output head, tied ones under each name."""
+    parts: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    head = getattr(model, "head", None)
+    if isinstance(head, nn.Module):
+        parts.append(head)
+    weights = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+
+
 def _lists(backbone: nn.Module, count: int) -> Iterator[list[nn.Module]]:
     for module in backbone.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

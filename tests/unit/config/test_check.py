@@ -285,6 +285,8 @@ BAD = [
     (["trainer.rollout_data_dir=/dev/null/run"], "trainer.rollout_data_dir=/dev/null/run cannot be written"),
     (["trainer.val_only=true", "data.val_files=[]"], "val_only=true without validation data"),
     (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "leaves no step"),
+    (["actor_rollout_ref.actor.optim.lr_wsd_decay_steps=3"], "is for .*lr_scheduler_type=wsd"),
+    (["actor_rollout_ref.actor.optim.momentum=1.0"], "momentum=1.0: wanted a number from 0 to below 1"),
     (["data.train_files=[]"], "no training data"),
     (["data.train_files=/no/such.parquet"], "data.train_files: there is no file /no/such.parquet"),
     (["data.val_files=[/no/such.parquet]"], "data.val_files: there is no file /no/such.parquet"),

@@ -55,3 +55,26 @@ def test_several_cycles() -> None:
 def test_all_warm_up_and_no_steps_at_all() -> None:
     assert rates(3, 2, lr_scheduler_type="linear", lr_warmup_steps=2) == [4.0, 8.0, 8.0]
     assert rates(1, 0, lr_scheduler_type="cosine") == [8.0]
+
+
+def test_wsd_is_stable_and_falls_at_the_end_by_megatrons_formulas() -> None:
+    keys: dict[str, Any] = {"lr_scheduler_type": "wsd", "lr_warmup_steps": 2, "lr_wsd_decay_steps": 4}
+    stable = [4.0] + [8.0] * 6
+    shares = [0.25, 0.5, 0.75]
+    curves = {
+        "linear": [1 - x for x in shares],
+        "cosine": [0.5 * (1 + math.cos(math.pi * x)) for x in shares],
+        "exponential": [2 * 0.5**x - 1 for x in shares],
+        "minus_sqrt": [1 - math.sqrt(x) for x in shares],
+    }
+    for style, curve in curves.items():
+        got = rates(12, 10, lr_wsd_decay_style=style, **keys)
+        assert got == pytest.approx([*stable, *(8 * y for y in curve), 0.0, 0.0]), style
+        floor = rates(12, 10, lr_wsd_decay_style=style, min_lr_ratio=0.25, **keys)
+        assert floor == pytest.approx([*stable, *(2 + 6 * y for y in curve), 2.0, 2.0]), style
+
+
+def test_wsd_falls_in_the_last_tenth_unless_told_otherwise() -> None:
+    got = rates(41, 40, lr_scheduler_type="wsd", lr_wsd_decay_style="linear")
+    assert got == pytest.approx([8.0] * 37 + [6.0, 4.0, 2.0, 0.0])
+    assert rates(3, 2, lr_scheduler_type="wsd", lr_wsd_decay_steps=0) == [8.0, 8.0, 8.0]

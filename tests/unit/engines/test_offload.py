@@ -121,7 +121,7 @@ def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
         lambda device: where.update(moments=where["masters"] if device is None else str(device)),
     )
     at: dict[str, list[dict[str, str]]] = {"backward": [], "step": []}
-    optimizer.adamw.register_step_pre_hook(lambda *_: at["step"].append(dict(where)))
+    optimizer.rules[0].register_step_pre_hook(lambda *_: at["step"].append(dict(where)))
     run = Run("", deal=(tuple(range(7)),))
     batch, loss = dealt(run, engine)
 
@@ -139,7 +139,7 @@ def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
 
 
 def moments_of(optimizer: MasterAdamW) -> set[str]:
-    return {value.device.type for entry in optimizer.adamw.state.values() for value in entry.values()}
+    return {value.device.type for entry in optimizer.rules[0].state.values() for value in entry.values()}
 
 
 def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Offloader]:
@@ -150,7 +150,7 @@ def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Offloader]:
 
 def test_moments_that_came_while_parameters_rested_join_them_for_the_step() -> None:
     optimizer, residence = optimizer_on_a_device(FSDPConfig(param_offload=True))
-    optimizer.adamw.state = {
+    optimizer.rules[0].state = {
         master: {"exp_avg": torch.zeros(master.shape)} for master in optimizer.masters.values()
     }
     with residence.moments():

@@ -252,6 +252,20 @@ def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
             f"{path}.total_training_steps={optim.total_training_steps}, so the warm-up would never end: set "
             "it lower"
         )
+    if optim.momentum >= 1:
+        yield f"{path}.momentum={optim.momentum}: wanted a number from 0 to below 1"
+    falls = max(0, optim.lr_wsd_decay_steps) + max(0, optim.lr_warmup_steps)
+    if optim.lr_scheduler_type == "wsd" and 0 < optim.total_training_steps < falls:
+        yield (
+            f"{path}.lr_warmup_steps={optim.lr_warmup_steps} and {path}.lr_wsd_decay_steps="
+            f"{optim.lr_wsd_decay_steps} are together more than {path}.total_training_steps="
+            f"{optim.total_training_steps}: set one of them lower"
+        )
+    if optim.lr_scheduler_type != "wsd" and optim.lr_wsd_decay_steps >= 0:
+        yield (
+            f"{path}.lr_wsd_decay_steps={optim.lr_wsd_decay_steps} is for "
+            f"{path}.lr_scheduler_type=wsd, and it is {optim.lr_scheduler_type}: leave it out"
+        )
 
 
 def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:

@@ -26,6 +26,7 @@ from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
 from hybridflow.models.answer import answer
 from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.blocks import tables_and_heads
 from hybridflow.models.export import save_config, save_hf, save_hf_sharded
 from hybridflow.models.lora import adapters_off, has_adapters, saved_names
 from hybridflow.models.policy import PolicyModel
@@ -63,7 +64,12 @@ class FSDPEngine(MicroBatchEngine):
         self.activations = activations
         optimizer: MasterAdamW | None = None
         if optim is not None:
-            optimizer = MasterAdamW(module.named_parameters(), optim, compute_dtypes=self.compute_dtypes)
+            optimizer = MasterAdamW(
+                module.named_parameters(),
+                optim,
+                compute_dtypes=self.compute_dtypes,
+                apart=tables_and_heads(module),
+            )
         device = device or next(module.parameters()).device
         super().__init__(
             name=name,

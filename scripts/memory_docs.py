@@ -20,7 +20,7 @@ from hybridflow.config import RUNS
 from hybridflow.config.load import prepare_config
 from hybridflow.config.tree import with_values
 from hybridflow.explain.run import Plan, peak_bytes, size_of_role
-from hybridflow.models.size import ModelSize
+from hybridflow.planner.model_size import ModelSize
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models_and_memory.md"
 GIB = 2**30

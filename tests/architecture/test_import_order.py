@@ -15,7 +15,7 @@ LINES = [
     ["errors"],
     ["config", "protocol", "algorithms"],
     ["data", "distributed", "observability", "sandbox"],
-    ["controller", "kernels", "processes"],
+    ["controller", "kernels", "planner", "processes"],
     ["models", "tools"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],
@@ -104,6 +104,7 @@ def test_light_rooms_stay_light() -> None:
     heavy = {
         "config": {"torch", "ray", "transformers"},
         "algorithms": {"tensordict", "transformers", "ray", "numpy"},
+        "planner": {"torch", "transformers", "ray", "numpy"},
     }
     wrong = [
         f"{f.module}:{f.line} imports {f.target}"

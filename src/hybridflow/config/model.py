@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from hybridflow.config.schema import key
 
+SCALE_BLOCK = 256
+"""Numbers of a moment that share a scale in optimizer=AdamW8bit."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

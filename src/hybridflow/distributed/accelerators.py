@@ -13,6 +13,11 @@ from importlib.util import find_spec
 
 from hybridflow.errors import ConfigError
 
+KEPT_BYTES = 256 * 2**20
+"""Most bytes of logits that training keeps for the backward pass, where one of the head's four products is
+then spared.
+"""
+
 
 @dataclass(frozen=True)
 class Accelerator:

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import SCALE_BLOCK, OptimConfig
 from hybridflow.distributed.shards import own_slices, placed_like
 
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 """Coefficients of Muon's iteration (Keller Jordan, 2024), those of torch.optim.Muon."""
-BLOCK = 256
-"""Numbers that share a scale in 8 bits."""
 _LARGEST = 448.0
 _SMALLEST = 2.0**-9
 """Largest and smallest positive number of float8_e4m3fn."""
@@ -171,7 +169,7 @@ def pack(values: Tensor, *, keep_positive: bool = False) -> tuple[Tensor, Tensor
     With `keep_positive` a value above 0 stays above 0.
     """
     flat = values.reshape(-1)
-    blocks = nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).unflatten(0, (-1, BLOCK))
+    blocks = nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK)).unflatten(0, (-1, SCALE_BLOCK))
     exponents = torch.frexp(blocks.abs().amax(1) / _LARGEST).exponent
     scaled = torch.ldexp(blocks, -exponents[:, None])
     if keep_positive:
@@ -181,7 +179,7 @@ def pack(values: Tensor, *, keep_positive: bool = False) -> tuple[Tensor, Tensor
 
 def unpack(numbers: Tensor, exponents: Tensor, like: Tensor) -> Tensor:
     """Return packed values in the dtype and shape of `like`."""
-    blocks = numbers.to(like.dtype).unflatten(0, (-1, BLOCK))
+    blocks = numbers.to(like.dtype).unflatten(0, (-1, SCALE_BLOCK))
     flat = torch.ldexp(blocks, exponents.to(torch.int32)[:, None]).reshape(-1)
     return flat[: like.numel()].reshape(like.shape)
 

@@ -21,12 +21,14 @@ from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
-from hybridflow.explain.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
 from hybridflow.explain.schedule import schedule_lines
 from hybridflow.models.build import resolve_dtype, shape_of
 from hybridflow.models.in_force import in_force
+from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.models.lora import LoraSettings
-from hybridflow.models.size import ModelSize, size_of
+from hybridflow.models.size import size_of
+from hybridflow.planner.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
+from hybridflow.planner.model_size import ModelSize
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import needed_roles
 from hybridflow.trainer.sft.build import roles_of
@@ -323,7 +325,7 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
         rows=min(
             math.ceil(_generated(config) / _generating(plan)), config.actor_rollout_ref.rollout.max_num_seqs
         ),
-        longest=longest_rows(config)[0],
+        slot=slot_capacity(longest_rows(config)[0]),
         own_weights=why,
         standing=alone,
     )

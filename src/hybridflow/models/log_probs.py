@@ -15,12 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
-from hybridflow.distributed.accelerators import features
-
-KEPT_BYTES = 256 * 2**20
-"""Most bytes of logits that are kept for the backward pass, where one of the head's four products is then
-spared.
-"""
+from hybridflow.distributed.accelerators import KEPT_BYTES, features
 
 LOWEST = -1e4
 """Least log-prob in nats that is computed with: exp of it is 0 in every dtype, and no product overflows."""

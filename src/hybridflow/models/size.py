@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,61 +18,17 @@ from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import check_sizes, tensor_slices, tensor_styles
 from hybridflow.models.value import ValueModel
+from hybridflow.planner.model_size import Count, ModelSize
 
 _MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyModel, "value": ValueModel}
 
 
-@dataclass(frozen=True)
-class Count:
-    """Numbers of parameters of a model or a part of it; shared ones count once."""
-
-    all: int
-    trained: int
-    cut: int = 0
-    """Number of all parameters that tensor parallelism cuts."""
-    cut_trained: int = 0
-    """Number of trained parameters that tensor parallelism cuts."""
-
-    @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter], cut: set[int]) -> Count:
-        """Count `parameters`; `cut` has the ids of those that tensor parallelism cuts."""
-        each = list({id(parameter): parameter for parameter in parameters}.values())
-        trained = [parameter for parameter in each if parameter.requires_grad]
-        numbers = (each, trained, [p for p in each if id(p) in cut], [p for p in trained if id(p) in cut])
-        return cls(*(sum(parameter.numel() for parameter in some) for some in numbers))
-
-    def on_rank(self, tensor: int, shards: int = 1) -> Count:
-        """Return a rank's numbers if `tensor` ranks cut the layers and `shards` share each slice."""
-
-        def held(count: int, cut: int) -> int:
-            return math.ceil((count - cut + cut // tensor) / shards)
-
-        return Count(held(self.all, self.cut), held(self.trained, self.cut_trained))
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The sizes of a model."""
-
-    whole: Count
-    root: Count
-    """Parameters outside of the blocks: embeddings, last norm, head."""
-    block: Count
-    """Parameters of the largest block."""
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    """Activations of the widest feed-forward part for a token: of experts those that it is routed to."""
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    itemsize: int
-    """Bytes of one number in the compute dtype."""
-    active: int
-    """Parameters that a token is multiplied with: of experts those that it is routed to."""
-    experts: int
-    """Experts of a sparse layer; 0 for a dense model."""
-    experts_per_token: int
+def _count(parameters: Iterable[nn.Parameter], cut: set[int]) -> Count:
+    """Count `parameters`; `cut` has the ids of those that tensor parallelism cuts."""
+    each = list({id(parameter): parameter for parameter in parameters}.values())
+    trained = [parameter for parameter in each if parameter.requires_grad]
+    numbers = (each, trained, [p for p in each if id(p) in cut], [p for p in trained if id(p) in cut])
+    return Count(*(sum(parameter.numel() for parameter in some) for some in numbers))
 
 
 def size_of(
@@ -112,13 +66,13 @@ def size_of(
         add_lora(module, lora)
     if not trained:
         module.requires_grad_(False)
-    whole = Count.of(module.parameters(), cut)
+    whole = _count(module.parameters(), cut)
     root = block = Count(0, 0)
     if blocks:
-        parts = [Count.of(part.parameters(), cut) for part in decoder_blocks(module)]
+        parts = [_count(part.parameters(), cut) for part in decoder_blocks(module)]
         block = max(parts, key=lambda part: part.all)
         inside = {id(parameter) for part in decoder_blocks(module) for parameter in part.parameters()}
-        root = Count.of((parameter for parameter in module.parameters() if id(parameter) not in inside), cut)
+        root = _count((parameter for parameter in module.parameters() if id(parameter) not in inside), cut)
     text = shape.get_text_config()
     heads = text.num_attention_heads
     hidden = text.hidden_size

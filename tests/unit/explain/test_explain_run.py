@@ -20,11 +20,11 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import local
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ModelError
-from hybridflow.explain.memory import Engine, Needs, engine_needs
 from hybridflow.explain.run import explain_run
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.planner.memory import Engine, Needs, engine_needs
 from ranks import Ranks
 
 STEP = [

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
-from hybridflow.distributed.accelerators import features
+from hybridflow.config.model import SCALE_BLOCK, ModelConfig
+from hybridflow.distributed.accelerators import KEPT_BYTES, features
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.engines.fsdp.sharding import REDUCE_DTYPES
-from hybridflow.engines.update_rules import BLOCK
-from hybridflow.models.kv_cache import slot_capacity
-from hybridflow.models.log_probs import KEPT_BYTES
-from hybridflow.models.size import ModelSize
+from hybridflow.planner.model_size import ModelSize
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
 def _moments(optimizer: str, wide: int) -> tuple[float, str]:
     """Return the bytes that an optimizer keeps of a trained number, and their arithmetic."""
     if optimizer == "AdamW8bit":
-        return 2 * (1 + 2 / BLOCK), f"2 × (1 byte + 2 bytes / {BLOCK})"
+        return 2 * (1 + 2 / SCALE_BLOCK), f"2 × (1 byte + 2 bytes / {SCALE_BLOCK})"
     if optimizer == "Muon":
         return wide, f"{wide} bytes, and as many more of what AdamW steps"
     if optimizer == "SGD":
@@ -175,7 +173,7 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     """Return the bytes that a pass of a sharded model gathers, those of their whole gradients, and how."""
     tensor = engine.layout.tp
-    reduce = max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
+    reduce = max(BYTES[engine.fsdp.mixed_precision.reduce_dtype], size.itemsize)
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
     if engine.trained and not engine.fsdp.reshard_after_forward:
         return (
@@ -223,9 +221,10 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
 
 
 def generation_needs(
-    size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool
+    size: ModelSize, *, tensor: int, rows: int, slot: int, own_weights: str, standing: bool
 ) -> Needs:
-    """Estimate the memory of a process in which the native engine generates `rows` rows of `longest` tokens.
+    """Estimate the memory of a process in which the native engine generates `rows` rows at once, each with
+    memory for `slot` tokens.
 
     `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
     are there all the time.
@@ -247,7 +246,6 @@ def generation_needs(
             )
         )
     heads = max(1, size.num_kv_heads // tensor)
-    slot = slot_capacity(longest)
     cache = rows * slot * (2 * size.num_layers + 1) * heads * size.head_dim * size.itemsize
     how = (
         f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × "

@@ -1,0 +1,1 @@
+"""What a run will take: memory and time of each phase, and the placement that takes least. No torch."""

@@ -8,12 +8,18 @@ transformers keep as one tensor for all of them: `experts.gate_up_proj [E, 2I, H
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
-EXACT_EXPERTS = "batched_mm"
-"""The kernel of experts whose bits for a token do not depend on the other tokens of the batch."""
+from hybridflow.models.exact import ExactMode
+
+EXACT_EXPERTS = "hybridflow_exact"
+"""The name of `exact_experts` among the kernels of experts."""
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -53,16 +59,55 @@ def mlp_width(config: PretrainedConfig) -> int:
 
 
 class ExactExperts:
-    """The switch between a model's own kernel of experts and the one that exact mode needs."""
+    """The switch between a model's own kernel of experts and the one of exact mode."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self.hf = hf
         self.usual: str | None = None
         """The kernel outside of exact mode; None for a model that has no choice of one."""
         if num_experts(hf.config) and hf._can_set_experts_implementation():
+            ExpertsInterface.register(EXACT_EXPERTS, exact_experts)
             self.usual = hf.config._experts_implementation
 
-    def switch(self, exact: bool) -> None:
-        """Compute experts as exact mode needs them, or as usual; nothing is done for a dense model."""
-        if self.usual is not None:
-            self.hf.set_experts_implementation(EXACT_EXPERTS if exact else self.usual)
+    def switch(self, mode: ExactMode | None) -> None:
+        """Compute experts as `mode` needs it, or as usual; nothing is done for a dense model."""
+        if self.usual is None:
+            return
+        self.hf.set_experts_implementation(self.usual if mode is None else EXACT_EXPERTS)
+        for module in self.hf.modules():
+            if hasattr(module, "down_proj") and hasattr(module, "is_transposed"):
+                module.exact_mode = mode
+
+
+def exact_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute the experts of hidden states [N, H] in exact mode: indices and weights [N, K] -> [N, H].
+
+    Each expert gets its tokens in one product of as many rows as exact mode gives a dense layer, so that the
+    bits of a token depend on no other. The K products of a token are added up in the order of its experts.
+    """
+    count, chosen = top_k_index.shape
+    flat = top_k_index.reshape(-1)
+    order = flat.argsort(stable=True)
+    sizes = torch.bincount(flat, minlength=experts.num_experts).tolist()
+    parts = hidden_states[order // chosen].split(sizes)
+    done = [
+        _expert(experts, expert, experts.exact_mode.pad_rows(part))[: len(part)]
+        for expert, part in enumerate(parts)
+        if len(part)
+    ]
+    outputs = torch.cat(done)[order.argsort()].view(count, chosen, -1)
+    return (outputs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _expert(experts: Any, expert: int, states: Tensor) -> Tensor:
+    """Return one expert's outputs [n, H] for states [n, H]."""
+    hidden = experts._apply_gate(_product(experts, "gate_up_proj", expert, states))
+    return _product(experts, "down_proj", expert, hidden)
+
+
+def _product(experts: Any, name: str, expert: int, states: Tensor) -> Tensor:
+    weight = getattr(experts, name)[expert]
+    bias = None
+    if experts.has_bias:
+        bias = getattr(experts, f"{name}_bias")[expert]
+    return linear(states, weight.T if experts.is_transposed else weight, bias)

@@ -72,7 +72,7 @@ class PolicyModel(nn.Module):
     @exact.setter
     def exact(self, mode: ExactMode | None) -> None:
         self._exact = mode
-        self._experts.switch(mode is not None)
+        self._experts.switch(mode)
 
     @property
     def config(self) -> PretrainedConfig:

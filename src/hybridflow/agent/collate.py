@@ -14,8 +14,8 @@ from torch import Tensor
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.columns import place_scores
-from hybridflow.protocol.packing import make_rows
-from hybridflow.protocol.trajectory import Trajectory
+from hybridflow.protocol.packing import ROUTES, make_rows
+from hybridflow.protocol.trajectory import Lineage, Trajectory
 
 GROUPS_PER_STEP = 1 << 20
 """The number of a group is step · GROUPS_PER_STEP + its number in the step."""
@@ -65,6 +65,8 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
         "row_id": torch.tensor(ids, dtype=torch.int64) * ROWS_PER_TRAJECTORY
         + torch.tensor(places, dtype=torch.int64),
     }
+    if any(lineage.routes is not None for _, lineage in rows):
+        tensors[ROUTES] = _routes([lineage for _, lineage in rows], tensors["attention_mask"])
     columns: dict[str, list[Any]] = {
         "uid": [uid(trajectory) for trajectory, _ in rows],
         "finish_reason": [_FINISH_REASONS[trajectory.outcome.kind] for trajectory, _ in rows],
@@ -79,6 +81,17 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
         _move_turn_rewards(scores, trajectories, view.samples)
         batch.batch["token_level_scores"] = view.spread(scores)
     return batch
+
+
+def _routes(lineages: Sequence[Lineage], attention_mask: Tensor) -> Tensor:
+    """Return the routes of all rows as one column [B, T, W] int16, -1 where a token has none."""
+    width = next(lineage.routes.shape[1] for lineage in lineages if lineage.routes is not None)
+    column = torch.full((*attention_mask.shape, width), -1, dtype=torch.int16)
+    for row, lineage in enumerate(lineages):
+        if lineage.routes is not None:
+            places = attention_mask[row].nonzero()[: len(lineage.routes), 0]
+            column[row, places] = torch.from_numpy(lineage.routes)
+    return column
 
 
 def _move_turn_rewards(scores: Tensor, trajectories: Sequence[Trajectory], samples: DataProto) -> None:

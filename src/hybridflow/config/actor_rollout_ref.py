@@ -8,7 +8,9 @@ from typing import Any, Literal
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.rollout_server import EngineKwargsConfig, RolloutServerConfig
 from hybridflow.config.rollout_skip import RolloutSkipConfig
+from hybridflow.config.router_replay import RouterReplayConfig
 from hybridflow.config.schema import group, key
 
 LossAggMode = Literal[
@@ -155,6 +157,12 @@ class ActorConfig:
         "Weight of an extra loss, the negative log-likelihood of right responses (VAPO: 0.1); 0: none.",
         minimum=0,
     )
+    router_aux_loss_coef: float = key(
+        0.0,
+        "Weight of the auxiliary loss that spreads tokens evenly over the experts; 0: none, whatever the "
+        "model's own configuration says.",
+        minimum=0,
+    )
     use_kl_loss: bool = key(False, "Add a KL term against the reference policy to the loss.")
     kl_loss_coef: float = key(0.001, "Weight of that KL term.", minimum=0)
     kl_loss_type: str = key(
@@ -165,6 +173,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = key(
         1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
     )
+    router_replay: RouterReplayConfig = group(RouterReplayConfig)
     fsdp_config: FSDPConfig = group(FSDPConfig)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
     optim: OptimConfig = group(OptimConfig)
@@ -231,46 +240,6 @@ class ValKwargsConfig:
     )
     n: int = key(
         1, "Responses to each validation prompt; the metrics are their mean, best and majority.", minimum=1
-    )
-
-
-@dataclass(frozen=True)
-class EngineKwargsConfig:
-    """Arguments that go to a generation engine unchanged."""
-
-    vllm: dict[str, Any] = key({}, "Further arguments of vLLM's engine, by vLLM's own names.")
-    sglang: dict[str, Any] = key({}, "Further arguments of SGLang's server, by SGLang's own names.")
-
-
-@dataclass(frozen=True)
-class RolloutServerConfig:
-    """Servers of vLLM and SGLang that generate in processes of their own."""
-
-    enable: bool | None = key(
-        None,
-        "vllm: start a server beside each process that generates; null: where there are several processes "
-        "or `python` is set. sglang is always a server.",
-    )
-    address: str | list[str] | None = key(
-        None,
-        "Servers that run already, http://HOST:PORT, one for each process that generates; null: the run "
-        "starts them.",
-    )
-    python: str | None = key(
-        None,
-        "Path of a python that has the engine and hybridflow, with which servers are started; null: this "
-        "python.",
-    )
-    start_timeout: float = key(
-        900.0, "Seconds that a server may take until it answers; then the run ends with an error.", above=0
-    )
-    push_timeout: float = key(
-        600.0, "Seconds that one bucket of weights, or one call of a server's worker, may take.", above=0
-    )
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group"] = key(
-        "auto",
-        "How weights travel to a server; auto: shared_memory on the same machine, process_group to another "
-        "machine.",
     )
 
 
@@ -416,6 +385,10 @@ class RolloutConfig:
         None,
         "Largest number of tokens in one forward pass for the old log-probs; null: the actor's limit.",
         minimum=1,
+    )
+    enable_rollout_routing_replay: bool = key(
+        False,
+        "native: record the experts that tokens go to in generation, for actor.router_replay.mode=R3.",
     )
     exact: bool | Literal["auto"] = key(
         "auto",

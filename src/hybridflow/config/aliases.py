@@ -41,6 +41,11 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.actor\.peft\.(lora_rank|lora_alpha|target_modules|peft_type)",
         r"actor_rollout_ref.model.\1",
     ),
+    # routes of experts under the blocks of other engines
+    (
+        r"actor_rollout_ref\.actor\.(?:megatron|veomni|fsdp_config)\.router_replay\.(.+)",
+        r"actor_rollout_ref.actor.router_replay.\1",
+    ),
     # rollout
     (
         ROLLOUT + r"checkpoint_engine\.update_weights_bucket_megabytes",

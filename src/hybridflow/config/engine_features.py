@@ -85,6 +85,7 @@ FEATURES: Mapping[str, str] = {
     "tensor_parallel": "ranks that generate together (tensor_model_parallel_size)",
     "lora": "an actor with LoRA adapters",
     "quantization": "generates with quantised weights",
+    "routes": "the experts that each token went to (router replay R3)",
     "exact": "log-probs equal to training's, to the bit",
     "sleep": "sleep frees memory, and wake_up restores the output",
     "prefix_reuse": "prompts that begin alike are computed once",
@@ -109,12 +110,16 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
             "it generates with the module that trains, in its dtype; on a CPU int8 copies of the weights "
             "were measured and did not pay (benchmarks/results/int8_rollout.md)"
         ),
+        routes=yes("of mixtures of experts, at no extra pass"),
         exact=yes("on CPU in float32"),
         any_architecture=no("the layers must let their attention be chosen: set rollout.name=hf"),
     ),
     "hf": _column(
         tensor_parallel=no("set rollout.tensor_model_parallel_size=1, or rollout.name=native"),
         quantization=no("it generates with the module that trains, in its dtype"),
+        routes=no(
+            "transformers' generate tells no routes: set rollout.name=native, or router_replay.mode=R2"
+        ),
         exact=no("transformers' attention rounds differently from ours: set rollout.name=native"),
         sleep=yes("keys and values go with each batch anyway"),
         prefix_reuse=no("every prompt is computed: set rollout.name=native"),
@@ -126,6 +131,9 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         tensor_parallel=unshown("vLLM's own; needs several GPUs"),
         lora=yes("folded, or as adapters (lora_as_adapters)"),
         quantization=yes("on a CPU fp8_per_channel in bfloat16; fp8 needs a GPU"),
+        routes=no(
+            "its routes are not read in this version: set rollout.name=native, or router_replay.mode=R2"
+        ),
         exact=no("its kernels round differently from ours: set rollout.name=native"),
         sleep=unshown("needs a GPU: on a CPU vLLM cannot sleep, and nothing happens"),
         prefix_reuse=unshown("vLLM's own (rollout.enable_prefix_caching)"),
@@ -138,6 +146,9 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         tensor_parallel=unshown("SGLang's own; needs several GPUs"),
         lora=unshown("adapters are pushed folded into their weights"),
         quantization=unshown("SGLang's own; needs a GPU"),
+        routes=no(
+            "its routes are not read in this version: set rollout.name=native, or router_replay.mode=R2"
+        ),
         exact=no("its kernels round differently from ours: set rollout.name=native"),
         sleep=unshown("needs CUDA's torch_memory_saver: on a CPU SGLang cannot sleep, and nothing happens"),
         prefix_reuse=unshown("SGLang's own (rollout.enable_prefix_caching)"),
@@ -155,6 +166,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         tensor_parallel=_NOT_WEIGHTS,
         lora=no("the endpoint's model decides"),
         quantization=no("the endpoint's model decides"),
+        routes=no("an endpoint tells no routes"),
         exact=_NOT_WEIGHTS,
         sleep=no("there is no memory of the endpoint here"),
         prefix_reuse=no("the endpoint decides"),

@@ -122,7 +122,16 @@ MODEL: tuple[Rule, ...] = (
     ),
     off(r".+\.mtp\.(enable|enable_train|enable_rollout)", LATER),
     ignored(r".+\.mtp\..+", "it is read only with mtp.enable, which is off"),
-    Rule(r".+\.router_replay\..+", (*OFF, "disabled"), "the feature is off", LATER),
+    off(
+        r".+\.router_replay\.(record_file|replay_file)",
+        "routes travel with the rows and are never in a file of their own: leave it out",
+    ),
+    Rule(
+        r".+\.router_replay\..+",
+        (*OFF, "disabled"),
+        "the feature is off",
+        "set actor_rollout_ref.actor.router_replay.mode",
+    ),
     only(
         r"actor_rollout_ref\.ref\.model(\..+)?",
         OFF,

@@ -27,6 +27,7 @@ from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.build import Kind, build_policy, build_value, resolve_dtype
 from hybridflow.models.build_score import build_score
+from hybridflow.models.experts import routers
 from hybridflow.models.lora import LoraSettings, add_lora, init_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe_twin import probe_twin
@@ -96,8 +97,7 @@ def build_engine(
             f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
             "would be 0: give a reward model, which `hybridflow reward-model` makes of this one"
         )
-    if fsdp.use_torch_compile:
-        compile_blocks(module, blocks)
+    _compile_or_watch(module, blocks, fsdp, trained=optim is not None)
     return FSDPEngine(
         module,
         name=name,
@@ -112,6 +112,16 @@ def build_engine(
         compute_dtypes=compute_dtypes,
         activations=ActivationOffload(module, blocks) if activation_offload else None,
     )
+
+
+def _compile_or_watch(
+    module: PolicyModel | ValueModel, blocks: list[nn.Module], fsdp: FSDPConfig, *, trained: bool
+) -> None:
+    """Compile the blocks if asked; else let a policy in training tell the load of its experts."""
+    if fsdp.use_torch_compile:
+        compile_blocks(module, blocks)
+    elif isinstance(module, PolicyModel) and trained and routers(module.hf):
+        module.follow_routes()
 
 
 def _shard(

@@ -31,6 +31,7 @@ from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.engines.schedule import learning_rate
 from hybridflow.errors import TrainingError
 from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.routing import LIVE
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -115,20 +116,18 @@ class MicroBatchEngine(ABC):
 
     @torch.no_grad()
     def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
-        """Return the answers for all rows without gradients, each [B, R] float on the CPU.
+        """Return the answers for all rows without gradients, each [B, R] float on the CPU, but routes.
 
-        A batch without rows gives [0, R] under the same names.
+        Routes are [B, T, W] int16, and `LIVE` on padding. A batch without rows gives none of each.
         """
         results: Answers = {}
-        width = rows.batch["response_mask"].shape[1]
         with self._ready(training=False), _memory_named(self.name, limits):
             micros = self._plan(rows, limits, at_least=1)
             for micro, answers in self._answer_all(micros, ask):
                 for name, value in answers.items():
-                    part = micro.packed.unpack(value).cpu()
-                    whole = results.setdefault(name, part.new_zeros(len(rows), width))
-                    if micro.indices is not None:
-                        whole[micro.indices] = part
+                    whole = results.setdefault(name, _empty(rows, name, value))
+                    if micro.rows is not None:
+                        whole[micro.indices] = _unpacked(micro, micro.rows, name, value).cpu()
         return results
 
     def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
@@ -190,6 +189,21 @@ class MicroBatchEngine(ABC):
         self.optimizer.zero_grad()
         self.num_steps += 1
         return metrics
+
+
+def _empty(rows: DataProto, name: str, value: Tensor) -> Tensor:
+    """Return an answer for all rows [B, R] before any is known; routes [B, T, W]."""
+    if name == "routes":
+        size = (*rows.batch["attention_mask"].shape, value.shape[1])
+        return torch.full(size, LIVE, dtype=value.dtype)
+    return torch.zeros(rows.batch["response_mask"].shape, dtype=value.dtype)
+
+
+def _unpacked(micro: MicroBatch, rows: DataProto, name: str, value: Tensor) -> Tensor:
+    """Return an answer for the packed tokens of a micro-batch at their places in its rows."""
+    if name == "routes":
+        return micro.packed.unpack_tokens(value, rows.batch["attention_mask"], LIVE)
+    return micro.packed.unpack(value)
 
 
 def _dump_suffix(mesh: EngineMesh | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import ScoreModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
@@ -21,10 +22,14 @@ def answer(module: nn.Module, packed: PackedBatch, ask: Ask) -> Answers:
     if isinstance(module, ValueModel):
         assert ask == Ask(values=True), f"a value model has values alone, and is asked {ask}"
         return {"values": module(packed)}
+    assert isinstance(module, PolicyModel)
     assert ask.log_probs and not ask.values and not ask.scores, (
         f"a policy has log-probs and neither values nor scores, and is asked {ask}"
     )
     outputs = module(
         packed, temperature=ask.temperature, with_entropy=ask.entropy, with_sum_pi_squared=ask.sum_pi_squared
     )
-    return {name: value for name, value in outputs._asdict().items() if value is not None}
+    answers = {name: value for name, value in outputs._asdict().items() if value is not None}
+    if ask.routes:
+        answers["routes"] = module.routes_of(packed)
+    return answers

@@ -28,6 +28,8 @@ class Ask:
     """Sums of the squared probabilities of these distributions, without gradient."""
     values: bool = False
     """Returns expected in the states in which the tokens are chosen, in units of the reward."""
+    routes: bool = False
+    """The experts of all tokens, [N, W] int16 for N packed tokens and [b, T, W] for padded rows."""
     scores: bool = False
     """Scores of a reward model: of each token, or of each row, at its last token and 0 at the others."""
     temperature: float = 1.0

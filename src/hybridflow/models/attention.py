@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from hybridflow.models.attention_kernels import Over, choose_kernel, expand_head
 from hybridflow.models.flex_kernel import FlexRows
 from hybridflow.models.scores import Scores, causal_mask, masked_attention
 from hybridflow.models.shared_tokens import SharedTokens
+
+if TYPE_CHECKING:
+    from hybridflow.models.routing import RouteTape
 
 ATTENTION_NAME = "hybridflow"
 MOST_SCORES = 2**26
@@ -52,6 +55,8 @@ class Kernel(Protocol):
 
 class Layout(Protocol):
     """The rule of which tokens see which: query [1|B, H, Q, D] in, attended values [1|B, Q, H, Dv] out."""
+
+    routes: RouteTape | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor: ...
 
@@ -163,6 +168,8 @@ class PackedLayout:
 
     exact: Kernel | None = None
     """Replaces the device's own kernels; set in exact mode."""
+    routes: RouteTape | None = None
+    """The routes of the tokens, where they are recorded or replayed."""
 
     def __init__(
         self,

@@ -168,6 +168,7 @@ class _RealRows:
 
     def __init__(self, layout: Layout, batch: int, length: int) -> None:
         self.layout = layout
+        self.routes = layout.routes
         self.batch = batch
         self.length = length
 

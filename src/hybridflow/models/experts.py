@@ -48,6 +48,11 @@ def routers(hf: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
+def expert_modules(hf: nn.Module) -> dict[str, Any]:
+    """Return the modules that hold all experts of a layer as one tensor, by name."""
+    return {name: module for name, module in hf.named_modules() if hasattr(module, "is_transposed")}
+
+
 def mlp_width(config: PretrainedConfig) -> int:
     """Return the largest number of activations that the feed-forward part of a layer has for a token."""
     text = config.get_text_config()
@@ -74,9 +79,8 @@ class ExactExperts:
         if self.usual is None:
             return
         self.hf.set_experts_implementation(self.usual if mode is None else EXACT_EXPERTS)
-        for module in self.hf.modules():
-            if hasattr(module, "down_proj") and hasattr(module, "is_transposed"):
-                module.exact_mode = mode
+        for experts in expert_modules(self.hf).values():
+            experts.exact_mode = mode
 
 
 def exact_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

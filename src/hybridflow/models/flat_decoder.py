@@ -173,6 +173,7 @@ class ScoresSeen:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.routes = layout.routes
         self.of_layer: dict[int, Scores] = {}
         self.shapes: dict[int, LayerShape] = {}
 

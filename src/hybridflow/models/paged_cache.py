@@ -215,6 +215,7 @@ class PagedCache(KVCache):
 
     def tokens_of(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return the first tokens of some rows, gathered from their blocks."""
+        self._upload()
         return self._gathered(layer, self.table[:, : self.num_blocks(length)].index_select(0, rows), length)
 
     def _gathered(self, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
 from hybridflow.models.rope import check_lengths, rotate_rows_alone
+from hybridflow.models.routing import RouteTape, Routing
 from hybridflow.models.sequence_parallel import SequenceCut
 from hybridflow.models.shared_tokens import SharedTokens
 
@@ -62,6 +63,10 @@ class PolicyModel(nn.Module):
         self._flat_tried = False
         self._exact: ExactMode | None = None
         self._experts = ExactExperts(hf)
+        self.routing: Routing | None = None
+        """The routers' part in recording and replaying routes; None before `follow_routes`."""
+        self.tape: RouteTape | None = None
+        """The routes of the newest forward pass, of this rank's tokens; None before `follow_routes`."""
         self.train(hf.training)
 
     @property
@@ -116,7 +121,9 @@ class PolicyModel(nn.Module):
         Only the M predicting positions go through the head, a chunk at a time.
         """
         cut = sequence_cut(packed, self.sequence_group, self.config)
-        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact)
+        if self.routing is not None:
+            self.tape = self.routing.tape(packed, cut)
+        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact, self.tape)
         head = self.head
         targets = packed.targets
         if cut is not None:
@@ -145,6 +152,21 @@ class PolicyModel(nn.Module):
             outputs = cut.gather_outputs(outputs)
         return outputs
 
+    def follow_routes(self) -> Routing:
+        """Let routes be recorded and replayed from now on; ModelError for a model without routers."""
+        if self.routing is None:
+            self.routing = Routing(self.hf, self.config)
+        return self.routing
+
+    def routes_of(self, packed: PackedBatch) -> Tensor:
+        """Return the routes [N, W] int16 of the newest pass, which was over these tokens."""
+        assert self.routing is not None and self.tape is not None, "`follow_routes` comes before a pass"
+        routes = self.tape.routes.flatten(1)
+        cut = sequence_cut(packed, self.sequence_group, self.config)
+        if cut is not None:
+            routes = cut.gather_rows(routes.int()).to(torch.int16)
+        return routes
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
@@ -155,7 +177,8 @@ class PolicyModel(nn.Module):
         A faster path is used if its first states were equal to those of the modules on this machine. With
         `compiles_decoding` the last bits are others.
         """
-        if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
+        plain = torch.is_grad_enabled() or layout.routes is not None
+        if (self._flat_tried and self._flat is None) or plain:
             return self.hidden(input_ids, position_ids, layout)
         rows = input_ids.shape[0]
         if self.exact is not None:
@@ -251,12 +274,14 @@ def packed_hidden(
     device: torch.device,
     cut: SequenceCut | None = None,
     exact: ExactMode | None = None,
+    routes: RouteTape | None = None,
 ) -> Tensor:
     """Return hidden states [M, H] that predict `packed.targets`; under a cut, this rank's, `cut.own`."""
     if packed.places is not None:
         config: Any = backbone.config
         check_lengths(config, max(packed.lengths), _ROWS_APART)
     layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
+    layout.routes = routes
     input_ids = packed.input_ids
     position_ids = packed.position_ids
     index = packed.predict_index
@@ -265,6 +290,7 @@ def packed_hidden(
         input_ids = cut.tokens(input_ids)
         position_ids = cut.tokens(position_ids)
         index = cut.predict_index
+        layout.routes = routes
     states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
         return SharedTokens(packed.predict_index_on_cpu, None, device).spread(states[0], index.to(device))

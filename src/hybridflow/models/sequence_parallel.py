@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from hybridflow.models.attention import Layout
 from hybridflow.models.log_probs import TokenOutputs
+from hybridflow.models.routing import RouteTape
 from hybridflow.models.scores import Scores
 from hybridflow.protocol.packing import PackedBatch
 
@@ -59,6 +60,17 @@ class SequenceCut:
         """Return this rank's part [P] of a column [N], with zeros for dummy tokens."""
         mine = whole[self.rank * self.part : (self.rank + 1) * self.part]
         return pad(mine, (0, self.part - len(mine)))
+
+    def rows(self, whole: Tensor, fill: int) -> Tensor:
+        """Return this rank's part [P, W] of rows [N, W], with `fill` for dummy tokens."""
+        mine = whole[self.rank * self.part : (self.rank + 1) * self.part]
+        return pad(mine, (0, 0, 0, self.part - len(mine)), value=fill)
+
+    def gather_rows(self, mine: Tensor) -> Tensor:
+        """Gather each rank's part [P, W] of rows to all of them [N, W]; no gradient flows."""
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine.contiguous(), group=self.group)
+        return torch.cat(parts)[: self.num_tokens]
 
     def layout(self, whole: Layout) -> SequenceLayout:
         """Return the layout of this rank's part, around that of all N tokens."""
@@ -99,6 +111,7 @@ class SequenceLayout:
     def __init__(self, whole: Layout, cut: SequenceCut) -> None:
         self.whole = whole
         self.cut = cut
+        self.routes: RouteTape | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, P, D], key [1, KV, P, D], value [1, KV, P, Dv] -> [1, P, H, Dv]."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from hybridflow.models.kv_cache import InPlace, KVCache
 from hybridflow.models.places import Places
 from hybridflow.models.scores import Scores, masked_attention
 from hybridflow.models.transfers import to_device
+
+if TYPE_CHECKING:
+    from hybridflow.models.routing import RouteTape
 
 QUERY_BLOCK = 512
 """Number of queries of one attention call, so that masks stay small beside the keys."""
@@ -46,6 +50,8 @@ class SpanLayout:
 
     exact: Kernel | None = None
     """Replaces the device's own kernels; set in exact mode."""
+    routes: RouteTape | None = None
+    """The routes of the tokens, where they are recorded or replayed."""
 
     def __init__(self, cache: KVCache, places: Places) -> None:
         """Store what is computed at `places`; use `packed` and `decoding` to make one."""

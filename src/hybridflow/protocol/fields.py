@@ -36,6 +36,8 @@ true only on tokens the policy sampled; never changes
 loss_mask | B,R | bool | | collate, correction, filters | advantages, losses, metrics | \
 subset of response_mask that may still be learned from; narrowed only by narrow_loss_mask
 rollout_log_probs | B,R | float32 | nats | rollout | correction, metrics | log-probabilities when sampled
+routed_experts | B,T | int16 | expert | rollout or actor | actor | \
+[B, T, layers · experts of a token]: where each token went in each sparse layer; -1 without a route
 policy_version | B,R | int32 | version | rollout | correction, buffer | version of the weights that sampled it
 call | B,R | int32 | | collate | advantages | \
 number of its call, in the order of the trajectory's calls; 0 where given

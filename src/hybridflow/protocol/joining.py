@@ -18,7 +18,7 @@ from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.fields import FIELDS
 
 _TOKEN_IDS = ("prompts", "responses", "input_ids")
-_FILL = {"policy_version": -1}
+_FILL = {"policy_version": -1, "routed_experts": -1}
 
 
 def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
@@ -68,7 +68,8 @@ def fit_column(name: str, tensor: Tensor, old: tuple[int, int], new: tuple[int, 
     right = new[1] - old[1] if axes in ("B,R", "B,T") else 0
     if not left and not right:
         return tensor
-    return pad(tensor, (left, right), value=fill)
+    behind = (0, 0) * (tensor.dim() - 2)
+    return pad(tensor, (*behind, left, right), value=fill)
 
 
 def _longest(part: DataProto) -> tuple[int, int]:

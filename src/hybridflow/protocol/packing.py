@@ -16,6 +16,9 @@ from torch import Tensor
 from hybridflow.protocol.columns import BatchError
 from hybridflow.protocol.data_proto import DataProto
 
+ROUTES = "routed_experts"
+"""The column of the experts that tokens went to; see the field table."""
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -50,6 +53,8 @@ class PackedBatch:
     """[sum of lengths] int64, always on the CPU: which of the N tokens each token of each row is, where rows
     share their prompt's.
     """
+    routes: Tensor | None = None
+    """[N, W] int16: the experts of each token as the column `routed_experts` has them; None without it."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +73,20 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
         names = ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        routes = None
+        if self.routes is not None:
+            routes = self.routes.to(device)
+        return replace(self, routes=routes, **{name: getattr(self, name).to(device) for name in names})
+
+    def unpack_tokens(self, values: Tensor, attention_mask: Tensor, fill: int) -> Tensor:
+        """Values [N, W] of all tokens at their places in [B, T, W], with `attention_mask` [B, T]; `fill`
+        elsewhere.
+        """
+        if self.places is not None:
+            values = values[self.places.to(values.device)]
+        out = values.new_full((*attention_mask.shape, values.shape[1]), fill)
+        out[attention_mask.bool().to(values.device)] = values
+        return out
 
 
 def pack(batch: DataProto) -> PackedBatch:
@@ -107,6 +125,9 @@ def pack(batch: DataProto) -> PackedBatch:
             "response token"
         )
     predict_index = in_all[rows, start + columns] - 1
+    routes = None
+    if ROUTES in batch:
+        routes = batch.batch[ROUTES][attended]
     return PackedBatch(
         input_ids=input_ids[attended],
         position_ids=in_row[attended],
@@ -118,6 +139,7 @@ def pack(batch: DataProto) -> PackedBatch:
         rows=rows,
         columns=columns,
         shape=(num_rows, width),
+        routes=routes,
     )
 
 
@@ -151,8 +173,12 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     input_ids = packed.input_ids[keep]
     position_ids = packed.position_ids[keep]
     predict_index = places[packed.predict_index]
+    routes = None
+    if packed.routes is not None:
+        routes = packed.routes[keep]
     return replace(
         packed,
+        routes=routes,
         input_ids=input_ids,
         position_ids=position_ids,
         predict_index=predict_index,

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridflow.protocol.prompt import Prompt
 
 FailureCause = Literal["infrastructure", "environment", "data", "deadline", "cancelled"]
@@ -79,6 +82,8 @@ class Lineage:
 
     prompt: Prompt
     segments: tuple[Segment, ...] = ()
+    routes: NDArray[np.int16] | None = field(default=None, compare=False)
+    """Experts [tokens, W] that all tokens but the last went to in generation; None: not recorded."""
 
     @property
     def response_ids(self) -> list[int]:
@@ -169,7 +174,7 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
             row = _Row(call.prompt)
             rows.append(row)
         row.sample(call.output, number)
-    return tuple(Lineage(row.prompt, tuple(row.segments)) for row in rows)
+    return tuple(Lineage(row.prompt, tuple(row.segments), row.routes) for row in rows)
 
 
 class _Row:
@@ -180,6 +185,7 @@ class _Row:
         self.segments: list[Segment] = []
         self.units = prompt.key
         self.newest_call = -1
+        self.routes: NDArray[np.int16] | None = None
 
     def begins(self, prompt: Prompt) -> bool:
         """Return whether `prompt` begins with all tokens of this row, under the same media."""
@@ -196,6 +202,7 @@ class _Row:
         versions = tuple(output.policy_versions)
         self._add(Segment(tuple(output.token_ids), True, tuple(output.log_probs), versions, call))
         self.newest_call = call
+        self.routes = getattr(output, "routes", None)  # of all tokens up to here, and not of every engine
 
     def _add(self, segment: Segment) -> None:
         self.segments.append(segment)

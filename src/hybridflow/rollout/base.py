@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
@@ -212,6 +214,10 @@ class GenerationOutput:
     """The most probable tokens at the place of each token; None where not asked for."""
     refused: bool = False
     """True when `error` is the request's own fault, found before anything was generated."""
+    routes: NDArray[np.int16] | None = field(default=None, compare=False)
+    """Experts [tokens, W] that prompt and response went to in each sparse layer, but for the last token,
+    which no pass has read; None where they are not recorded.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for another process: of a token its id, its log-prob and no more."""

@@ -12,6 +12,7 @@ from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.exact import ExactMode
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.exact import weight_sums
@@ -57,6 +58,8 @@ class ActorWorker(StatefulWorker):
         self.log_prob_limits = log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
         self._export: WeightExport | None = None
+        if config.router_replay.mode != "disabled" or config.router_aux_loss_coef:
+            engine.policy.follow_routes().balance_coef = config.router_aux_loss_coef
         self.limits = BatchLimits(
             config.ppo_max_token_len_per_gpu,
             config.ppo_micro_batch_size_per_gpu,
@@ -67,24 +70,31 @@ class ActorWorker(StatefulWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         reads=POLICY_COLUMNS,
-        writes=("old_log_probs", "entropys", "sum_pi_squared"),
+        writes=("old_log_probs", "entropys", "sum_pi_squared", ROUTES),
     )
     def log_probs(
-        self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False
+        self,
+        batch: DataProto,
+        *,
+        with_entropy: bool = True,
+        with_sum_pi_squared: bool = False,
+        with_routes: bool = False,
     ) -> DataProto:
         """Return old_log_probs, and where asked entropys and sum_pi_squared, under the current weights.
 
-        Each is [B, R] float32; log-probs and entropy are in nats.
+        Each is [B, R] float32; log-probs and entropy are in nats. `with_routes` adds routed_experts
+        [B, T, W] int16. Rows that have this column go to these experts.
         """
         ask = Ask(
             log_probs=True,
             entropy=with_entropy,
             sum_pi_squared=with_sum_pi_squared,
             temperature=self.temperature,
+            routes=with_routes,
         )
         outputs = self.engine.forward(batch, ask, self.log_prob_limits)
-        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
-        return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
+        names = {"log_probs": "old_log_probs", "entropy": "entropys", "routes": ROUTES}
+        return DataProto.from_dict({names.get(name, name): values for name, values in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=("loss_mask",))
     def measure(self, batch: DataProto, *, off_policy: OffPolicy = NOTHING) -> Metrics:
@@ -149,7 +159,12 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         return self.call(ActorWorker.log_probs, batch, with_entropy=with_entropy)
 
     def old_log_probs(
-        self, batch: DataProto, *, with_sum_pi_squared: bool = False, fetch: Set[str] | None = None
+        self,
+        batch: DataProto,
+        *,
+        with_sum_pi_squared: bool = False,
+        with_routes: bool = False,
+        fetch: Set[str] | None = None,
     ) -> DataProto:
         """Compute the columns of `ActorWorker.log_probs`, which the batch's updates read from the row store;
         return those in `fetch` (None: all).
@@ -157,8 +172,15 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         columns = ["old_log_probs", "entropys"]
         if with_sum_pi_squared:
             columns.append("sum_pi_squared")
+        if with_routes:
+            columns.append(ROUTES)
         return self.call_and_keep(
-            ActorWorker.log_probs, columns, fetch, batch, with_sum_pi_squared=with_sum_pi_squared
+            ActorWorker.log_probs,
+            columns,
+            fetch,
+            batch,
+            with_sum_pi_squared=with_sum_pi_squared,
+            with_routes=with_routes,
         )
 
     def measure(self, batch: DataProto, off_policy: OffPolicy) -> Metrics:

@@ -44,6 +44,8 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
     for name in ("ignore_eos", "exact"):
         if getattr(rollout, name) is True:
             yield name, f"{ROLLOUT}.{name}=true"
+    if rollout.enable_rollout_routing_replay:
+        yield "routes", f"{ROLLOUT}.enable_rollout_routing_replay=true"
     if rollout.tensor_model_parallel_size > 1:
         yield "tensor_parallel", f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
     if model.lora_rank:

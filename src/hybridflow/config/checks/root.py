@@ -20,6 +20,7 @@ from hybridflow.config.checks.cluster import (
     sft_cluster_problems,
 )
 from hybridflow.config.checks.engine import engine_problems
+from hybridflow.config.checks.experts import expert_problems
 from hybridflow.config.checks.kernels import kernel_problems
 from hybridflow.config.checks.model import model_problems
 from hybridflow.config.checks.notes import has_validation, ppo_notes
@@ -87,6 +88,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from agent_problems(config)
     yield from schedule_problems(config)
     yield from engine_problems(config)
+    yield from expert_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)
     yield from _algorithm_plugins(config)

@@ -18,6 +18,7 @@ from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import local, piece_for, placed_like
 from hybridflow.engines.base import Held, LossFn
+from hybridflow.engines.expert_load import ExpertLoad
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
 from hybridflow.engines.fsdp.sharding import before_micro_batch, held_weights, reshard
 from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
@@ -98,14 +99,22 @@ class FSDPEngine(MicroBatchEngine):
         reshard(self.module)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+        load = ExpertLoad.of(
+            self.module, [micro.packed.num_tokens for micro in micros], self.mesh is not None
+        )
         for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
             if self.mesh is not None:
                 last = number == len(micros)
                 before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
             with self._activations_kept():
                 answers = answer(self.module, micro.packed, ask)
-            sums.share(micro, answers, loss).backward()
+            share = sums.share(micro, answers, loss)
+            if load is not None:
+                share = share + load.add(counts=micro.rows is not None)
+            share.backward()
         reshard(self.module)
+        if load is not None:
+            load.add_to(sums.metrics, self.name)
 
     def _apply(self, lr: float) -> None:
         with self.offloader.moments():

@@ -183,6 +183,46 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry("{role}/grad_norm", "Norm of the gradient before clipping.", "1", "", ("report",)),
         MetricEntry("{role}/lr", "Learning rate of the last optimizer step.", "1", "", ("report",)),
     ),
+    "Experts of a role": (
+        MetricEntry(
+            "{role}/moe/load_entropy",
+            "Entropy of the experts' load as a part of the largest one, mean over the sparse layers; 1: an "
+            "even load.",
+            "fraction",
+            "higher",
+            ("report",),
+        ),
+        MetricEntry(
+            "{role}/moe/load_max",
+            "Load of the busiest expert of any layer, in units of an even load. No token is ever dropped.",
+            "ratio",
+            "lower",
+            ("report",),
+        ),
+        MetricEntry(
+            "{role}/moe/idle_experts", "Experts of all layers that no token went to.", "experts", "lower"
+        ),
+        MetricEntry(
+            "{role}/moe/balance_loss",
+            "Auxiliary loss without its weight; as large as the experts of a token where the load is even.",
+            "loss",
+            "lower",
+        ),
+        MetricEntry(
+            "{role}/moe/without_route",
+            "Part of the tokens without a route to replay, whose routers chose; the last token of a row has "
+            "none from generation.",
+            "fraction",
+            "lower",
+        ),
+        MetricEntry(
+            "{role}/moe/flips",
+            "Part of the choices of experts that live routers would have made otherwise than replayed.",
+            "fraction",
+            "lower",
+            ("report",),
+        ),
+    ),
     "Actor": (
         MetricEntry("actor/pg_loss", "Policy loss, the mean over mini-batches.", "1", "", ("report",)),
         MetricEntry(

@@ -32,6 +32,7 @@ from hybridflow.rollout.native.memory import free_memory
 from hybridflow.rollout.native.row_numbers import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session, SessionSettings, Weights
+from hybridflow.rollout.native.step import ROUTES, routes_shape
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import request_problem
 from hybridflow.rollout.session_engine import SessionEngine
@@ -55,7 +56,8 @@ class NativeEngine(SessionEngine):
     `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`:
     tokens of a block. `look_ahead`: begin a step before the host has seen the tokens of the one before;
     `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
-    `enable_torch_compile`: fuse the small operations of decoding, not in exact mode.
+    `enable_torch_compile`: fuse the small operations of decoding, not in exact mode. `records_routes`:
+    outputs have the experts that their tokens went to, kept beside keys and values; no graphs then.
     """
 
     def __init__(
@@ -78,10 +80,14 @@ class NativeEngine(SessionEngine):
         look_ahead: bool | None = None,
         reserve_cache: bool | None = None,
         enable_torch_compile: bool = False,
+        records_routes: bool = False,
     ) -> None:
         super().__init__()
         self.policy = policy
         policy.compiles_decoding = enable_torch_compile
+        self.records_routes = records_routes
+        if records_routes:
+            policy.follow_routes()
         self.source = source
         self.replica = replica or ReplicaRanks()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -196,10 +202,12 @@ class NativeEngine(SessionEngine):
                 self.graphs = graph_decoder(
                     self.policy,
                     max_rows=self.max_num_seqs,
-                    enforce_eager=self.enforce_eager,
+                    enforce_eager=True if self.records_routes else self.enforce_eager,
                     sizes=self.cudagraph_capture_sizes,
                     ranks=self.replica.size,
                 )
+                if self.records_routes:
+                    self._shapes = {**self._shapes, ROUTES: routes_shape(self.policy.follow_routes())}
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
             self._cache = self._new_cache(self._shapes, budget // bytes_per_token(self._shapes))
         if isinstance(self._cache, SlotCache):

@@ -38,7 +38,7 @@ from hybridflow.rollout.native.responses import Choice, Row
 from hybridflow.rollout.native.row_numbers import end_tokens
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
-from hybridflow.rollout.native.step import Span, decode_rows, prefill
+from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill
 from hybridflow.rollout.native.stop_text import StopTexts
 from hybridflow.rollout.requests import aborted, check_ids, sort_out
 
@@ -395,6 +395,7 @@ class Session:
             choice.forget(leaving)
         places = [place for place, row in enumerate(self.rows.rows) if row in leaving]
         outputs = self.rows.outputs(places, "abort" if aborted else None)
+        outputs = add_routes(self.cache, places, [self.rows.rows[place] for place in places], outputs)
         broken = [place for place in places if self.rows.rows[place].broken]
         if broken:  # what is kept may be not finite either
             self._broken = True

@@ -147,6 +147,8 @@ def _no_reuse(config: PPOConfig) -> str | None:
         return "actor_rollout_ref.rollout.skip reads rollouts of other weights than the actor's"
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
+    if config.actor_rollout_ref.actor.router_replay.mode == "R2":
+        return "actor_rollout_ref.actor.router_replay.mode=R2 records routes in the pass"
     if not rollout.do_sample and rollout.temperature != 1.0:
         return (
             "greedy tokens have log-probs at temperature 1, and training computes them at "

@@ -113,7 +113,12 @@ class OldLogProbs:
                 return self._rollouts(batch, rows_of_version(batch, version), fetch)
         check = LogProbCheck(step, version, self.exact.reuses)
         self.off_policy = self._off_policy(batch, check, measures=True)
-        return self.actor.old_log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, fetch=fetch)
+        return self.actor.old_log_probs(
+            batch,
+            with_sum_pi_squared=self.with_sum_pi_squared,
+            with_routes=self.config.actor_rollout_ref.actor.router_replay.mode == "R2",
+            fetch=fetch,
+        )
 
     def _off_policy(self, batch: DataProto, check: LogProbCheck | None, *, measures: bool) -> OffPolicy:
         """Return what is to be measured of a batch; `measures` says whether `rollout_corr/*` are among it."""

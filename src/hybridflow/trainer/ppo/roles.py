@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerHost
+from hybridflow.protocol.packing import ROUTES
 from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts
@@ -107,12 +108,19 @@ def columns_also_read(
     config: PPOConfig, backend: Backend
 ) -> dict[str, dict[Callable[..., Any], Sequence[str]]]:
     """Return, by role and method, the columns that it reads in this run beside those that it declares."""
+    replay = config.actor_rollout_ref.actor.router_replay.mode
+    recorded = [ROUTES] * (replay == "R3")
     dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
     return {
         "actor": {
-            ActorWorker.log_probs: dealt,
+            ActorWorker.log_probs: [*dealt, *recorded],
             ActorWorker.measure: MEASURED_COLUMNS,
-            ActorWorker.update_mini_batch: [*dealt, *TRAJECTORY_COLUMNS, *loss_columns(config)],
+            ActorWorker.update_mini_batch: [
+                *dealt,
+                *TRAJECTORY_COLUMNS,
+                *loss_columns(config),
+                *[ROUTES] * (replay != "disabled"),
+            ],
         },
         "critic": {CriticWorker.update_mini_batch: TRAJECTORY_COLUMNS},
         "process_reward": {ProcessRewardWorker.update_mini_batch: TRAJECTORY_COLUMNS},

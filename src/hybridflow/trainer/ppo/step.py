@@ -17,6 +17,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
+from hybridflow.protocol.packing import ROUTES
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.collector import REPETITION, whole
 from hybridflow.trainer.ppo.columns import (
@@ -42,7 +43,7 @@ from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
-STORED_COLUMNS = (*POLICY_COLUMNS, "rollout_log_probs")
+STORED_COLUMNS = (*POLICY_COLUMNS, "rollout_log_probs", ROUTES)
 """The columns that workers of several roles or in several calls read."""
 
 

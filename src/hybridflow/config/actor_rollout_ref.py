@@ -194,6 +194,7 @@ class ActorConfig:
 class RefConfig:
     """The frozen policy to which the actor is held."""
 
+    model: ModelConfig = group(ModelConfig)
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
         "Largest number of rows in one forward pass of the reference; null: only the token limit counts.",

@@ -16,7 +16,8 @@ class ModelConfig:
     """A model: its folder, its dtype, its memory and its adapters."""
 
     path: str | None = key(
-        None, "Hugging Face folder or hub name of the model. For the critic, null means the actor's."
+        None,
+        "Hugging Face folder or hub name of the model; null for critic and reference: the actor's.",
     )
     tokenizer_path: str | None = key(None, "Tokenizer folder or hub name; null: the model's.")
     trust_remote_code: bool = key(False, "Run the code that comes with the model.")

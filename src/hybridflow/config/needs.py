@@ -37,6 +37,19 @@ def needs_reference(config: PPOConfig) -> bool:
     )
 
 
+def has_own_reference(config: PPOConfig) -> bool:
+    """Return whether the reference is another model than the one that the actor starts from."""
+    reference = config.actor_rollout_ref.ref.model
+    actor = config.actor_rollout_ref.model
+    if reference.path is None:  # not filled in yet: the actor's
+        return False
+    return (reference.path, reference.override_config, reference.dtype) != (
+        actor.path,
+        actor.override_config,
+        actor.dtype,
+    )
+
+
 def needs_teacher(config: PPOConfig) -> bool:
     """Return whether the estimator reads the log-probs of a teacher."""
     estimator = estimator_facts(config)
@@ -59,6 +72,8 @@ def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConf
     learned = config.reward.reward_model
     if learned.enable:
         yield "reward.reward_model.model", learned.model, learned.fsdp_config
+    if needs_reference(config) and has_own_reference(config):
+        yield "actor_rollout_ref.ref.model", roles.ref.model, roles.ref.fsdp_config
     if needs_teacher(config):
         yield "distillation.teacher_model", config.distillation.teacher_model, None
 

@@ -36,6 +36,7 @@ PPO_FOLLOWS = {
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{REF}.log_prob_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{REF}.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{REF}.model.path": "actor_rollout_ref.model.path",
     "distillation.log_prob_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
     "reward.reward_kwargs.max_resp_len": "data.max_response_length",
     f"{MODEL}.forward_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
@@ -70,7 +71,7 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     config = with_values(config, _schedule(config, given))
     config = _followed(config, PPO_FOLLOWS)
     values = _ppo(config) | _paper_bounds(config, given, notes)
-    for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model"):
+    for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model", f"{REF}.model"):
         values |= _followed_model(config, block, given)
     return with_values(config, values), notes
 
@@ -216,6 +217,10 @@ def _followed_model(config: PPOConfig, block: str, given: Set[str]) -> dict[str,
     }
     if get_value(config, block).path == model.path:
         followed["override_config"] = model.override_config
+    if block == f"{REF}.model":
+        followed["use_liger"] = model.use_liger
+        if get_value(config, block).path != model.path:
+            followed["tokenizer_path"] = None  # its own, which must have the actor's tokens
     return {
         f"{block}.{name}": value for name, value in followed.items() if not is_given(f"{block}.{name}", given)
     }

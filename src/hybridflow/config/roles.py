@@ -31,7 +31,7 @@ class RoleKeys:
 ROLE_KEYS: Mapping[str, RoleKeys] = {
     "actor": RoleKeys("actor_rollout_ref.model", updates=ACTOR),
     "rollout": RoleKeys("actor_rollout_ref.model"),
-    "reference": RoleKeys("actor_rollout_ref.model", layout="actor_rollout_ref.ref"),
+    "reference": RoleKeys("actor_rollout_ref.ref.model", layout="actor_rollout_ref.ref"),
     "critic": RoleKeys("critic.model", layout="critic", updates="critic"),
     "teacher": RoleKeys("distillation.teacher_model"),
     "reward_model": RoleKeys("reward.reward_model.model", layout="reward.reward_model"),

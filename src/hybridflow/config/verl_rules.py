@@ -132,11 +132,6 @@ MODEL: tuple[Rule, ...] = (
         "the feature is off",
         "set actor_rollout_ref.actor.router_replay.mode",
     ),
-    only(
-        r"actor_rollout_ref\.ref\.model(\..+)?",
-        OFF,
-        "the reference is the actor's first weights, and one of its own comes in a later version",
-    ),
 )
 
 ENGINE: tuple[Rule, ...] = (

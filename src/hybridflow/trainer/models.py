@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybridflow.config import PPOConfig
 from hybridflow.config.model import ModelConfig
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.config.needs import has_own_reference, needs_reference
+from hybridflow.data.remote import hub_folder
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.errors import ModelError
 from hybridflow.models.build import generation_end_tokens, import_external, shape_of
 from hybridflow.models.flops import active_parameters, workload_of
 from hybridflow.models.liger import check_liger
@@ -32,6 +37,25 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
         "gradient_checkpointing": config.enable_gradient_checkpointing,
         "use_liger": config.use_liger,
     }
+
+
+def check_reference_tokens(config: PPOConfig, tokenizer: Tokenizer) -> None:
+    """Raise ModelError where a reference of its own has a tokenizer that gives tokens other ids."""
+    model = config.actor_rollout_ref.ref.model
+    if not needs_reference(config) or not has_own_reference(config) or model.path is None:
+        return
+    folder = Path(hub_folder(model.path)).expanduser()
+    if model.tokenizer_path is None and not any(folder.glob("tokenizer*")):
+        return
+    theirs = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code).get_vocab()
+    ours = tokenizer.get_vocab()
+    for token in sorted(ours, key=lambda token: ours[token]):
+        if theirs.get(token) != ours[token]:
+            raise ModelError(
+                f"actor_rollout_ref.ref.model.path={model.path}: its tokenizer gives {token!r} the id "
+                f"{theirs.get(token)}, and the actor's {ours[token]}. The reference reads the actor's token "
+                "ids, so choose a model with the actor's tokenizer"
+            )
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:

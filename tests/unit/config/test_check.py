@@ -252,6 +252,15 @@ BAD = [
         ],
         "adapters are not split",
     ),
+    (["actor_rollout_ref.ref.model.lora_rank=8"], "ref.model.lora_rank: the reference does not train"),
+    (
+        ["actor_rollout_ref.ref.model.dtype=float64", "algorithm.ref_update_freq=2"],
+        "ref_update_freq=2 would replace the weights of actor_rollout_ref.ref.model",
+    ),
+    (
+        ["actor_rollout_ref.ref.model.path=/no/model", "actor_rollout_ref.actor.use_kl_loss=true"],
+        "there is no folder /no/model",
+    ),
     (
         ["actor_rollout_ref.model.lora_rank=8", "algorithm.ref_update_freq=2"],
         "no weights of its own to renew",
@@ -285,7 +294,10 @@ BAD = [
     (["trainer.rollout_data_dir=/dev/null/run"], "trainer.rollout_data_dir=/dev/null/run cannot be written"),
     (["trainer.val_only=true", "data.val_files=[]"], "val_only=true without validation data"),
     (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "leaves no step"),
-    (["actor_rollout_ref.actor.optim.lr_wsd_decay_steps=3"], "is for .*lr_scheduler_type=wsd"),
+    (
+        ["actor_rollout_ref.actor.optim.lr_wsd_decay_steps=3"],
+        "lr_scheduler_type=wsd, and it is constant",
+    ),
     (["actor_rollout_ref.actor.optim.momentum=1.0"], "momentum=1.0: wanted a number from 0 to below 1"),
     (["data.train_files=[]"], "no training data"),
     (["data.train_files=/no/such.parquet"], "data.train_files: there is no file /no/such.parquet"),

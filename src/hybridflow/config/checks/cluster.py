@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
-from hybridflow.config.needs import is_given, needs_reference
+from hybridflow.config.needs import has_own_reference, is_given, needs_reference
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -309,6 +309,17 @@ def _lora(config: PPOConfig) -> Iterator[str]:
         yield (
             "distillation.teacher_model.lora_rank: the teacher does not train; merge its adapter into its "
             "folder (hybridflow merge)"
+        )
+    reference = config.actor_rollout_ref.ref.model
+    if reference.lora_rank or reference.lora_adapter_path:
+        yield (
+            "actor_rollout_ref.ref.model.lora_rank: the reference does not train; merge its adapter into its "
+            "folder (hybridflow merge)"
+        )
+    if has_own_reference(config) and config.algorithm.ref_update_freq:
+        yield (
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} would replace the weights of "
+            f"actor_rollout_ref.ref.model.path={reference.path} by the actor's: set one of the two"
         )
     model = config.actor_rollout_ref.model
     if (model.lora_rank or model.lora_adapter_path) and config.algorithm.ref_update_freq:

@@ -34,6 +34,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.expiry import expiry_of
+from hybridflow.trainer.models import check_reference_tokens
 from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
@@ -80,6 +81,7 @@ def build(
     with started(config, names, patience=patience, signals=signals) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
+            check_reference_tokens(config, tokenizer)
             data = build_prompt_data(
                 config.data,
                 tokenizer,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.needs import has_own_reference
 from hybridflow.config.roles import engine_keys
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.layout import ParallelLayout
@@ -80,6 +81,9 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
 
 def is_actors_module(config: PPOConfig, placement: Placement) -> bool:
     """Whether the reference is the actor without its adapters, which needs both in the same processes."""
-    return LoraSettings.from_config(config.actor_rollout_ref.model) is not None and (
-        placement.pools_of("reference") == placement.pools_of("actor")
+    trains_adapters = LoraSettings.from_config(config.actor_rollout_ref.model) is not None
+    return (
+        trains_adapters
+        and not has_own_reference(config)
+        and placement.pools_of("reference") == placement.pools_of("actor")
     )

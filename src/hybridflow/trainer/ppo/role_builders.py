@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import OptimConfig
+from hybridflow.config.needs import has_own_reference
 from hybridflow.config.roles import engine_keys
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
@@ -88,13 +89,14 @@ class RoleBuilders:
         )
         sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper
         limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
-        if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.process.has(
-            "actor"
-        ):
+        own = has_own_reference(self.config)
+        adapters = LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None
+        if adapters and not own and self.process.has("actor"):
             return ReferenceWorker(
                 self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True
             )
         engine = self._engine("policy", "reference", None, 0, None)
+        self._check_vocabulary(engine, "actor_rollout_ref.ref.model")
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
     def critic(self, info: RankInfo) -> CriticWorker:

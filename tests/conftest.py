@@ -41,3 +41,11 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four processes in one gloo group, for slow tests."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()

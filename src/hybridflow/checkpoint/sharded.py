@@ -31,11 +31,14 @@ from hybridflow.checkpoint.shard_index import SavedTensor, read_index, stored_te
 from hybridflow.checkpoint.shard_storage import ShardReader, ShardWriter
 from hybridflow.checkpoint.state import State, decode_tree, encode_tree
 from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.distributed.shards import is_sharded
+from hybridflow.distributed.shards import is_absent, is_sharded
 from hybridflow.errors import CheckpointError
 
 Parts = Mapping[str, dict[str, Any]]
-"""A nested state for each of `model`, `optimizer`, …, with the same names and numbers on all ranks."""
+"""A nested state for each of `model`, `optimizer`, …, with the same names and numbers on all ranks.
+
+A tensor of which a rank holds nothing is absent there (`distributed.shards`): it neither writes nor reads it.
+"""
 
 
 ROOM = "Make room or set trainer.default_local_dir to a writable place"
@@ -126,7 +129,7 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
     missing = sorted(set(templates) - set(index.structure))
     if missing:
         raise CheckpointError(f"the state in {folder} has no {' and no '.join(missing)}")
-    _, places = encode_tree(dict(templates))
+    _, places = encode_tree(dict(templates), partial=True)
     neighbours: dict[str, list[Tensor]] = {}
     for name, place in places.items():
         neighbours.setdefault(name.rpartition("/")[0], []).append(place)
@@ -139,7 +142,7 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _explained(f"cannot load the engine's state from {folder}"):
-        load(targets, storage_reader=ShardReader(index), planner=planner, no_dist=True)
+        load(_here(targets), storage_reader=ShardReader(index), planner=planner, no_dist=True)
     try:
         return {part: decode_tree(index.structure[part], targets.__getitem__) for part in templates}
     except ValueError as error:
@@ -150,13 +153,13 @@ def _plan(
     folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: CpuCopies | None
 ) -> ShardWriter:
     rank, world_size = rank_and_size(group)
-    structure, tensors = encode_tree(dict(parts))
+    structure, tensors = encode_tree(dict(parts), partial=True)
     if world_size > 1:
         # tied tensors are recognised only where they have elements, and rank 0 always holds the first ones
         box = [(structure, list(tensors))]
         dist.broadcast_object_list(box, group=group, group_src=0)
         structure, names = box[0]
-        tensors = {name: tensors[name] for name in names}
+        tensors = _here({name: tensors[name] for name in names})
     writer = ShardWriter(folder, rank, world_size, structure)
     if copies is not None:
         writer.copy = copies.copy
@@ -183,10 +186,17 @@ def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: lis
         raise CheckpointError(f"{name} is {saved.shape} in the checkpoint and {tuple(place.shape)} here.")
     if place is not None:
         neighbours = [place]
+    if neighbours and all(map(is_absent, neighbours)):
+        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
     for like in neighbours:
         if is_sharded(like) and tuple(like.shape) == saved.shape:
             return torch.empty_like(like.detach(), dtype=saved.dtype)
     return torch.empty(saved.shape, dtype=saved.dtype)
+
+
+def _here(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of which this rank holds something."""
+    return {name: tensor for name, tensor in tensors.items() if not is_absent(tensor)}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, write_tensors
-from hybridflow.distributed.shards import local
+from hybridflow.distributed.shards import is_absent, local
 from hybridflow.errors import CheckpointError
 
 State = Any
@@ -47,12 +47,13 @@ def load_tree(folder: Path) -> State:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
 
 
-def encode_tree(tree: State) -> tuple[Any, dict[str, Tensor]]:
+def encode_tree(tree: State, *, partial: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return a state in JSON's types, and its tensors by the names that replace them there.
 
+    With `partial` some tensors may be absent here because other ranks hold them (`distributed.shards`).
     Raises CheckpointError, which names the entry, where one cannot be stored.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(partial)
     return encoder.encode(tree, ""), encoder.tensors
 
 
@@ -62,7 +63,8 @@ def structure_text(structure: Any) -> str:
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, partial: bool) -> None:
+        self._partial = partial
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
@@ -104,7 +106,9 @@ class _Encoder:
         return {"$dict": [list(pair) for pair in pairs]}
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        absent = self._partial and is_absent(tensor)
+        odd = tensor.is_meta and not absent
+        if tensor.layout != torch.strided or odd or tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
                 f"{_ACCEPTED}"
@@ -112,7 +116,7 @@ class _Encoder:
         own = local(tensor)
         memory = (own.device, own.untyped_storage().data_ptr())
         same = (*memory, own.storage_offset(), own.shape, own.stride(), own.dtype)
-        if own.numel() and same in self._names:
+        if own.numel() and not absent and same in self._names:
             return self._names[same]
         name = stem = path.removeprefix("/") or "state"
         number = 1

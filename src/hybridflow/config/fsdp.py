@@ -34,6 +34,14 @@ class FSDPConfig:
     tensor_parallel_size: int = key(
         1, "Ranks that split each dense layer among them (tensor parallelism).", minimum=1
     )
+    pipeline_parallel_size: int = key(
+        1, "Stages, each of which has some of the layers; micro-batches pass through them in turn.", minimum=1
+    )
+    virtual_pipeline_parallel_size: int = key(
+        1,
+        "Parts of each stage (interleaved schedule): stages wait less for each other and send more.",
+        minimum=1,
+    )
     reshard_after_forward: bool = key(
         True,
         "Free a block's gathered parameters after its forward pass, which saves memory; false: keep them "

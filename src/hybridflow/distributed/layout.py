@@ -36,27 +36,32 @@ class ParallelLayout:
 
     @classmethod
     def from_keys(
-        cls, world_size: int, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1
+        cls, world_size: int, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1, pipeline: int = 1
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks under `fsdp_config.fsdp_size` (-1 means all ranks),
-        `ulysses_sequence_parallel_size` and `fsdp_config.tensor_parallel_size`.
+        `ulysses_sequence_parallel_size`, `fsdp_config.tensor_parallel_size` and `pipeline_parallel_size`.
 
         Sizes that do not go together were refused with the keys (`config/checks/cluster.py`).
         """
-        ranks = world_size // tensor
+        ranks = world_size // (tensor * pipeline)
         shards = fsdp_size
         if fsdp_size == -1:
             shards = ranks
-        given = f"{world_size} ranks, fsdp_size={fsdp_size}, sequence={sequence}, tensor={tensor}"
+        given = f"{world_size} ranks, {fsdp_size=}, {sequence=}, {tensor=}, {pipeline=}"
         assert 1 in (sequence, tensor), f"{given}: a model is split in one of these ways"
-        assert ranks * tensor == world_size and world_size % sequence == 0, f"{given}: no divisor"
+        assert ranks * tensor * pipeline == world_size and ranks % sequence == 0, f"{given}: no divisor"
         assert shards >= 1 and ranks % shards == 0, f"{given}: fsdp_size is no divisor"
-        return cls(dp_replicate=ranks // shards, dp_shard=shards, cp=sequence, tp=tensor)
+        return cls(dp_replicate=ranks // shards, dp_shard=shards, cp=sequence, tp=tensor, pp=pipeline)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of each stage."""
+        return self.world_size // self.pp
 
     @property
     def data(self) -> int:
@@ -81,8 +86,7 @@ class ParallelLayout:
         It is the first along cp and tp, and the last along pp, where the answers are computed.
         """
         within_part = rank % (self.cp * self.tp)
-        stage = rank // (self.data * self.cp * self.tp)
-        return within_part == 0 and stage == self.pp - 1
+        return within_part == 0 and rank // self.stage_size == self.pp - 1
 
     def __str__(self) -> str:
         named = {

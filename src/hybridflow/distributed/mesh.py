@@ -1,15 +1,47 @@
 """The device meshes and process groups of one model in training, as one rank of its pool sees them.
 
-rank = (copy, shard, tp)         parameters: copies of the model × shards of a copy × tensor-parallel slices
-rank = (dp, sp) or (dp, tp)      rows: parts of the batch × ranks that compute the same part
+rank = (pp, copy, shard, tp)           parameters: stages × copies of each × shards × tensor-parallel slices
+rank = (pp, dp, sp) or (pp, dp, tp)    rows: parts of the batch × ranks that compute the same part
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridflow.distributed.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Column:
+    """The ranks that compute the same rows with the same part of each stage, one for each stage."""
+
+    ranks: tuple[int, ...]
+    """Ranks in the default process group, by stage."""
+    stage: int
+    """The stage of this rank."""
+    forward: dist.ProcessGroup
+    """The group in which hidden states travel; collectives of the column use it too."""
+    backward: dist.ProcessGroup
+    """The group in which gradients travel: one of their own, since NCCL serves a pair of ranks in order."""
+    ends: dist.ProcessGroup
+    """The group of the first and the last stage; only its ranks may use it."""
+
+    @classmethod
+    def of_this_rank(cls, layout: ParallelLayout) -> Column:
+        """Return this rank's column; all ranks of the default process group call this together."""
+        rank = dist.get_rank()
+        found: Column | None = None
+        for first in range(layout.stage_size):
+            ranks = tuple(range(first, layout.world_size, layout.stage_size))
+            forward, backward = (dist.new_group(list(ranks)) for _ in range(2))
+            ends = dist.new_group([ranks[0], ranks[-1]])
+            if rank in ranks:
+                found = cls(ranks, ranks.index(rank), forward, backward, ends)
+        assert found is not None, "every rank is in a column"
+        return found
 
 
 class EngineMesh:
@@ -24,29 +56,41 @@ class EngineMesh:
     """The mesh ("tp",) of tensor parallelism, or None without it."""
     sequence_group: dist.ProcessGroup | None
     """The ranks that share the tokens of this rank's rows, or None where it has its rows alone."""
+    column: Column | None
+    """The ranks that hold the other stages of this rank's part of the model, or None without stages."""
 
     def __init__(self, layout: ParallelLayout, device_type: str) -> None:
         assert dist.is_initialized(), "a mesh needs a process group"
         assert dist.get_world_size() == layout.world_size, (
             f"the layout is for {layout.world_size} ranks and the process group has {dist.get_world_size()}"
         )
-        assert layout.pp == layout.ep == 1, f"{layout}: these meshes have no axes for stages and experts"
+        assert layout.ep == 1, f"{layout}: these meshes have no axis for experts"
         self.layout = layout
         self.rank = dist.get_rank()
-        named = [("copy", layout.dp_replicate), ("shard", layout.dp_shard), ("tp", layout.tp)]
+        named = [
+            ("pp", layout.pp),
+            ("copy", layout.dp_replicate),
+            ("shard", layout.dp_shard),
+            ("tp", layout.tp),
+        ]
         named = [axis for axis in named if axis[0] == "shard" or axis[1] > 1]
         names = tuple(name for name, _ in named)
         whole = init_device_mesh(device_type, tuple(size for _, size in named), mesh_dim_names=names)
-        inner = tuple(name for name in names if name != "tp")
+        inner = tuple(name for name in names if name not in ("pp", "tp"))
         self.fsdp = whole
+        if inner != names:
+            self.fsdp = whole[inner]
         self.tensor = None
         if "tp" in names:
-            self.fsdp = whole[inner]
             self.tensor = whole["tp"]
         self.sequence_group = None
         if layout.cp > 1:
-            rows = init_device_mesh(device_type, (layout.data, layout.cp), mesh_dim_names=("dp", "sp"))
+            shape = (layout.pp * layout.data, layout.cp)
+            rows = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "sp"))
             self.sequence_group = rows["sp"].get_group()
+        self.column = None
+        if layout.pp > 1:
+            self.column = Column.of_this_rank(layout)
 
     @property
     def returns(self) -> bool:

@@ -22,8 +22,19 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_absent(tensor: Tensor) -> bool:
+    """Return whether another stage of a pipeline holds a tensor, so that this rank has nothing of it.
+
+    It has its shape and dtype, and is on the meta device.
+    """
+    return local(tensor).is_meta
+
+
 def own_box(tensor: Tensor) -> Box:
     """Return the box of the whole that this rank holds; it may be empty, and covers all of a plain tensor."""
+    if is_absent(tensor):
+        nothing = (0,) * tensor.ndim
+        return Box(nothing, nothing)
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -73,7 +84,7 @@ def piece_for(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def replicas(tensor: Tensor, world_size: int) -> int:
-    """Return how many of the `world_size` ranks hold the same piece of a tensor."""
+    """Return how many of the `world_size` ranks of a stage hold the same piece of a tensor."""
     if not isinstance(tensor, DTensor):
         return world_size
     pieces = 1

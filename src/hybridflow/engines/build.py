@@ -1,8 +1,8 @@
 """Build a training engine from a model's keys: with the whole model on one rank, with its shards on several.
 
 one rank        files ─► whole model ─► adapters ─► engine
-several ranks   meta device ─► tensor parallel ─► adapters ─► shards ─► memory ─► own slices of the files
-                ─► engine
+several ranks   meta device ─► stages ─► tensor parallel ─► adapters ─► shards ─► memory ─► own slices of the
+                files ─► engine
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridflow.distributed.process_group import max_over
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload
 from hybridflow.engines.fsdp.sharding import shard, widen_trained
+from hybridflow.engines.pipeline import PipelineEngine
 from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.build import Kind, build_policy, build_value, resolve_dtype
@@ -33,6 +34,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe_twin import probe_twin
 from hybridflow.models.score import HEAD_NAMES, ScoreModel
 from hybridflow.models.sharded_load import MetaModel, load_weights, materialise, meta_model
+from hybridflow.models.stages import Stage
 from hybridflow.models.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.value import ValueModel
 
@@ -75,6 +77,7 @@ def build_engine(
         mesh = engine_mesh(layout, device.type)
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
+    stage: Stage | None = None
     if mesh is None:
         module = _BUILDERS[kind](device=device, dtype=dtype, **settings)
         if lora is not None:
@@ -84,22 +87,22 @@ def build_engine(
         if fsdp.use_torch_compile or activation_offload:
             blocks = decoder_blocks(module)
     else:
-        probe = settings.pop("probe", True)
-        meta = meta_model(kind, dtype=resolve_dtype(dtype, device), **settings)
-        if probe:
-            asked = {name: bool(settings.get(name, False)) for name in ("trust_remote_code", "use_liger")}
-            _probe_together(meta, device, mesh, **asked)
+        meta = _probed_meta(kind, resolve_dtype(dtype, device), device, mesh, settings)
         module = meta.module
-        blocks = decoder_blocks(module)
-        compute_dtypes = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
+        stage = _stage_of(module, mesh, fsdp)
+        blocks = decoder_blocks(module) if stage is None else stage.layers
+        trained = optim is not None
+        compute_dtypes = _shard(meta, blocks, mesh, fsdp, device, trained=trained, lora=lora, stage=stage)
     if isinstance(module, ScoreModel) and module.new_head and optim is None:
         raise ModelError(
             f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
             "would be 0: give a reward model, which `hybridflow reward-model` makes of this one"
         )
-    _compile_or_watch(module, blocks, fsdp, trained=optim is not None)
-    return FSDPEngine(
-        module,
+    _compile_or_watch(module, blocks, fsdp, trained=optim is not None and stage is None)
+    make: Callable[..., FSDPEngine] = partial(FSDPEngine, module)
+    if stage is not None:
+        make = partial(PipelineEngine, stage)
+    return make(
         name=name,
         optim=optim,
         total_steps=total_steps,
@@ -110,7 +113,7 @@ def build_engine(
         mesh=mesh,
         device=device,
         compute_dtypes=compute_dtypes,
-        activations=ActivationOffload(module, blocks) if activation_offload else None,
+        activations=ActivationOffload(stage or module, blocks) if activation_offload else None,
     )
 
 
@@ -124,6 +127,15 @@ def _compile_or_watch(
         module.follow_routes()
 
 
+def _stage_of(module: PolicyModel | ValueModel, mesh: EngineMesh, fsdp: FSDPConfig) -> Stage | None:
+    """Return this rank's stage of a model on the meta device, or None where no model is cut into stages."""
+    if mesh.column is None:
+        return None
+    stages = mesh.layout.pp
+    parts = stages * fsdp.virtual_pipeline_parallel_size
+    return Stage(module, stage=mesh.column.stage, stages=stages, parts=parts)
+
+
 def _shard(
     meta: MetaModel,
     blocks: list[nn.Module],
@@ -133,8 +145,9 @@ def _shard(
     *,
     trained: bool,
     lora: LoraSettings | None,
+    stage: Stage | None,
 ) -> dict[str, torch.dtype]:
-    """Shard a model on the meta device and read this rank's part of its weights.
+    """Shard a model on the meta device, or one stage of it, and read this rank's part of its weights.
 
     Returns the compute dtypes of the parameters whose shards are wider, by name.
     """
@@ -146,12 +159,16 @@ def _shard(
     if not trained:
         module.requires_grad_(False)
     module.sequence_group = mesh.sequence_group
+    module.column = mesh.column
     compute_dtypes = widen_trained(module)
-    shard(module, blocks, mesh, fsdp, meta.dtype)
+    absent: set[nn.Parameter] = set()
+    if stage is not None:
+        absent = stage.absent
+    shard(module, blocks, mesh, fsdp, meta.dtype, root=stage, absent=absent)
     home = device
     if fsdp.offload_policy:
         home = torch.device("cpu")
-    materialise(module, home, device)
+    materialise(module, home, device, absent)
     load_weights(meta)
     if lora is not None:
         init_lora(module, lora)
@@ -161,6 +178,18 @@ def _shard(
     return compute_dtypes
 
 
+def _probed_meta(
+    kind: Kind, dtype: torch.dtype, device: torch.device, mesh: EngineMesh, settings: dict[str, Any]
+) -> MetaModel:
+    """Make the model on the meta device; with `probe` in its settings, the default, it is probed."""
+    described = {key: value for key, value in settings.items() if key != "probe"}
+    meta = meta_model(kind, dtype=dtype, **described)
+    if settings.get("probe", True):
+        asked = {name: bool(settings.get(name, False)) for name in ("trust_remote_code", "use_liger")}
+        _probe_together(meta, device, mesh, **asked)
+    return meta
+
+
 def _probe_together(
     meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool, use_liger: bool
 ) -> None:
@@ -168,7 +197,13 @@ def _probe_together(
     failure: HybridFlowError | None = None
     if mesh.rank == 0:
         try:
-            probe_twin(meta.config, device, trust_remote_code=trust_remote_code, use_liger=use_liger)
+            probe_twin(
+                meta.config,
+                device,
+                trust_remote_code=trust_remote_code,
+                use_liger=use_liger,
+                in_stages=mesh.column is not None,
+            )
         except HybridFlowError as error:
             failure = error
     if max_over([int(failure is not None)])[0]:

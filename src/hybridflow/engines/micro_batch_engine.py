@@ -96,6 +96,8 @@ class MicroBatchEngine(ABC):
         self.mesh = mesh
         self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, _dump_suffix(mesh))
         self.num_steps = 0  # optimizer steps applied
+        self.counted_elsewhere: frozenset[str] = frozenset()
+        """Parameters that this rank trains and whose gradients another rank counts in the norm."""
 
     def _ready(self, *, training: bool) -> AbstractContextManager[None]:
         """Return a context in which the model computes; with `training` it may be given gradients."""
@@ -155,9 +157,9 @@ class MicroBatchEngine(ABC):
         mine = total
         if not self.mesh.returns:  # ranks that share rows have the same loss: one counts it
             mine = torch.zeros_like(total)
-        numbers = torch.stack(
-            [mine, self.optimizer.gradient_square(self.mesh.layout.world_size, self.device)]
-        )
+        size = self.mesh.layout.stage_size
+        square = self.optimizer.gradient_square(size, self.device, self.counted_elsewhere)
+        numbers = torch.stack([mine, square])
         dist.all_reduce(numbers)
         return float(numbers[0]), numbers[1].sqrt()
 
@@ -170,7 +172,7 @@ class MicroBatchEngine(ABC):
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # metrics of the step, not of a rank's rows, come from one rank
-        counts = self.mesh is None or self.mesh.rank == 0
+        counts = self.mesh is None or (self.mesh.returns and self.mesh.layout.data_rank(self.mesh.rank) == 0)
         if counts:
             metrics.add_sum(f"{self.name}/num_updates", float(finite))
             metrics.add_sum(f"{self.name}/num_skipped_steps", float(not finite))

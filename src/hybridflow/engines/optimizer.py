@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.distributed.shards import local, piece_for, placed_like, replicas
+from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
 from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
 from hybridflow.errors import CheckpointError
 
@@ -28,7 +28,7 @@ class MasterAdamW:
     and output heads, which Muon leaves to AdamW.
 
     `compute_dtypes` names sharded parameters that are gathered in a narrower dtype than their shards have:
-    those shards are masters, and are saved as such.
+    those shards are masters, and are saved as such. With `in_stages` some parameters may be absent here.
     """
 
     def __init__(
@@ -38,16 +38,26 @@ class MasterAdamW:
         *,
         compute_dtypes: Collection[str] = (),
         apart: Collection[str] = (),
+        in_stages: bool = False,
     ) -> None:
         self.compute_dtypes = compute_dtypes
         self.moments_rest: torch.device | None = None
         """Device of the moments between steps; None means that of their masters."""
-        self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        trained = {name: p for name, p in named_parameters if p.requires_grad}
+        elsewhere = {name: p for name, p in trained.items() if in_stages and is_absent(p)}
+        self.absent = {
+            name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in elsewhere.items()
+        }
+        """Stand-ins, without memory, for the masters of parameters that other stages of a pipeline train."""
+        self.parameters = {name: p for name, p in trained.items() if name not in self.absent}
         assert self.parameters, "an optimizer needs at least one parameter that requires a gradient"
         self.masters: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         self.rules = make_rules(self.masters, self.parameters, config, apart)
+        known = list(self.rules)
+        if self.absent:
+            known += make_rules(self.absent, elsewhere, config, apart)
         self.rule_of = {
-            master: rule for rule in self.rules for group in rule.param_groups for master in group["params"]
+            master: rule for rule in known for group in rule.param_groups for master in group["params"]
         }
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
@@ -81,15 +91,18 @@ class MasterAdamW:
                 self.masters[name].grad = local(parameter.grad)
 
     @torch.no_grad()
-    def gradient_square(self, world_size: int, device: torch.device) -> Tensor:
+    def gradient_square(
+        self, world_size: int, device: torch.device, elsewhere: Collection[str] = ()
+    ) -> Tensor:
         """Return this rank's share of the squared gradient norm, 0-d float64 on `device`.
 
-        The shares of all ranks sum to the whole. A piece that several ranks hold (copies of the model,
-        parameters that tensor parallelism leaves whole) counts in equal parts on each.
+        The shares of all ranks sum to the whole; parameters named in `elsewhere` are in another rank's. A
+        piece that several ranks hold (copies of the model, parameters that tensor parallelism leaves whole)
+        counts in equal parts on each.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for name, master in self.masters.items():
-            if master.grad is not None:
+            if master.grad is not None and name not in elsewhere:
                 square = torch.linalg.vector_norm(master.grad).double().square()
                 total += (square / replicas(self.parameters[name], world_size)).to(device)
         return total
@@ -166,19 +179,27 @@ class MasterAdamW:
             elif master is not parameter:
                 entry["master"] = master
             state[name] = entry
-        return state
+        return state | {name: self._absent_entry(name) for name in self.absent}
+
+    def _absent_entry(self, name: str) -> dict[str, Tensor]:
+        """Return the state of a parameter that another stage holds: names, shapes and dtypes alone."""
+        master = self.absent[name]
+        entry = dict(read_state(self.rule_of[master], master, master.device))
+        if name in self.compute_dtypes:
+            entry["master"] = master
+        return entry
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict()` of any number of ranks; CheckpointError where the names differ."""
-        if set(state) != set(self.masters):
-            odd = sorted(set(state) ^ set(self.masters))[:3]
+        if set(state) != self.masters.keys() | self.absent.keys():
+            odd = sorted(set(state) ^ (self.masters.keys() | self.absent.keys()))[:3]
             raise CheckpointError(
                 f"The checkpoint's optimizer is for other parameters than this model's, for example {odd}."
             )
         self.copy_from_parameters()
-        for name, entry in state.items():
-            master = self.masters[name]
+        for name, master in self.masters.items():
+            entry = state[name]
             parameter = self.parameters[name]
             rule = self.rule_of[master]
             self._check(name, rule, entry)

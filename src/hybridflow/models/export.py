@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
+from hybridflow.distributed.shards import is_absent
 from hybridflow.errors import ModelError
 from hybridflow.models.adapter_folder import write_adapter_config, write_adapter_weights
 from hybridflow.models.lora import (
@@ -90,7 +91,7 @@ def save_config(policy: Exported, folder: Path) -> None:
 
 def save_adapter(policy: PolicyModel, folder: Path) -> None:
     """Write the adapters in peft's format; all ranks of the world call this, and the first writes."""
-    tensors = {name: whole(tensor) for name, tensor in adapter_tensors(policy)}
+    tensors = dict(whole_tensors(policy, dict(adapter_tensors(policy))))
     if rank_and_size()[0] == 0:
         write_adapter_config(folder, adapter_config(policy))
         write_adapter_weights(folder, tensors)
@@ -117,6 +118,7 @@ def save_hf_sharded(
     rank, world_size = rank_and_size()
     dtypes = {model.file_name(name): each for name, each in dtypes.items()}
     entries = _entries(model)
+    read = WholeReader(model, {name: entry.tensor for name, entry in entries.items()})
     files = _plan(entries, max_file_bytes)
     places: dict[str, tuple[str, int]] = {}
     error: str | None = None
@@ -129,7 +131,7 @@ def save_hf_sharded(
         for bucket in buckets:
             # collective: every rank comes by here
             gathered = {
-                each: _rounded(whole(entries[each].value(), dtypes.get(each)), dtype) for each in bucket
+                each: _rounded(read(each, entries[each].value(), dtypes.get(each)), dtype) for each in bucket
             }
             if mine:
                 tensors |= {
@@ -167,14 +169,15 @@ def plain_weights(
     kept in a wider one, by names of the model without adapters.
     """
     entries = _entries(model)
+    plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
+    read = WholeReader(model, {name: entry.tensor for name, entry in plain.items()})
     for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
         values = {name: entries[name].value(folded=folded) for name in names}
-        gathered = {name: whole(value, dtypes.get(f"hf.{name}")) for name, value in values.items()}
+        gathered = {name: read(name, value, dtypes.get(f"hf.{name}")) for name, value in values.items()}
         yield from revert_weight_conversion(model.hf, gathered).items()
-    plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
     for name in sorted(base_name(tied) for tied in _tied(model)):
         if name in plain:
-            yield name, whole(plain[name].value(folded=folded), dtypes.get(f"hf.{name}"))
+            yield name, read(name, plain[name].value(folded=folded), dtypes.get(f"hf.{name}"))
 
 
 def _tied(model: Exported) -> set[str]:
@@ -220,6 +223,42 @@ def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]
         files[-1].append(names)
         filled += size
     return files
+
+
+class WholeReader:
+    """Reads whole tensors of a model by name, for which all ranks of the model ask together.
+
+    What other stages of a pipeline hold comes from the first of them that holds it.
+    """
+
+    def __init__(self, model: Exported, tensors: Mapping[str, Tensor]) -> None:
+        self._column = model.column
+        self._device = model.device
+        self._holders: dict[str, int] = {}
+        """The stage that each tensor comes from."""
+        if self._column is not None:
+            here = [name for name, tensor in tensors.items() if not is_absent(tensor)]
+            for stage, names in enumerate(gather_objects(here, self._column.forward)):
+                for name in names:
+                    self._holders.setdefault(name, stage)
+
+    def __call__(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the whole of a tensor, which may be a shard or absent here, in `dtype`."""
+        if self._column is None:
+            return whole(tensor, dtype)
+        holder = self._holders[name]
+        if self._column.stage == holder:
+            value = whole(tensor, dtype).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=self._device)
+        dist.broadcast(value, group=self._column.forward, group_src=holder)
+        return value
+
+
+def whole_tensors(model: PolicyModel, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors of a model, in their order; all of its ranks read them to the end together."""
+    read = WholeReader(model, tensors)
+    return ((name, read(name, tensor)) for name, tensor in tensors.items())
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from hybridflow.config.model import ModelConfig
-from hybridflow.distributed.shards import local, own_slices
+from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError, install_extra
 from hybridflow.models.adapter_folder import AdapterFile, read_adapter, read_adapter_config
 from hybridflow.models.experts import num_experts
@@ -164,6 +164,8 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     for name, layer in adapted_layers(model).items():
         a = layer.lora_A[ADAPTER].weight
         b = layer.lora_B[ADAPTER].weight
+        if is_absent(a):
+            continue
         if tensors:
             first = tensors[f"{name}.lora_A"]
             second = tensors[f"{name}.lora_B"]

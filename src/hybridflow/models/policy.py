@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from hybridflow.distributed.mesh import Column
     from hybridflow.protocol.packing import PackedBatch
 
 
@@ -40,6 +41,8 @@ class PolicyModel(nn.Module):
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
+    column: Column | None = None
+    """Ranks that hold the other stages of the model, or None where this rank has all layers."""
     compiles_decoding = False
     """Whether steps of decoding are compiled, where the model's layers allow it, but for exact mode."""
     source_dtype: torch.dtype | None = None
@@ -87,7 +90,7 @@ class PolicyModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next(self.hf.parameters()).device
+        return device_of(self.hf)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,6 +227,12 @@ class PolicyModel(nn.Module):
         return self.transform(self.head(hidden))
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Return where the parameters are that no other stage of a pipeline holds."""
+    devices = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("meta"))
+
+
 def use_attention(hf: PreTrainedModel) -> None:
     """Switch a model to our attention; ModelError where its attention cannot be chosen."""
     AttentionInterface.register(ATTENTION_NAME, attention)
@@ -268,6 +277,30 @@ def sequence_cut(
     return SequenceCut(packed, group)
 
 
+def all_states(
+    backbone: nn.Module,
+    packed: PackedBatch,
+    device: torch.device,
+    cut: SequenceCut | None = None,
+    exact: ExactMode | None = None,
+    routes: RouteTape | None = None,
+) -> Tensor:
+    """Return hidden states [1, N, H] of all tokens of `packed`; under a cut, those of this rank's part."""
+    if packed.places is not None:
+        config: Any = backbone.config
+        check_lengths(config, max(packed.lengths), _ROWS_APART)
+    layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
+    layout.routes = routes
+    input_ids = packed.input_ids
+    position_ids = packed.position_ids
+    if cut is not None:
+        layout = cut.layout(layout)
+        layout.routes = routes
+        input_ids = cut.tokens(input_ids)
+        position_ids = cut.tokens(position_ids)
+    return run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
+
+
 def packed_hidden(
     backbone: nn.Module,
     packed: PackedBatch,
@@ -277,21 +310,10 @@ def packed_hidden(
     routes: RouteTape | None = None,
 ) -> Tensor:
     """Return hidden states [M, H] that predict `packed.targets`; under a cut, this rank's, `cut.own`."""
-    if packed.places is not None:
-        config: Any = backbone.config
-        check_lengths(config, max(packed.lengths), _ROWS_APART)
-    layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
-    layout.routes = routes
-    input_ids = packed.input_ids
-    position_ids = packed.position_ids
+    states = all_states(backbone, packed, device, cut, exact, routes)
     index = packed.predict_index
     if cut is not None:
-        layout = cut.layout(layout)
-        input_ids = cut.tokens(input_ids)
-        position_ids = cut.tokens(position_ids)
         index = cut.predict_index
-        layout.routes = routes
-    states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
         return SharedTokens(packed.predict_index_on_cpu, None, device).spread(states[0], index.to(device))
     selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from hybridflow.models.build import count_parameters
 from hybridflow.models.liger import use_liger_kernels
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
+from hybridflow.models.stages import check_stages
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,12 @@ def probe_twin(
     *,
     trust_remote_code: bool = False,
     use_liger: bool = False,
+    in_stages: bool = False,
 ) -> float | None:
     """Run `probe_policy` on a small float32 model of the architecture that `config` describes.
 
-    Returns its difference in nats, or None for too large a model. The random stream stays as it was.
+    With `in_stages` it is also run in two parts. Returns its difference in nats, or None for too large a
+    model. The random stream stays as it was.
     """
     twin = twin_config(config)
     size = count_parameters(twin, trust_remote_code=trust_remote_code)
@@ -55,6 +58,8 @@ def probe_twin(
     policy = PolicyModel(hf.eval())
     if use_liger:
         use_liger_kernels(policy)
+    if in_stages:
+        check_stages(policy)
     return probe_policy(policy)
 
 

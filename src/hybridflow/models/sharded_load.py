@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.hub import cached_file
 
-from hybridflow.distributed.shards import local, own_slices
+from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError
 from hybridflow.models.build import (
     AUTO_CLASSES,
@@ -147,10 +147,16 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def materialise(module: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Give the parameters unwritten memory on `device`, and move the buffers to `buffers`; ties stay."""
+def materialise(
+    module: nn.Module, device: torch.device, buffers: torch.device, absent: Collection[nn.Parameter] = ()
+) -> None:
+    """Give the parameters unwritten memory on `device`, and move the buffers to `buffers`; ties stay.
+
+    `absent` parameters, which other stages of a pipeline hold, stay without memory.
+    """
     kept = {owner: (dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()}
-    module.to_empty(device=device)
+    without = {id(parameter) for parameter in absent}
+    module._apply(lambda each: each if id(each) in without else torch.empty_like(each, device=device))
     first: dict[int, nn.Parameter | None] = {}
     for owner, (parameters, own_buffers) in kept.items():
         for name, before in parameters.items():
@@ -169,7 +175,7 @@ def load_weights(model: MetaModel) -> None:
     """
     wanted: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
-        if base_name(name) in model.sources:
+        if base_name(name) in model.sources and not is_absent(tensor):
             wanted.setdefault(id(tensor), (base_name(name), tensor))
     with ExitStack() as stack:
         read: Read | None = None

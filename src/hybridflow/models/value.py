@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.models.float64 import compute_in_float64
-from hybridflow.models.policy import packed_hidden, sequence_cut, use_attention
+from hybridflow.models.policy import device_of, packed_hidden, sequence_cut, use_attention
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from hybridflow.distributed.mesh import Column
     from hybridflow.protocol.packing import PackedBatch
 
 
@@ -25,6 +26,9 @@ class ValueModel(nn.Module):
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same values."""
+
+    column: Column | None = None
+    """Ranks that hold the other stages of the model, or None where this rank has all layers."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         """Take the backbone of the causal LM `hf`; its output head is left behind."""
@@ -50,7 +54,7 @@ class ValueModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next(self.parameters()).device
+        return device_of(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,7 +16,7 @@ import torch
 
 from hybridflow.distributed.process_group import gather_objects
 from hybridflow.engines import TrainEngine
-from hybridflow.models.export import plain_weights, whole
+from hybridflow.models.export import plain_weights, whole_tensors
 from hybridflow.models.lora import adapter_config, adapter_tensors, base_name
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
@@ -69,7 +69,7 @@ class LocalPush:
             engine.update_base(plain_weights(self.policy, self._dtypes, folded=False))
         config = adapter_config(self.policy)
         facts = {name: getattr(config, name) for name in _ADAPTER_FACTS}
-        tensors = ((name, whole(tensor)) for name, tensor in adapter_tensors(self.policy))
+        tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
         engine.update_adapters(tensors, version, facts)
 
 

@@ -18,7 +18,7 @@ from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.sharded import CpuCopies, PendingShards, load_shards, save_shards, start_shards
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
 from hybridflow.distributed.process_group import gather_objects
-from hybridflow.distributed.shards import local, placed_like
+from hybridflow.distributed.shards import is_absent, local, placed_like
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import CheckpointError
 
@@ -78,12 +78,12 @@ class StatefulWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's share of the parameters, by name."""
-        return {name: local(tensor) for name, tensor in self.engine.state_dict()["model"].items()}
+        return {name: local(tensor) for name, tensor in self._held().items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """Load, in place, the `weights` of the rank of the same number of another role."""
-        model = self.engine.state_dict()["model"]
+        model = self._held()
         odd = sorted(set(model) ^ set(weights))
         odd += [
             name
@@ -100,7 +100,7 @@ class StatefulWorker(Worker):
             name: placed_like(weights[name].to(local(tensor).device), tensor)
             for name, tensor in model.items()
         }
-        self.engine.load_state_dict({"model": own})
+        self.engine.load_state_dict({"model": {**self.engine.state_dict()["model"], **own}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_huggingface(self, folder: str, *, with_weights: bool) -> None:
@@ -109,6 +109,11 @@ class StatefulWorker(Worker):
         It holds the configuration, and the weights if asked for.
         """
         self.engine.export_hf(folder, with_weights=with_weights)
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return the parameters of which this rank holds something, by name."""
+        model: dict[str, Tensor] = self.engine.state_dict()["model"]
+        return {name: tensor for name, tensor in model.items() if not is_absent(tensor)}
 
     def _parts(self, parts: Sequence[str]) -> dict[str, Any]:
         state = self.engine.state_dict()

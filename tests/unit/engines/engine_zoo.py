@@ -32,13 +32,15 @@ ENGINES: dict[str, EngineMaker] = {"fsdp": make_fsdp}
 """A training engine joins the conformance suite by one line here."""
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32, *, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(
+    dtype: torch.dtype = torch.float32, *, tied: bool = True, seed: int = 0, layers: int = 2
+) -> LlamaForCausalLM:
     """Weights large enough that attention matters."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

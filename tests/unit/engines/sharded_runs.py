@@ -20,6 +20,7 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
+from hybridflow.distributed.shards import is_absent
 from hybridflow.engines import Ask, BatchLimits, LossFn
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
@@ -41,6 +42,8 @@ class Run:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     sizes: dict[str, int] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    """The dtype of the columns of the rows."""
     deal: tuple[tuple[int, ...], ...] = EVEN
     """Rows of each part."""
     limits: BatchLimits = field(default_factory=lambda: BatchLimits(24))
@@ -51,9 +54,9 @@ class Run:
     optim: OptimConfig | None = OPTIM
 
 
-def save_tiny(folder: Path, *, tied: bool) -> str:
+def save_tiny(folder: Path, *, tied: bool, layers: int = 2) -> str:
     """A model folder, its weights in several files with an index where they are not tied."""
-    model = tiny_llama(tied=tied, seed=3)
+    model = tiny_llama(tied=tied, seed=3, layers=layers)
     with torch.no_grad():
         # norms that are not all ones, so that a mix-up shows
         for name, parameter in model.named_parameters():
@@ -89,6 +92,7 @@ def build(run: Run, world_size: int) -> FSDPEngine:
     if run.kind != "policy":
         state = engine.state_dict()["model"]
         head = torch.randn(state["head.weight"].shape, generator=torch.Generator().manual_seed(5)) * 0.1
+        head = head.to(state["head.weight"].dtype)
         engine.load_state_dict({"model": {**state, "head.weight": head}})
     return engine
 
@@ -117,7 +121,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def dealt(run: Run, engine: FSDPEngine) -> tuple[DataProto, LossFn]:
     """This rank's rows, and the loss over everyone's."""
-    rows = training_rows(dtype=torch.float32)
+    rows = training_rows(dtype=run.dtype)
     part = run.deal[engine.layout.data_rank(rank_and_size()[0])]
     return rows.select_idxs(list(part)), loss_of(
         run, rows.select_idxs(sorted(row for part in run.deal for row in part))
@@ -125,7 +129,9 @@ def dealt(run: Run, engine: FSDPEngine) -> tuple[DataProto, LossFn]:
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in engine.state_dict()["model"].items()}
+    """Without those of other stages."""
+    model = engine.state_dict()["model"]
+    return {name: whole(tensor) for name, tensor in model.items() if not is_absent(tensor)}
 
 
 def train(rank: int, run: Run, world_size: int = 2) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def train(rank: int, run: Run, world_size: int = 2) -> dict[str, Any]:
 def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, Any]:
     everyone = sorted(row for part in run.deal for row in part)
     part = everyone if world_size == 1 else run.deal[engine.layout.data_rank(rank_and_size()[0])]
-    rows = training_rows(dtype=torch.float32)
+    rows = training_rows(dtype=run.dtype)
     batch, loss = rows.select_idxs(list(part)), loss_of(run, rows.select_idxs(everyone))
     shares: list[float] = []
 
@@ -164,6 +170,7 @@ def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, An
         "state": {
             name: {key: whole(value) for key, value in entry.items()}
             for name, entry in engine.state_dict()["optimizer"].items()
+            if not is_absent(entry["exp_avg"])
         },
         "requires_grad": {
             name: parameter.requires_grad for name, parameter in engine.module.named_parameters()
@@ -171,5 +178,6 @@ def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, An
         "shapes": {
             name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
             for name, p in engine.module.named_parameters()
+            if not is_absent(p)
         },
     }

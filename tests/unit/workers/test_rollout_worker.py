@@ -70,14 +70,16 @@ def model(folder: str) -> dict[str, Any]:
     return {"path": folder, "device": torch.device("cpu"), "dtype": "float64"}
 
 
-def actor_engine(folder: str, world_size: int = 1, lora: LoraSettings | None = None) -> FSDPEngine:
+def actor_engine(
+    folder: str, world_size: int = 1, lora: LoraSettings | None = None, stages: int = 1
+) -> FSDPEngine:
     optim = OptimConfig(lr=1e-2)
     return build_engine(
         "policy",
         model(folder),
         name="actor",
         optim=optim,
-        layout=ParallelLayout.from_keys(world_size),
+        layout=ParallelLayout.from_keys(world_size, pipeline=stages),
         lora=lora,
     )
 
@@ -276,10 +278,10 @@ def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
 
 
 def generate_on_ranks(
-    rank: int, folder: str, tensor: int, lora: bool, parts: list[list[GenerationRequest]]
+    rank: int, folder: str, tensor: int, lora: bool, stages: int, parts: list[list[GenerationRequest]]
 ) -> dict[str, Any]:
     settings = LORA if lora else None
-    engine = actor_engine(folder, 2, settings)
+    engine = actor_engine(folder, 2, settings, stages)
     config = RolloutConfig(tensor_model_parallel_size=tensor)
     worker = build_rollout_worker(
         config, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings
@@ -298,9 +300,12 @@ def generate_on_ranks(
     return {"outputs": found, "resting": resting, "stats": worker.engine.stats}
 
 
-@pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("tensor", "lora", "stages"),
+    [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 1), (1, False, 2), (2, True, 2)],
+)
 def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
-    two_ranks: Ranks, folder: str, tensor: int, lora: bool
+    two_ranks: Ranks, folder: str, tensor: int, lora: bool, stages: int
 ) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
@@ -308,7 +313,7 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
     dealt = cut_items(requests(), plan_items(requests(), mesh))
     parts = [dealt[mesh.part_of(rank)] for rank in range(2)]
     assert tensor == 2 or all(0 < len(part) < len(requests()) for part in parts)
-    ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, parts)
+    ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, stages, parts)
     for version in (0, 1):
         expected = generated(alone, requests())
         outputs = [output for rank in mesh.leaders for output in ranks[rank]["outputs"][version]]
@@ -340,10 +345,10 @@ def test_a_rank_without_requests_sends_its_shards(two_ranks: Ranks, folder: str)
     assert two_ranks.run(empty_part, folder) == [1, 0]
 
 
-def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, Any]:
+def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool, stages: int) -> dict[str, Any]:
     """Both ranks train, and both are also a replica (or two) that has weights of its own."""
     settings = LORA if lora else None
-    engine = actor_engine(folder, 2, settings)
+    engine = actor_engine(folder, 2, settings, stages)
     actor = actor_worker(engine)
     config = RolloutConfig(tensor_model_parallel_size=tensor)
     worker = build_rollout_worker(
@@ -370,16 +375,18 @@ def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tensor", "lora", "stages"), [(1, False, 1), (2, False, 1), (2, True, 1), (2, False, 2)]
+)
 def test_shards_are_pushed_to_replicas_of_their_own(
-    two_ranks: Ranks, folder: str, tensor: int, lora: bool
+    two_ranks: Ranks, folder: str, tensor: int, lora: bool, stages: int
 ) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     expected = [tokens(generated(alone, requests()))]
     learn(engine)
     expected.append(tokens(generated(alone, requests())))
-    found = two_ranks.run(push_on_ranks, folder, tensor, lora)
+    found = two_ranks.run(push_on_ranks, folder, tensor, lora, stages)
     for rank in found[::tensor]:
         assert [tokens(rank["before"]), tokens(rank["after"])] == expected and expected[0] != expected[1]
     names = [name for rank in found for name in rank["names"]]

@@ -53,18 +53,20 @@ class RoleLayout:
     fsdp_name: str = "fsdp_config."
 
     @property
-    def cut(self) -> tuple[int, int, int]:
-        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor parallel."""
+    def cut(self) -> tuple[int, ...]:
+        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, their parts."""
         tensor = self.fsdp.tensor_parallel_size
+        stages = self.fsdp.pipeline_parallel_size
         size = self.fsdp.fsdp_size
         if size == -1:
-            size = self.processes // tensor
-        return self.processes, size, tensor
+            size = self.processes // (tensor * stages)
+        return self.processes, size, tensor, stages, self.fsdp.virtual_pipeline_parallel_size
 
     def __str__(self) -> str:
         return (
             f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
-            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}"
+            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}, "
+            f"pipeline_parallel_size={self.fsdp.pipeline_parallel_size}"
         )
 
     def problems(self) -> Iterator[str]:
@@ -79,19 +81,32 @@ class RoleLayout:
                 "one of these ways; set one to 1"
             )
             return
+        stages = self.fsdp.pipeline_parallel_size
+        if stages == 1 and self.fsdp.virtual_pipeline_parallel_size > 1:
+            yield (
+                f"{here}virtual_pipeline_parallel_size={self.fsdp.virtual_pipeline_parallel_size} without "
+                f"stages: set {here}pipeline_parallel_size to 2 or more, or leave it out"
+            )
+        if self.processes % stages:
+            yield (
+                f"{here}pipeline_parallel_size={stages} does not divide the {self.processes} processes of "
+                "its pool: set a divisor, or other devices"
+            )
+            return
+        ranks = self.processes // stages
+        whose = "processes of its pool"
+        if stages > 1:
+            whose = f"processes of each of the {stages} stages"
         for name, width in ((f"{here}tensor_parallel_size", tensor), (ulysses, self.sequence)):
-            if self.processes % width:
-                yield (
-                    f"{name}={width} does not divide the {self.processes} processes of its pool: set a "
-                    "divisor, or other devices"
-                )
+            if ranks % width:
+                yield (f"{name}={width} does not divide the {ranks} {whose}: set a divisor, or other devices")
                 return
         if tensor > 1 and (self.model.lora_rank or self.model.lora_adapter_path):
             yield (
                 f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
                 "not split; leave one out"
             )
-        sharers = self.processes // tensor
+        sharers = ranks // tensor
         if size == 0 or (size > 0 and sharers % size):
             yield (
                 f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a "

@@ -16,7 +16,7 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.distributed.shards import local, piece_for, placed_like
+from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like
 from hybridflow.engines.base import Held, LossFn
 from hybridflow.engines.expert_load import ExpertLoad
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
@@ -38,9 +38,9 @@ from hybridflow.observability.progress import progress
 class FSDPEngine(MicroBatchEngine):
     """A `TrainEngine` over a whole or an FSDP2-sharded module.
 
-    With a `mesh`, `module` is sharded over it and computes on `device`; `compute_dtypes` has the dtypes in
-    which parameters are gathered that are narrower than their shards, by name. The others are those of
-    `MicroBatchEngine`.
+    With a `mesh`, `module` is sharded over it, from `root` on, and computes on `device`; `compute_dtypes` has
+    the dtypes in which parameters are gathered that are narrower than their shards, by name. The others are
+    those of `MicroBatchEngine`.
     """
 
     def __init__(
@@ -58,8 +58,11 @@ class FSDPEngine(MicroBatchEngine):
         device: torch.device | None = None,
         compute_dtypes: Mapping[str, torch.dtype] | None = None,
         activations: ActivationOffload | None = None,
+        root: nn.Module | None = None,
     ) -> None:
         self.module = module
+        self.root = root or module
+        """The module whose forward is called, and at which sharding begins."""
         self.fsdp = fsdp
         self.compute_dtypes = compute_dtypes or {}
         self.activations = activations
@@ -70,6 +73,7 @@ class FSDPEngine(MicroBatchEngine):
                 optim,
                 compute_dtypes=self.compute_dtypes,
                 apart=tables_and_heads(module),
+                in_stages=mesh is not None and mesh.column is not None,
             )
         device = device or next(module.parameters()).device
         super().__init__(
@@ -83,11 +87,11 @@ class FSDPEngine(MicroBatchEngine):
             dump_dir=dump_dir,
             mesh=mesh,
         )
-        self.offloader = Offloader(module, optimizer, device, fsdp)
+        self.offloader = Offloader(self.root, optimizer, device, fsdp)
 
     @contextmanager
     def _ready(self, *, training: bool) -> Iterator[None]:
-        self.module.train(training)
+        self.root.train(training)
         with self.offloader.parameters(), ExitStack() as stack:
             if training:
                 stack.enter_context(self.offloader.masters())
@@ -96,7 +100,7 @@ class FSDPEngine(MicroBatchEngine):
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
             yield micro, answer(self.module, micro.packed, ask)
-        reshard(self.module)
+        reshard(self.root)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
         load = ExpertLoad.of(
@@ -106,13 +110,13 @@ class FSDPEngine(MicroBatchEngine):
             if self.mesh is not None:
                 last = number == len(micros)
                 before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
-            with self._activations_kept():
+            with self.activations_kept():
                 answers = answer(self.module, micro.packed, ask)
             share = sums.share(micro, answers, loss)
             if load is not None:
                 share = share + load.add(counts=micro.rows is not None)
             share.backward()
-        reshard(self.module)
+        reshard(self.root)
         if load is not None:
             load.add_to(sums.metrics, self.name)
 
@@ -140,6 +144,7 @@ class FSDPEngine(MicroBatchEngine):
 
     def held_weights(self) -> Iterator[Held]:
         """See `TrainEngine.held_weights`."""
+        reshard(self.root)
         return held_weights(self.module, self.compute_dtypes)
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -176,7 +181,8 @@ class FSDPEngine(MicroBatchEngine):
         """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
         self.offloader.offload()
 
-    def _activations_kept(self) -> AbstractContextManager[None]:
+    def activations_kept(self) -> AbstractContextManager[None]:
+        """Return a context for a forward pass, in which activations are offloaded where that is asked for."""
         if self.activations is None:
             return nullcontext()
         return self.activations.kept()
@@ -190,6 +196,9 @@ class FSDPEngine(MicroBatchEngine):
         rounded: dict[int, Tensor] = {}  # tied parameters stay one tensor
         for key, dtype in self.compute_dtypes.items():
             shard = local(model[key])
+            if shard.is_meta:
+                model[key] = shard.to(dtype)
+                continue
             if shard.data_ptr() not in rounded or shard.numel() == 0:
                 rounded[shard.data_ptr()] = placed_like(shard.to(dtype), model[key])
             model[key] = rounded[shard.data_ptr()]
@@ -236,4 +245,5 @@ class FSDPEngine(MicroBatchEngine):
                     f"{tuple(own[key].shape)} here."
                 )
         for key, value in saved.items():
-            local(own[key]).copy_(piece_for(own[key], value))
+            if not is_absent(own[key]):
+                local(own[key]).copy_(piece_for(own[key], value))

@@ -5,7 +5,7 @@ Gradients are summed over ranks, not averaged: a loss share is normalised by the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,16 +21,26 @@ from torch.distributed.fsdp import (
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.mesh import EngineMesh
-from hybridflow.distributed.shards import local, own_box
+from hybridflow.distributed.shards import is_absent, local, own_box
 from hybridflow.engines.base import Held
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard(
-    module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, config: FSDPConfig, compute: torch.dtype
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: EngineMesh,
+    config: FSDPConfig,
+    compute: torch.dtype,
+    *,
+    root: nn.Module | None = None,
+    absent: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard parameters over the ranks of `mesh`: each block is a group, the rest one with the root.
+
+    `root` is the module whose forward is called, `module` itself if it is None. `absent` are parameters that
+    other stages of a pipeline hold, which stay as they are.
 
     The root's group (embeddings, last norm, head) stays gathered from its forward to its backward, since the
     head's weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a
@@ -48,16 +58,22 @@ def shard(
         # float32 on one rank too
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
         fully_shard(
-            part, mesh=mesh.fsdp, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+            part,
+            mesh=mesh.fsdp,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=set(absent),
         )
 
     for block in blocks:
         group(block, config.reshard_after_forward, compute)
     head = getattr(module, "head", None)
-    if isinstance(head, nn.Module) and head in set(module.children()):
+    if isinstance(head, nn.Module) and head in set(module.children()) and head.weight not in absent:
         group(head, config.reshard_after_forward, torch.promote_types(compute, torch.float32))
-    group(module, False, compute)
-    for part in sharded_modules(module):
+    root = root or module
+    group(root, False, compute)
+    for part in sharded_modules(root):
         part.set_gradient_divide_factor(1.0)
         # else the factor asks for an operation that only NCCL has
         part.set_force_sum_reduction_for_comms(True)
@@ -91,17 +107,16 @@ def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def held_weights(module: nn.Module, compute_dtypes: Mapping[str, torch.dtype]) -> Iterator[Held]:
-    """Yield the parts of parameters that this rank holds; gathered parameters are freed first.
+    """Yield the parts of parameters that this rank holds, none of which may be gathered.
 
     `compute_dtypes` has the compute dtypes of parameters that are kept in a wider one, by name.
     """
-    reshard(module)
     for name, parameter in module.named_parameters():
         yield Held(
             name=name,
             shape=tuple(parameter.shape),
             box=own_box(parameter),
-            tensor=local(parameter),
+            tensor=torch.empty(0) if is_absent(parameter) else local(parameter),
             compute_dtype=compute_dtypes.get(name, parameter.dtype),
             trained=parameter.requires_grad,
         )
@@ -117,11 +132,19 @@ def before_micro_batch(module: nn.Module, *, last: bool, keep_gathered: bool) ->
     the last micro-batch reduces them.
     """
     assert isinstance(module, FSDPModule)
-    if keep_gathered:
-        module.set_requires_gradient_sync(last)
-        module.set_reshard_after_backward(last)
-    else:
-        module.set_requires_all_reduce(last)
+    choose_reduction([module], last=last, keep_gathered=keep_gathered, recurse=True)
+
+
+def choose_reduction(
+    modules: Iterable[FSDPModule], *, last: bool, keep_gathered: bool, recurse: bool
+) -> None:
+    """Do as `before_micro_batch` says for some sharded modules, with those below them if `recurse`."""
+    for module in modules:
+        if keep_gathered:
+            module.set_requires_gradient_sync(last, recurse=recurse)
+            module.set_reshard_after_backward(last, recurse=recurse)
+        else:
+            module.set_requires_all_reduce(last, recurse=recurse)
 
 
 def reshard(module: nn.Module) -> None:

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelLayout:
     """Return how the engine of a role uses `world_size` processes."""
     fsdp, sequence, _ = engine_keys(config, role)
-    return ParallelLayout.from_keys(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
+    return ParallelLayout.from_keys(
+        world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size, fsdp.pipeline_parallel_size
+    )
 
 
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:

@@ -136,7 +136,11 @@ def sizes(config: SFTConfig, world_size: int) -> ParallelLayout:
     """Return how the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
     return ParallelLayout.from_keys(
-        world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
+        world_size,
+        engine.fsdp_size,
+        engine.ulysses_sequence_parallel_size,
+        engine.tensor_parallel_size,
+        engine.pipeline_parallel_size,
     )
 
 

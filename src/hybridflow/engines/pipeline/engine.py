@@ -1,0 +1,192 @@
+"""The engine of a model in stages: FSDP2 within a stage, messages between them, one step for all.
+
+    micro-batches ──schedule──► passes of this rank's parts ──► states to the next stage, gradients back
+    last stage: answers ──loss──► gradients      ends: gradients of tied embeddings are summed
+
+Every stage has the same rows and therefore knows the sizes of all messages. Micro-batches keep their own
+lengths: nothing is padded, and each is computed as on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hybridflow.distributed.mesh import EngineMesh
+from hybridflow.distributed.shards import local
+from hybridflow.engines.base import BatchLimits, LossFn
+from hybridflow.engines.fsdp.engine import FSDPEngine
+from hybridflow.engines.fsdp.sharding import choose_reduction, reshard
+from hybridflow.engines.micro_batch_engine import Accumulated
+from hybridflow.engines.micro_batches import MicroBatch
+from hybridflow.engines.pipeline.channels import Channels, Receipt
+from hybridflow.engines.pipeline.schedule import Pass, forwards, one_forward_one_backward
+from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.stages import Part, Stage
+from hybridflow.observability.progress import progress
+from hybridflow.protocol import DataProto
+
+
+class PipelineEngine(FSDPEngine):
+    """A `TrainEngine` over the parts of a model that this rank holds, `stage`, already sharded over `mesh`.
+
+    `forward` returns zeros where the last stage is elsewhere: dispatch takes the answers from that one. The
+    other arguments are those of `FSDPEngine`.
+    """
+
+    def __init__(self, stage: Stage, *, mesh: EngineMesh, **settings: Any) -> None:
+        super().__init__(stage.model, root=stage, mesh=mesh, **settings)
+        assert mesh.column is not None, "a model in stages is spread over several ranks"
+        self.stage = stage
+        self.column = mesh.column
+        self.channels = Channels(mesh.column, self.device)
+        self.tied_name: str | None = None
+        tied = getattr(stage.model, "head", None)
+        if stage.tied and tied is not None and self.optimizer is not None:
+            named = self.optimizer.parameters.items()
+            self.tied_name = next((name for name, p in named if p is tied.weight), None)
+        if self.tied_name is not None and self.column.stage > 0:
+            self.counted_elsewhere = frozenset({self.tied_name})
+
+    def _plan(self, rows: DataProto, limits: BatchLimits, *, at_least: int = 0) -> list[MicroBatch]:
+        """Return at least one micro-batch for each stage: with fewer, some stages only wait."""
+        return super()._plan(rows, limits, at_least=max(at_least, len(self.column.ranks)))
+
+    def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
+        number = len(self.stage.parts)
+        order = forwards(len(self.column.ranks), number, len(micros), self.column.stage)
+        run = _Run(self, micros, ask)
+        for each in run.through(order):
+            if self.stage.parts[each.part].is_last:
+                yield micros[each.micro], run.answers.pop(each.micro)
+        if not self.stage.own[-1].is_last:
+            names = [each.name for each in fields(ask) if getattr(ask, each.name) is True]
+            for micro in micros:
+                yield micro, {name: torch.zeros(len(micro.packed.targets)) for name in names}
+        self._end()
+
+    def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+        orders = one_forward_one_backward(len(self.column.ranks), len(self.stage.parts), len(micros))
+        run = _Run(self, micros, ask, loss, sums)
+        for _ in run.through(orders[self.column.stage]):
+            pass
+        self._end()
+        if self.tied_name is not None:
+            self._sum_tied(self.tied_name)
+
+    def _end(self) -> None:
+        self.channels.finish()
+        reshard(self.stage)
+
+    def _sum_tied(self, name: str) -> None:
+        """Sum the gradients of tied embeddings, of which the first and the last stage have one each."""
+        assert self.optimizer is not None
+        parameter = self.optimizer.parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(local(parameter.grad), group=self.column.ends)
+
+    def before_backward(self, part: Part, *, last: bool) -> None:
+        """Choose which gradients a part's backward pass reduces over the ranks of the stage."""
+        blocks = self.stage.layers_of(part)
+        modules: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        if part.is_first or part.is_last:
+            head = getattr(self.module, "head", None)
+            modules += [each for each in (self.stage, head) if isinstance(each, FSDPModule)]
+        choose_reduction(modules, last=last, keep_gathered=not self.fsdp.reshard_after_forward, recurse=False)
+
+
+class _Run:
+    """One way of all micro-batches through the parts of a rank."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        micros: Sequence[MicroBatch],
+        ask: Ask,
+        loss: LossFn | None = None,
+        sums: Accumulated | None = None,
+    ) -> None:
+        self.engine = engine
+        self.micros = micros
+        self.ask = ask
+        self.loss = loss
+        self.sums = sums
+        self.answers: dict[int, Answers] = {}
+        """Answers of the last part, by number of the micro-batch; without a loss."""
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        """(input, output) of the forward passes whose backward pass is to come, by part and micro-batch."""
+        self._receipts: dict[Pass, Receipt | None] = {}
+
+    def through(self, order: Sequence[Pass]) -> Iterator[Pass]:
+        """Take the passes in their order, and yield each when it is done.
+
+        A pass's message is awaited in the background while the pass before it computes.
+        """
+        if self.loss is not None:
+            for part in self.engine.stage.own:
+                self.engine.before_backward(part, last=len(self.micros) == 1)
+        for number, each in enumerate(progress.each(order, "pass", len(order))):
+            for coming in order[number : number + 2]:
+                if coming not in self._receipts:
+                    self._receipts[coming] = self._receive(coming)
+            receipt = self._receipts.pop(each)
+            arrived = receipt.wait() if receipt is not None else None
+            part = self.engine.stage.parts[each.part]
+            if each.forward:
+                self._forward(part, each.micro, arrived)
+            else:
+                self._backward(part, each.micro, arrived)
+            yield each
+
+    def _receive(self, each: Pass) -> Receipt | None:
+        """Begin to receive what a pass needs from another stage; None where it needs nothing."""
+        stage = self.engine.stage
+        part = stage.parts[each.part]
+        if (each.forward and part.is_first) or (not each.forward and part.is_last):
+            return None
+        shape = (1, stage.num_states(self.micros[each.micro].packed), stage.width)
+        return self.engine.channels.receive(
+            shape, stage.dtype, self._tag(each.part, each.micro), forward=each.forward
+        )
+
+    def _forward(self, part: Part, number: int, arrived: Tensor | None) -> None:
+        micro = self.micros[number]
+        if arrived is not None and self.loss is not None:
+            arrived.requires_grad_()
+        with self.engine.activations_kept():
+            out = self.engine.stage(micro.packed, self.ask, part, arrived)
+        if part.is_last:
+            if self.loss is None:
+                self.answers[number] = out
+                return
+            assert self.sums is not None
+            out = self.sums.share(micro, out, self.loss)
+        else:
+            assert out.dtype == self.engine.stage.dtype, (
+                f"states between stages are {out.dtype}, not {self.engine.stage.dtype}"
+            )
+            self.engine.channels.send(out.detach(), self._tag(part.number + 1, number), forward=True)
+        if self.loss is not None:
+            self._kept[part.number, number] = (arrived, out)
+
+    def _backward(self, part: Part, number: int, gradient: Tensor | None) -> None:
+        arrived, out = self._kept.pop((part.number, number))
+        if number == len(self.micros) - 1:
+            self.engine.before_backward(part, last=True)
+        if out.requires_grad:  # nothing may be trained up to here
+            torch.autograd.backward(out, gradient)
+        if arrived is not None:
+            if arrived.grad is None:
+                arrived.grad = torch.zeros_like(arrived)
+            self.engine.channels.send(arrived.grad, self._tag(part.number - 1, number), forward=False)
+
+    def _tag(self, part: int, micro: int) -> int:
+        """Return the number of the message to a part, about a micro-batch."""
+        return micro * len(self.engine.stage.parts) + part

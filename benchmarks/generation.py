@@ -2,7 +2,7 @@
 same work.
 
     python benchmarks/generation.py [--model tiny,real] [--rows 64,128,512] [--threads 1,2] [--rounds 5]
-        [--vllm PYTHON] [--clock wall|cpu] [--quick]
+        [--vllm PYTHON] [--clock wall|cpu] [--result NAME] [--quick]
 
 The models of bench_models.py, of 4.3 M and of 135 M parameters; prompts of 15 tokens, eight responses each,
 at most 64 tokens, no end token. Two patterns of lengths, the same length for each row on all sides:
@@ -17,7 +17,7 @@ about what it would take alone.
 `floor` is, summed over the steps as rows end, the longer of the time of the matrix products and that of
 reading weights, keys and values, at the rates that the native side's process reaches. `generate_batch`,
 transformers' continuous batching, is not among the sides: benchmarks/NOTES.md has what it takes here. Writes
-`benchmarks/results/generation.json` and `.md`.
+`benchmarks/results/NAME.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ random weights; the 135 M model is SmolLM2-135M-Instruct, with fewer rows and ro
 times as much. Tokens per second{clock}: medians of {rounds} rounds in
 turn, with the smallest and the largest.
 `life`: log-normal lengths, mean 0.4 of the maximum. "Of the floor": of what matrix products and reading of
-memory would allow, at {rates}.
+memory would allow, {rates}.
 
 {table}
 
@@ -211,7 +211,13 @@ def cells(case: dict[str, Any]) -> list[object]:
         speeds.get("vllm", "–"),
     ]
     against = kit.ratio(case["seconds"][best], case["seconds"]["native"])
-    return [*row, against, f"{case['floor_s'] / medians['native']:.2f}"]
+    share = "–" if shared(case) else f"{case['floor_s'] / medians['native']:.2f}"
+    return [*row, against, share]
+
+
+def shared(case: dict[str, Any]) -> bool:
+    """Return whether other work shared the machine, so that nobody knows the rates of its floor."""
+    return bool(case.get("clock") == "cpu")
 
 
 def model_of(case: dict[str, Any]) -> BenchModel:
@@ -229,7 +235,7 @@ def goal_of(case: dict[str, Any]) -> str:
     met = kit.verdict(reached >= RIVAL_GOAL)
     text = f"- {model.size}, {case['threads']} thread(s), {case['rows']} rows, {case['lengths']}: "
     text += f"{reached:.2f} times {rival}, the fastest rival, wanted {RIVAL_GOAL:.0f}: {met}"
-    if case["rows"] >= FLOOR_ROWS or model is REAL:
+    if (case["rows"] >= FLOOR_ROWS or model is REAL) and not shared(case):
         share = case["floor_s"] / own
         goal = FLOOR_GOALS[model.name]
         text += f"; {share:.2f} of the floor, wanted {goal}: {kit.verdict(share >= goal)}"
@@ -257,15 +263,17 @@ def page_of(found: list[dict[str, Any]]) -> str:
         left_out.append(NO_VLLM)
     rounds = {model_of(case).size: len(case["seconds"]["native"]) for case in found}
     clock = ""
-    if found[0].get("clock") == "cpu":
+    rates = f"at {rates_of(found)}"
+    if shared(found[0]):
         clock = " of CPU time, since other work shared the machine"
+        rates = "which cannot be measured on a shared machine"
     return TEXT.format(
         prompt=kit.PROMPT,
         group=kit.GROUP,
         most=kit.MAX_TOKENS,
         rounds=" and ".join(f"{count} ({size})" for size, count in rounds.items()),
         clock=clock,
-        rates=rates_of(found),
+        rates=rates,
         table=kit.table(HEAD, [cells(case) for case in found]),
         left_out="".join(f"{sentence}\n\n" for sentence in left_out),
         noise=kit.NOISE,
@@ -286,10 +294,11 @@ def main() -> None:
         help="Python of an environment with vLLM (make .venv-vllm/.ready); empty: without",
     )
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="what is measured")
+    parser.add_argument("--result", default="generation", help="name of the page in benchmarks/results")
     options = parser.parse_args()
     if options.page:
-        result = kit.committed("generation")
-        return kit.write("generation", result, TITLE, page_of(result["cases"]))
+        result = kit.committed(options.result)
+        return kit.write(options.result, result, TITLE, page_of(result["cases"]))
     if options.quick:
         options.threads = options.threads[:1]
     found = []
@@ -304,7 +313,7 @@ def main() -> None:
                     found += measure(model, folder, rows, threads, options)
     facts = kit.facts(["torch", "transformers"])
     facts["machine"] += f", vLLM {found[0]['vllm']}" if options.vllm else ", no vLLM"
-    kit.write("generation", {**facts, "cases": found}, TITLE, page_of(found), dry=options.quick)
+    kit.write(options.result, {**facts, "cases": found}, TITLE, page_of(found), dry=options.quick)
 
 
 if __name__ == "__main__":

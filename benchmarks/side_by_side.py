@@ -310,7 +310,8 @@ def write(
     Prints the page; a dry run does no more.
     """
     told = f"{result['date']} · `{result['command']}` · {result['machine']}"
-    page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit.\n\n{text}\n"
+    script = result["command"].removeprefix("python ").split()[0]
+    page = f"# {title}\n\n{told}\n\nWritten by {script}; do not edit.\n\n{text}\n"
     if not dry:
         folder = folder or RESULTS
         folder.mkdir(parents=True, exist_ok=True)

@@ -122,8 +122,9 @@ def test_generation_of_both_models_on_one_page() -> None:
     assert "of the floor, wanted" not in page
 
 
-def test_the_committed_page_of_generation_can_be_written_again() -> None:
-    cases = kit.committed("generation")["cases"]
+@pytest.mark.parametrize("name", ["generation", "generation_with_vllm"])
+def test_the_committed_page_of_generation_can_be_written_again(name: str) -> None:
+    cases = kit.committed(name)["cases"]
     page = generation.page_of(cases)
     assert page.count(", the fastest rival, wanted") == len(cases)
 

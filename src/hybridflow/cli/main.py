@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow import __version__
 from hybridflow.cli import commands
 from hybridflow.cli.evaluate import add_evaluation
+from hybridflow.cli.plan import add_plan
 from hybridflow.cli.serve import add_serve
 from hybridflow.cli.time_travel import add_time_travel
 from hybridflow.trainer.command import ends_in_status
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         run.set_defaults(body=commands.train)
 
     _add_looking(words)
+    add_plan(words, RECIPE, OVERRIDES)
     doctor = words.add_parser(
         "doctor",
         help="what this machine has and what to mend: versions, devices, ports, memory, optional parts",

@@ -27,7 +27,15 @@ from hybridflow.models.in_force import in_force
 from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import size_of
-from hybridflow.planner.memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
+from hybridflow.planner.memory import (
+    Engine,
+    Needs,
+    Part,
+    compute_dtype,
+    engine_needs,
+    generation_needs,
+    phases_of_pool,
+)
 from hybridflow.planner.model_size import ModelSize
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import needed_roles
@@ -342,15 +350,8 @@ def _pool_lines(plan: Plan, pool: ResourcePool, needs: Mapping[str, Needs]) -> t
     for role, need in needs.items():
         lines += [_part_line(f"memory{of}", role, part) for part in need.parts if part.size]
     host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
-    between = sum(need.between for need in needs.values())
-    phases = {}
-    if generation := needs.get("generation"):
-        actor = needs.get("actor")  # without weights of its own, generation needs the actor's on the device
-        shared = actor.fetched if actor and pool.world_size == 1 else 0
-        phases["generating"] = between + generation.update + shared
-    if working := {role: need.update for role, need in needs.items() if role != "generation" and need.update}:
-        phases["updating"] = between + max(working.values())
-    phases = phases or {"computing": between + max(need.fetched for need in needs.values())}
+    phases = phases_of_pool(needs, pool.world_size)
+    working = {role: need.update for role, need in needs.items() if role != "generation" and need.update}
     heaviest = f", of the {max(working, key=lambda role: working[role])}" if len(working) > 1 else ""
     for phase, size in phases.items():
         how = f"estimate{heaviest if phase == 'updating' else ''}, without the libraries"

@@ -9,6 +9,7 @@ An estimate to plan with: it counts what grows with the model and the batch, not
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -261,3 +262,19 @@ def compute_dtype(fsdp: FSDPConfig, model: ModelConfig) -> str:
     if fsdp.mixed_precision.param_dtype == "auto":
         return model.dtype
     return fsdp.mixed_precision.param_dtype
+
+
+def phases_of_pool(needs: Mapping[str, Needs], processes: int) -> dict[str, int]:
+    """Return the bytes of one process in each phase of a pool whose roles need these, by role; the rollout
+    is `generation`.
+    """
+    between = sum(need.between for need in needs.values())
+    phases = {}
+    if generation := needs.get("generation"):
+        actor = needs.get("actor")  # without weights of its own, generation needs the actor's on the device
+        shared = actor.fetched if actor and processes == 1 else 0
+        phases["generating"] = between + generation.update + shared
+    working = [need.update for role, need in needs.items() if role != "generation" and need.update]
+    if working:
+        phases["updating"] = between + max(working)
+    return phases or {"computing": between + max(need.fetched for need in needs.values())}

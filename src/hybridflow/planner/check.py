@@ -1,0 +1,254 @@
+"""Published runs beside predictions: the proof of the cost model, as `hybridflow plan --check` prints it.
+
+published.yaml ──read──► Run ──predict(run, Efficiency)──► seconds ──fit──► Efficiency
+                                                            └──compare──► within its bar, or missed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.planner.costs import Costs, Efficiency, Rows, Training
+from hybridflow.planner.hardware import HARDWARE, Cluster
+from hybridflow.planner.known_models import shape_of
+from hybridflow.planner.lengths import Lengths
+
+FILE = Path(__file__).parent / "published.yaml"
+FITTED_NAMES = ("mfu", "sparse_mfu", "decode_bandwidth", "decode_layer", "update")
+"""The numbers of `Efficiency` that are fitted; the others are what kernels and collectives usually reach."""
+RATIO_BAR = 0.2
+"""How far a predicted ratio of two modes may be from the published one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published measurement with its inputs: its own, then those of its source."""
+
+    number: int
+    label: str
+    source: str
+    inputs: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        assert name in self.inputs, f"row {self.number} of {FILE.name} has no {name}"
+        return self.inputs[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an input, or `default` where neither the row nor its source has it."""
+        return self.inputs.get(name, default)
+
+    @property
+    def measured(self) -> float | None:
+        """Published seconds of a step, or of a decode step; None where there are none."""
+        if "rate" in self.inputs:
+            return float(self["running"]) / float(self["rate"])
+        seconds = self.get("seconds")
+        return None if seconds is None else float(seconds)
+
+
+@cache
+def published() -> tuple[Run, ...]:
+    """Return all rows of the file."""
+    tree = yaml.safe_load(FILE.read_text())
+    runs = []
+    for row in tree["rows"]:
+        source = tree["sources"][row["source"]]
+        assumed = {name: each["value"] for name, each in source["assumed"].items()}
+        inputs = {**assumed, **source["published"], **row}
+        runs.append(Run(row["row"], row["label"], row["source"], inputs))
+    return tuple(runs)
+
+
+@cache
+def sources() -> dict[str, dict[str, Any]]:
+    """Return the sources of the file with their published and assumed values."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["sources"]
+    return found
+
+
+def predict(run: Run, efficiency: Efficiency) -> float | None:
+    """Return the predicted seconds of what a row measured; None for a row that cannot be predicted."""
+    if run["kind"] == "none":
+        return None
+    cluster = Cluster(HARDWARE[run["hardware"]], int(run.get("devices", 1)))
+    costs = Costs(cluster, efficiency, eager=bool(run.get("eager", False)))
+    kinds: dict[str, Callable[[Run, Costs], float]] = {"step": _step, "train": _train, "decode": _decode}
+    return kinds[run["kind"]](run, costs)
+
+
+_lengths = cache(Lengths)  # a distribution finds its middle once
+
+
+def _decode(run: Run, costs: Costs) -> float:
+    return costs.decode_step(shape_of(run["model"]), float(run["running"]), float(run["context"]), 1)
+
+
+def _training(run: Run, devices: int, max_tokens: float) -> Training:
+    tensor = int(run.get("tp", 1))
+    pipeline = int(run.get("pp", 1))
+    sequence = int(run.get("cp", 1))
+    shards = max(devices // (tensor * pipeline), 1)
+    # Megatron counts the ranks that share experts over those of tensor parallelism too
+    experts = math.gcd(max(int(run.get("ep", 1)) // tensor, 1), shards)
+    layout = ParallelLayout(dp_shard=shards, tp=tensor, pp=pipeline, cp=sequence, ep=experts)
+    return Training(
+        layout,
+        max_tokens,
+        recomputes=bool(run.get("recomputes", True)),
+        offloads=bool(run.get("offloads", False)) and not run.get("generating"),
+        lora=bool(run.get("lora", False)),
+        reshards=not run.get("megatron", False),
+    )
+
+
+def _train(run: Run, costs: Costs) -> float:
+    length = float(run["length"])
+    devices = costs.cluster.devices
+    count = float(run.get("batch", devices))
+    rows = Rows(count, 0.0, Lengths(length, length))
+    return costs.update(shape_of(run["model"]), rows, _training(run, devices, length), 1)
+
+
+def _step(run: Run, costs: Costs) -> float:
+    """Return the seconds of a step: its phases one after another, or beside each other as its mode has it."""
+    shape = shape_of(run["model"])
+    prompt = float(run["prompt"])
+    response = float(run["tokens"]) - prompt if run.get("tokens") else float(run["response"])
+    lengths = _lengths(response, float(run["limit"]), float(run["spread"]))
+    rows = Rows(float(run["rows"]), prompt, lengths, int(run.get("group", 16)))
+    mode = run.get("mode", "sync")
+    generating = int(run.get("generating", 0))
+    devices = costs.cluster.devices
+    trainers = devices - generating
+    training = _training(run, trainers, float(run.get("max_tokens", run["limit"])))
+    passes = int(run.get("passes", 1))
+    working = passes * costs.forward(shape, rows, training)
+    working += costs.update(shape, rows, training, int(run["optimizer_steps"]))
+    if run.get("critic"):
+        working += costs.forward(shape, rows, training)
+        working += costs.update(shape, rows, training, int(run["optimizer_steps"]))
+    tensor = int(run.get("tensor", 1))
+    refilled = mode in ("fully_async", "colocated_async", "lent")
+    making = costs.generation(shape, rows, generating or devices, tensor, 256, refilled=refilled)
+    sync = costs.sync(shape, trainers, tensor, apart=bool(generating), whole=bool(run.get("whole")))
+    if mode == "lent":  # trainers that wait generate too
+        return max((making * generating + working * trainers) / devices, working) + sync
+    if generating:
+        return max(making, working) + sync
+    return making + working + sync
+
+
+def fit(begin: Efficiency, names: Sequence[str] = FITTED_NAMES) -> Efficiency:
+    """Return the numbers that bring the fitted rows closest to what was published.
+
+    It minimises the sum of squared logarithms of predicted over published, one number at a time with steps
+    that shrink: deterministic, and enough for five numbers.
+    """
+    runs = [run for run in published() if run.get("fitted")]
+
+    def loss(efficiency: Efficiency) -> float:
+        total = 0.0
+        for run in runs:
+            seconds = predict(run, efficiency)
+            assert seconds is not None and run.measured is not None, "a fitted row has both"
+            total += math.log(seconds / run.measured) ** 2
+        return total
+
+    best = begin
+    least = loss(best)
+    step = 0.3
+    while step > 1e-3:
+        before = least
+        for name in names:
+            for factor in (1 + step, 1 / (1 + step)):
+                value = getattr(best, name) * factor
+                if name not in ("decode_layer", "update"):
+                    value = min(value, 0.92)  # a part of a peak
+                other = replace(best, **{name: value})
+                if (found := loss(other)) < least:
+                    best = other
+                    least = found
+        if before - least < 1e-6:
+            step /= 2
+    return best
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row with its prediction, and what the check says of it."""
+
+    run: Run
+    predicted: float | None
+    verdict: str
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over published, less 1."""
+        if self.predicted is None or self.run.measured is None:
+            return None
+        return self.predicted / self.run.measured - 1
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Two modes of one run: published and predicted ratio of their steps."""
+
+    first: Run
+    second: Run
+    published: float
+    predicted: float
+
+    @property
+    def verdict(self) -> str:
+        """What the check says: ratios within the bar, and the same mode is the faster one."""
+        if (self.published > 1) != (self.predicted > 1):
+            return "missed, and the order too"
+        return "within" if abs(self.predicted / self.published - 1) <= RATIO_BAR else "missed"
+
+
+def compare(efficiency: Efficiency) -> list[Compared]:
+    """Return every row beside its prediction."""
+    found = []
+    for run in published():
+        seconds = predict(run, efficiency)
+        compared = Compared(run, seconds, "")
+        found.append(replace(compared, verdict=_verdict(compared)))
+    return found
+
+
+def _verdict(compared: Compared) -> str:
+    run = compared.run
+    if compared.predicted is None:
+        return f"not predicted: {run['why']}"
+    if run.get("fitted"):
+        return "fitted"
+    if run.get("modes"):
+        return "by its ratio, below"
+    if "bar" not in run.inputs:
+        return "no bar"
+    error = compared.error
+    assert error is not None, "a row with a bar has a published time"
+    return "within" if abs(error) <= run["bar"] else "missed"
+
+
+def ratios(compared: Sequence[Compared]) -> Iterator[Ratio]:
+    """Yield the ratio of the first mode of each group to each other one."""
+    first: dict[str, Compared] = {}
+    for each in compared:
+        group = each.run.get("modes")
+        if group is None:
+            continue
+        begin = first.setdefault(group, each)
+        if begin is each:
+            continue
+        one = (begin.run.measured, each.run.measured, begin.predicted, each.predicted)
+        a, b, c, d = (value or math.nan for value in one)
+        yield Ratio(begin.run, each.run, a / b, c / d)

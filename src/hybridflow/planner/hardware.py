@@ -1,0 +1,109 @@
+"""The devices that a plan knows: peak, memory and links of each, by their makers' data sheets.
+
+"16xH100" ──read_devices──► Cluster(hardware, 16) ──► link of a group of neighbours, seconds of a transfer
+
+Peaks are of dense bfloat16 without sparsity. Links are in bytes a second in one direction for each device.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hybridflow.errors import ConfigError
+
+GB = 1e9
+TB = 1e12
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device."""
+
+    name: str
+    peak: float
+    """FLOPs a second."""
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes a second from memory."""
+    link: float
+    """Bytes a second to a device of the same node."""
+    network: float
+    """Bytes a second to a device of another node."""
+    host: float
+    """Bytes a second to the memory of the host."""
+    node: int = 8
+    """Devices of a node, or of a rack whose links reach all of it."""
+    link_latency: float = 10e-6
+    """Seconds of a small all-reduce within a node."""
+    network_latency: float = 30e-6
+    """Seconds of a small all-reduce over nodes."""
+    overlaps: bool = True
+    """Whether memory and arithmetic run beside each other, so that the slower one counts."""
+
+
+_ROWS = (
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS, 2,039 GB/s, NVLink 600 GB/s both ways, PCIe 4, HDR
+    Hardware("A100", 312e12, 80 * GB, 2.039 * TB, 300 * GB, 25 * GB, 32 * GB),
+    # NVIDIA H100 SXM data sheet: 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s both ways, NDR
+    Hardware("H100", 989.5e12, 80 * GB, 3.35 * TB, 450 * GB, 50 * GB, 64 * GB),
+    # NVIDIA H200 SXM data sheet: as the H100, 141 GB at 4.8 TB/s
+    Hardware("H200", 989.5e12, 141 * GB, 4.8 * TB, 450 * GB, 50 * GB, 64 * GB),
+    # H20: 148 TFLOPS, 96 GB at 4.0 TB/s, NVLink 900 GB/s both ways (as resellers give NVIDIA's data sheet)
+    Hardware("H20", 148e12, 96 * GB, 4.0 * TB, 450 * GB, 50 * GB, 64 * GB),
+    # NVIDIA DGX B200 data sheet: 72 PFLOPS FP8 with sparsity for 8, so 2.25 PFLOPS dense bf16; 64 TB/s for 8
+    Hardware("B200", 2250e12, 180 * GB, 8.0 * TB, 900 * GB, 50 * GB, 64 * GB),
+    # NVIDIA GB200 NVL72 data sheet: 360 PFLOPS bf16 with sparsity and 13.4 TB at 576 TB/s for 72 devices
+    Hardware("GB200", 2500e12, 186 * GB, 8.0 * TB, 900 * GB, 50 * GB, 225 * GB, node=72),
+    # AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 192 GB at 5.3 TB/s, Infinity Fabric 896 GB/s both ways
+    Hardware("MI300X", 1307.4e12, 192 * GB, 5.3 * TB, 448 * GB, 50 * GB, 64 * GB),
+)
+HARDWARE = {row.name: row for row in _ROWS}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind, node by node."""
+
+    hardware: Hardware
+    devices: int
+
+    @property
+    def nodes(self) -> list[int]:
+        """Devices of each node."""
+        node = self.hardware.node
+        whole = [node] * (self.devices // node)
+        rest = self.devices % node
+        return [*whole, rest] if rest else whole
+
+    def rate(self, group: int) -> float:
+        """Return the bytes a second with which one of `group` neighbours sends to the others."""
+        return self.hardware.link if group <= self.hardware.node else self.hardware.network
+
+    def latency(self, group: int) -> float:
+        """Return the seconds of a small all-reduce of `group` neighbours; 0 for one."""
+        if group == 1:
+            return 0.0
+        if group <= self.hardware.node:
+            return self.hardware.link_latency
+        return self.hardware.network_latency
+
+
+def read_devices(text: str) -> Cluster:
+    """Read a number and a kind of device, as in 16xH100. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+)\s*[x×*]\s*([A-Za-z0-9]+)", text.strip())
+    known = ", ".join(HARDWARE)
+    if found is None or not int(found[1]):
+        raise ConfigError(f"--devices {text}: wanted a number and a kind, as in 16xH100; known are {known}")
+    name = found[2].upper()
+    if name not in HARDWARE:
+        raise ConfigError(f"--devices {text}: there is no row for {found[2]}; known are {known}")
+    return Cluster(HARDWARE[name], int(found[1]))
+
+
+def sizes_of_pools(cluster: Cluster) -> list[int]:
+    """Return the sizes that a pool may have: parts of a node, and whole nodes."""
+    node = min(cluster.hardware.node, cluster.devices)
+    parts = [size for size in range(1, node) if node % size == 0]
+    return [*parts, *range(node, cluster.devices + 1, node)]

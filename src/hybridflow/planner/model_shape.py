@@ -1,0 +1,310 @@
+"""A model's sizes from its config.json alone, without torch: parameters, FLOPs and bytes of a token.
+
+config.json ──read_shape──► ModelShape ──► size (ModelSize), kv_bytes, forward FLOPs
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridflow.errors import ModelError
+from hybridflow.planner.model_size import Count, ModelSize
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Linear(NamedTuple):
+    """Matrices of one size in a layer."""
+
+    inputs: int
+    outputs: int
+    copies: int = 1
+    """How many there are, as many as experts."""
+    used: int = 1
+    """How many of them a token passes through."""
+
+    @property
+    def size(self) -> int:
+        """Parameters of all copies."""
+        return self.inputs * self.outputs * self.copies
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer."""
+
+    linears: tuple[Linear, ...]
+    kv_numbers: int
+    """Numbers that the cache keeps of a token; 0 for linear attention, whose state does not grow."""
+    pair: int
+    """heads · (key width + value width): multiplications of one query-key pair."""
+    window: int | None = None
+    """Tokens that a query sees at most; None: all before it."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, but for norms and biases."""
+        return sum(linear.size for linear in self.linears)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of routed experts."""
+        return sum(linear.size for linear in self.linears if linear.copies > 1)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with."""
+        return sum(linear.inputs * linear.outputs * linear.used for linear in self.linears)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the sizes of a causal language model follow from."""
+
+    name: str
+    hidden: int
+    vocab: int
+    tied: bool
+    """The head is the table of embeddings."""
+    layers: tuple[Layer, ...]
+    width: int
+    """Activations of the widest feed-forward part for a token."""
+    kv_heads: int
+    head_dim: int
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters, without biases."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        norms = (2 * len(self.layers) + 1) * self.hidden
+        return tables + norms + sum(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of routed experts."""
+        return sum(layer.expert_parameters for layer in self.layers)
+
+    @cached_property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with, those of the head among them."""
+        return self.vocab * self.hidden + sum(layer.active for layer in self.layers)
+
+    def kv_bytes(self, itemsize: int = 2) -> int:
+        """Return the bytes that the cache keeps of a token."""
+        return itemsize * self.kv_numbers
+
+    @cached_property
+    def kv_numbers(self) -> int:
+        """Numbers that the cache keeps of a token, in all layers."""
+        return sum(layer.kv_numbers for layer in self.layers)
+
+    @cached_property
+    def _pairs(self) -> tuple[tuple[int | None, int], ...]:
+        """Each window with the sum of the widths of a pair of its layers."""
+        found: dict[int | None, int] = {}
+        for layer in self.layers:
+            found[layer.window] = found.get(layer.window, 0) + layer.pair
+        return tuple(found.items())
+
+    @cached_property
+    def active_experts(self) -> int:
+        """Of the parameters that a token is multiplied with, those of routed experts."""
+        return sum(
+            linear.inputs * linear.outputs * linear.used
+            for layer in self.layers
+            for linear in layer.linears
+            if linear.copies > 1
+        )
+
+    def pair_flops(self, length: float) -> float:
+        """Return the FLOPs of attention of one token over `length` tokens before it, in all layers."""
+        return sum(2.0 * pair * min(length, window or length) for window, pair in self._pairs)
+
+    def causal_flops(self, tokens: float, square: float) -> float:
+        """Return the FLOPs of causal attention in a forward pass over rows of `tokens` tokens and `square`
+        squared tokens in all: half of each square.
+        """
+        halves = square / 2
+        return sum(
+            2.0 * pair * min(halves, tokens * window if window else halves) for window, pair in self._pairs
+        )
+
+    def lora_parameters(self, rank: int) -> int:
+        """Return the parameters of adapters of `rank` on all linear layers of attention and dense MLPs."""
+        linears = (linear for layer in self.layers for linear in layer.linears if linear.copies == 1)
+        return sum(rank * (linear.inputs + linear.outputs) for linear in linears)
+
+    def size(self, *, trained: bool = True, lora_rank: int = 0, itemsize: int = 2) -> ModelSize:
+        """Return the sizes that the estimate of memory reads; tensor parallelism cuts all linear layers."""
+
+        def count(parameters: int, cut: int, adapters: int) -> Count:
+            if lora_rank:
+                return Count(parameters + adapters, adapters if trained else 0, cut, 0)
+            return Count(parameters, parameters if trained else 0, cut, cut if trained else 0)
+
+        largest = max(self.layers, key=lambda layer: layer.parameters)
+        inside = sum(layer.parameters for layer in self.layers)
+        adapters = self.lora_parameters(lora_rank)
+        tables = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        norms = 2 * self.hidden
+        return ModelSize(
+            count(self.parameters, inside, adapters),
+            count(tables, 0, 0),
+            count(largest.parameters + norms, largest.parameters, adapters // len(self.layers)),
+            num_layers=len(self.layers),
+            hidden_size=self.hidden,
+            intermediate_size=self.width,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            itemsize=itemsize,
+            active=self.active,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
+        )
+
+
+def load_shape(path: str) -> ModelShape:
+    """Read `path`/config.json, or the JSON file `path`. Raises ModelError where there is none that fits."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} has no config.json that can be read ({error}): give a folder of a model, or a "
+            "config.json alone, which is all that a plan reads"
+        ) from error
+    return read_shape(config, Path(path).name)
+
+
+def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of the causal language model that a config.json describes. Raises ModelError."""
+    text = config.get("text_config") or config
+    wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [key for key in wanted if not text.get(key)]
+    if missing:
+        raise ModelError(
+            f"{name}: its config.json has no {', '.join(missing)}, from which a plan counts parameters; it "
+            "can plan for decoder models whose config.json names its sizes as Llama's does"
+        )
+    heads = int(text["num_attention_heads"])
+    experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 0)
+    own = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * text["hidden_size"])
+    width = int(text.get("intermediate_size") or own)
+    per_token = 0
+    if experts:
+        per_token = int(text.get("num_experts_per_tok") or experts)
+        width = max(width, per_token * own + _shared_width(text, own))
+    return ModelShape(
+        name,
+        hidden=int(text["hidden_size"]),
+        vocab=int(text["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        layers=tuple(_layers(text, experts, per_token, own)),
+        width=width,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        experts=experts,
+        experts_per_token=per_token,
+    )
+
+
+def _shared_width(text: Mapping[str, Any], own: int) -> int:
+    shared = int(text.get("shared_expert_intermediate_size") or 0)
+    return shared + own * int(text.get("n_shared_experts") or 0)
+
+
+def _layers(text: Mapping[str, Any], experts: int, per_token: int, own: int) -> Iterator[Layer]:
+    count = int(text["num_hidden_layers"])
+    kinds = text.get("layer_types") or [None] * count
+    window = text.get("sliding_window")
+    if not text.get("use_sliding_window", True):
+        window = None
+    named = any(kinds)
+    for number in range(count):
+        feed = tuple(_feed_forward(text, number, experts, per_token, own))
+        kind = kinds[number]
+        seen = window if kind == "sliding_attention" or not named else None
+        if kind == "linear_attention":
+            yield Layer((*_linear_attention(text), *feed), 0, 0)
+        elif text.get("kv_lora_rank"):
+            attention, numbers, pair = _latent_attention(text)
+            yield Layer((*attention, *feed), numbers, pair, seen)
+        else:
+            attention, numbers, pair = _attention(text)
+            yield Layer((*attention, *feed), numbers, pair, seen)
+
+
+def _attention(text: Mapping[str, Any]) -> tuple[tuple[Linear, ...], int, int]:
+    """Return the matrices of attention, the numbers that it caches of a token, and the width of a pair."""
+    hidden = int(text["hidden_size"])
+    heads = int(text["num_attention_heads"])
+    dim = int(text.get("head_dim") or hidden // heads)
+    keys = int(text.get("num_key_value_heads") or heads) * dim
+    gated = 1
+    if str(text.get("model_type", "")).startswith(("qwen3_5", "qwen3_next")):
+        gated = 2  # its queries come with a gate of the output
+    query = Linear(hidden, heads * dim * gated)
+    linears = (query, Linear(hidden, keys), Linear(hidden, keys), Linear(heads * dim, hidden))
+    return linears, 2 * keys, 2 * heads * dim
+
+
+def _latent_attention(text: Mapping[str, Any]) -> tuple[tuple[Linear, ...], int, int]:
+    """Return the same of DeepSeek's attention over latent vectors (MLA, arXiv 2405.04434)."""
+    hidden = int(text["hidden_size"])
+    heads = int(text["num_attention_heads"])
+    latent = int(text["kv_lora_rank"])
+    rope = int(text["qk_rope_head_dim"])
+    key = int(text["qk_nope_head_dim"])
+    value = int(text["v_head_dim"])
+    query = int(text.get("q_lora_rank") or 0)
+    queries = [Linear(hidden, heads * (key + rope))]
+    if query:
+        queries = [Linear(hidden, query), Linear(query, heads * (key + rope))]
+    linears = (
+        *queries,
+        Linear(hidden, latent + rope),
+        Linear(latent, heads * (key + value)),
+        Linear(heads * value, hidden),
+    )
+    return linears, latent + rope, heads * (key + rope + value)
+
+
+def _linear_attention(text: Mapping[str, Any]) -> tuple[Linear, ...]:
+    """Return the matrices of a gated delta net (arXiv 2412.06464): q, k, v, gates and out."""
+    hidden = int(text["hidden_size"])
+    values = int(text["linear_num_value_heads"])
+    keys = int(text["linear_num_key_heads"]) * int(text["linear_key_head_dim"])
+    value = values * int(text["linear_value_head_dim"])
+    return (
+        Linear(hidden, 2 * keys + 2 * value),
+        Linear(hidden, 2 * values),
+        Linear(value, hidden),
+    )
+
+
+def _feed_forward(
+    text: Mapping[str, Any], number: int, experts: int, per_token: int, own: int
+) -> Iterator[Linear]:
+    """Yield the matrices of a layer's feed-forward part, sparse or dense."""
+    hidden = int(text["hidden_size"])
+    dense = not experts or number < int(text.get("first_k_dense_replace") or 0)
+    dense |= number in (text.get("mlp_only_layers") or ())
+    dense |= bool((number + 1) % int(text.get("decoder_sparse_step") or 1))
+    if dense:
+        width = int(text.get("intermediate_size") or 4 * hidden)
+        yield from (Linear(hidden, 2 * width), Linear(width, hidden))
+        return
+    yield from (Linear(hidden, 2 * own, experts, per_token), Linear(own, hidden, experts, per_token))
+    yield Linear(hidden, experts)
+    if shared := _shared_width(text, own):
+        yield from (Linear(hidden, 2 * shared), Linear(shared, hidden))

@@ -1,0 +1,252 @@
+"""One set of roles on common devices: the layout of each that fits into memory and takes the least time.
+
+roles, devices ──PoolPlanner.plan──► Pool: settings of each role, bytes of each phase, seconds of each call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
+
+from hybridflow.config.roles import ROLE_KEYS, engine_keys
+from hybridflow.config.tree import get_value
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.planner.costs import Costs, Training
+from hybridflow.planner.hardware import sizes_of_pools
+from hybridflow.planner.job import Job
+from hybridflow.planner.memory import Engine, Needs, engine_needs, generation_needs, phases_of_pool
+
+RESERVED = 1.5 * 2**30
+"""Bytes of a device that the estimate leaves out: context, libraries, buffers of communication."""
+USABLE = 0.9
+"""Part of a device that a plan fills."""
+FEWEST_ROWS = 8
+"""Rows that a replica must have room for at once."""
+CALLS = {"reference": "ref", "critic": "values", "reward_model": "reward_model"}
+
+
+class Setting(NamedTuple):
+    """How one role uses the devices of its pool."""
+
+    tensor: int = 1
+    shards: int = -1
+    """fsdp_size; -1: all."""
+    offloads: bool = False
+    rows: int = 0
+    """Rows that a replica of the rollout runs at once."""
+
+
+class Option(NamedTuple):
+    """A setting of a role with its bytes and seconds."""
+
+    setting: Setting
+    needs: Needs
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all its calls."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices, and the roles that share them."""
+
+    roles: tuple[str, ...]
+    devices: int
+    settings: Mapping[str, Setting]
+    memory: Mapping[str, float]
+    """Bytes of one device in each phase."""
+    seconds: Mapping[str, float]
+    """Seconds of each call."""
+    refilled: float = field(default=0.0)
+    """Seconds of generation where the next batch's rows take the places of those that end."""
+
+
+class PoolPlanner:
+    """Plans sets of roles of one job; each set and number of devices is planned once."""
+
+    def __init__(self, job: Job, costs: Costs) -> None:
+        self.job = job
+        self.costs = costs
+        self.plan = cache(self._plan)
+        self.options = cache(self._options)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a plan may use."""
+        return self.costs.cluster.hardware.memory * USABLE - RESERVED
+
+    def fewest(self, roles: tuple[str, ...]) -> int | None:
+        """Return the fewest devices in whose memory the roles fit; None where none are enough."""
+        for size in sizes_of_pools(self.costs.cluster):
+            if self.plan(roles, size) is not None:
+                return size
+        return None
+
+    def _plan(self, roles: tuple[str, ...], devices: int) -> Pool | None:
+        models = [role for role in roles if role != "rollout"]
+        options = {role: self.options(role, devices) for role in models}
+        if any(not found for found in options.values()):
+            return None
+        chosen = dict.fromkeys(models, 0)
+        while True:
+            taken = {role: options[role][index] for role, index in chosen.items()}
+            pool = self._with_rollout(roles, devices, taken)
+            if pool is not None:
+                return pool
+            role = self._next_to_shrink(options, chosen)
+            if role is None:
+                return None
+            chosen[role] += 1
+
+    @staticmethod
+    def _next_to_shrink(options: Mapping[str, Sequence[Option]], chosen: Mapping[str, int]) -> str | None:
+        """Return the role whose next setting frees most memory for a second; None where all are smallest."""
+        best = None
+        most = -1.0
+        for role, index in chosen.items():
+            if index + 1 < len(options[role]):
+                here = options[role][index]
+                after = options[role][index + 1]
+                freed = _bytes(here) - _bytes(after)
+                price = max(after.total - here.total, 1e-3)
+                if freed / price > most:
+                    best = role
+                    most = freed / price
+        return best
+
+    def _options(self, role: str, devices: int) -> list[Option]:
+        """Return a role's settings on so many devices, each smaller and slower than the one before."""
+        found = []
+        shape = self.job.shapes[role]
+        node = self.costs.cluster.hardware.node
+        for tensor in (1, 2, 4, 8):
+            if devices % tensor or shape.kv_heads % tensor or tensor > node:
+                continue
+            if tensor > 1 and self.job.config.actor_rollout_ref.model.lora_rank:
+                continue
+            sharers = devices // tensor
+            shards = [-1]
+            if sharers * tensor > node and sharers % (node // tensor) == 0:
+                shards.append(node // tensor)
+            for each in shards:
+                for offloads in (False, True):
+                    found.append(self._option(role, devices, Setting(tensor, each, offloads)))
+        found.sort(key=lambda option: option.total)
+        kept: list[Option] = []
+        for option in found:
+            if not kept or _bytes(option) < _bytes(kept[-1]):
+                kept.append(option)
+        return kept
+
+    def _option(self, role: str, devices: int, setting: Setting) -> Option:
+        job = self.job
+        shape = job.shapes[role]
+        config = job.config
+        fsdp, _, model = engine_keys(config, role)
+        learner = job.learners.get(role)
+        layout = ParallelLayout.from_keys(devices, setting.shards, 1, setting.tensor)
+        keys = replace(
+            fsdp,
+            fsdp_size=setting.shards,
+            tensor_parallel_size=setting.tensor,
+            param_offload=setting.offloads,
+            optimizer_offload=setting.offloads,
+        )
+        max_tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        if learner is not None:
+            max_tokens = get_value(config, ROLE_KEYS[role].updates).ppo_max_token_len_per_gpu
+        engine = Engine(
+            role,
+            layout,
+            keys,
+            model,
+            trained=learner is not None,
+            rows=learner.rows if learner else 0,
+            longest=job.longest,
+            max_tokens=max_tokens,
+        )
+        lora = model.lora_rank if learner is not None else 0
+        training = Training(
+            layout,
+            max_tokens,
+            recomputes=model.enable_gradient_checkpointing,
+            offloads=setting.offloads,
+            lora=bool(lora),
+            reshards=keys.reshard_after_forward,
+        )
+        costs = self.costs
+        seconds = {}
+        if role != "actor":
+            seconds[CALLS[role]] = costs.forward(shape, job.trained, training)
+        elif job.old_log_probs:
+            seconds["old_log_prob"] = costs.forward(shape, job.trained, training)
+        if learner is not None:
+            seconds[f"update_{role}"] = costs.update(
+                shape, job.trained, training, learner.optimizer_steps, learner.epochs
+            )
+        size = shape.size(trained=learner is not None, lora_rank=lora)
+        return Option(setting, engine_needs(engine, size, on_cpu=False), seconds)
+
+    def _with_rollout(self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]) -> Pool | None:
+        """Return the pool with these settings and the rollout's best, or None if they do not fit."""
+        needs = {role: option.needs for role, option in taken.items()}
+        settings = {role: option.setting for role, option in taken.items()}
+        seconds = {name: value for option in taken.values() for name, value in option.seconds.items()}
+        if needs and max(phases_of_pool(needs, devices).values()) > self.room:
+            return None
+        if "rollout" not in roles:
+            return Pool(roles, devices, settings, phases_of_pool(needs, devices), seconds)
+        best: Pool | None = None
+        for tensor in (1, 2, 4, 8):
+            found = self._rollout(roles, devices, tensor, needs)
+            if found is None:
+                continue
+            setting, memory, generating, refilled = found
+            if best is None or generating < best.seconds["gen"]:
+                together = {**settings, "rollout": setting}
+                best = Pool(roles, devices, together, memory, {**seconds, "gen": generating}, refilled)
+        return best
+
+    def _rollout(
+        self, roles: tuple[str, ...], devices: int, tensor: int, needs: dict[str, Needs]
+    ) -> tuple[Setting, Mapping[str, float], float, float] | None:
+        job = self.job
+        shape = job.shapes["actor"]
+        if devices % tensor or shape.kv_heads % tensor or tensor > self.costs.cluster.hardware.node:
+            return None
+        here = max(1, round(job.generated.count / (devices // tensor)))
+        most = job.config.actor_rollout_ref.rollout.max_num_seqs
+        apart = "actor" not in roles
+        why = ""
+        if apart or devices > 1:
+            why = "of the rollout"
+        size = shape.size(trained=False)
+
+        def generation(rows: int) -> Needs:
+            return generation_needs(
+                size, tensor=tensor, rows=rows, slot=round(mean), own_weights=why, standing=apart
+            )
+
+        mean = job.generated.prompt + job.generated.lengths.mean
+        none = phases_of_pool({**needs, "generation": generation(0)}, devices)["generating"]
+        each = generation(1).update - generation(0).update
+        fits = int((self.room - none) // each)
+        rows = min(here, most, fits)
+        if rows < min(FEWEST_ROWS, here) or (self.room - none) < each * job.longest / mean:
+            return None
+        setting = Setting(tensor, rows=rows)
+        memory = phases_of_pool({**needs, "generation": generation(rows)}, devices)
+        generate = self.costs.generation
+        seconds = generate(shape, job.generated, devices, tensor, rows)
+        refilled = generate(shape, job.generated, devices, tensor, rows, refilled=True)
+        return setting, memory, seconds, refilled
+
+
+def _bytes(option: Option) -> float:
+    """Return the bytes of a role at its peak, with what rests twice: other roles wait for it."""
+    return 2.0 * option.needs.between + option.needs.update

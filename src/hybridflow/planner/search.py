@@ -1,0 +1,181 @@
+"""The mapping of roles to devices that takes the least time: algorithm 1 of HybridFlow (arXiv 2409.19256).
+
+    partitions of the roles ─► devices of each set ─► layouts that fit ─► Plan, by seconds of a step
+
+As in the paper, every way to put roles on common devices is tried, each set gets at least the fewest devices
+in whose memory its roles fit, each role has its best layout by simulation, and a step takes, in each of its
+three stages, as long as the set that needs most. Two things are not the paper's: the rollout may be a set of
+its own, so that schedules that generate ahead can be compared, and layouts are those that the keys can say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from hybridflow.planner.costs import Costs
+from hybridflow.planner.hardware import Cluster, sizes_of_pools
+from hybridflow.planner.job import Job
+from hybridflow.planner.pools import Pool, PoolPlanner
+
+GENERATING = "gen"
+PREPARING = ("old_log_prob", "ref", "values", "reward_model")
+UPDATING = ("update_critic", "update_actor")
+SYNCING = "update_weights"
+STANDALONE_SCHEDULES = ("sync", "one_step_off", "fully_async")
+SHARED_SCHEDULES = ("sync", "colocated_async")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a job."""
+
+    placement: str
+    schedule: str
+    pools: tuple[Pool, ...]
+    phases: dict[str, float] = field(compare=False)
+    """Seconds of each phase, named as its `timing_s/` metric; those of different pools may overlap."""
+    seconds: float
+    """Seconds of a step."""
+
+    def pool_of(self, role: str) -> Pool:
+        """Return the pool that hosts a role."""
+        return next(pool for pool in self.pools if role in pool.roles)
+
+    @property
+    def devices(self) -> int:
+        """Devices of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+
+class Found(NamedTuple):
+    """The outcome of a search."""
+
+    plans: list[Plan]
+    """All that fit, the fastest first."""
+    placements: int
+    """Ways of sharing devices that were tried."""
+    tried: int
+    """Ways of dealing out the devices that were simulated."""
+
+
+@dataclass
+class Search:
+    """A search over placements, devices and layouts for one job."""
+
+    job: Job
+    costs: Costs
+    schedules: Sequence[str] = ("sync", "one_step_off", "fully_async", "colocated_async")
+
+    @cached_property
+    def pools(self) -> PoolPlanner:
+        """Plans a set of roles on so many devices, and remembers it."""
+        return PoolPlanner(self.job, self.costs)
+
+    def run(self) -> Found:
+        """Return all plans that fit into memory, the fastest first."""
+        plans: list[Plan] = []
+        placements = 0
+        tried = 0
+        for sets in partitions(self.job.roles):
+            placements += 1
+            fewest = [self.pools.fewest(tuple(roles)) for roles in sets]
+            if any(number is None for number in fewest):
+                continue
+            for sizes in allocations(self.costs.cluster, [number or 1 for number in fewest]):
+                tried += 1
+                plans.extend(self._plans(sets, sizes))
+        return Found(sorted(plans, key=lambda plan: plan.seconds), placements, tried)
+
+    def _plans(self, sets: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[Plan]:
+        pools = []
+        for roles, devices in zip(sets, sizes, strict=True):
+            pool = self.pools.plan(tuple(roles), devices)
+            if pool is None:
+                return
+            pools.append(pool)
+        alone = any(tuple(roles) == ("rollout",) for roles in sets)
+        shared = any({"actor", "rollout"} <= {*roles} for roles in sets)
+        if not (alone or shared):
+            return  # the rollout among others than the actor trains and waits like them, and gains nothing
+        possible = STANDALONE_SCHEDULES if alone else SHARED_SCHEDULES
+        for schedule in possible:
+            if schedule in self.schedules:
+                phases, seconds = self._step(tuple(pools), schedule, apart=alone)
+                yield Plan(placement_name(sets), schedule, tuple(pools), phases, seconds)
+
+    def _step(self, pools: tuple[Pool, ...], schedule: str, *, apart: bool) -> tuple[dict[str, float], float]:
+        """Return the seconds of each phase and those of the step, along its critical path."""
+        phases = {name: seconds for pool in pools for name, seconds in pool.seconds.items()}
+        if schedule in ("fully_async", "colocated_async"):
+            phases[GENERATING] = max(pool.refilled for pool in pools)
+        if self.job.rewarding:
+            phases["reward"] = self.job.rewarding
+        generating = max(phases[GENERATING], self.job.rewarding)  # responses are scored as they end
+        actor = next(pool for pool in pools if "actor" in pool.roles)
+        rollout = next(pool for pool in pools if "rollout" in pool.roles)
+        phases[SYNCING] = self.costs.sync(
+            self.job.shapes["actor"], actor.devices, rollout.settings["rollout"].tensor, apart=apart
+        )
+        preparing = max(sum(pool.seconds.get(name, 0.0) for name in PREPARING) for pool in pools)
+        updating = max(sum(pool.seconds.get(name, 0.0) for name in UPDATING) for pool in pools)
+        training = preparing + updating
+        if schedule in ("one_step_off", "fully_async"):
+            return phases, max(generating, training) + phases[SYNCING]
+        return phases, generating + training + phases[SYNCING]
+
+
+def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
+    """Yield every way to put roles into sets that share their devices."""
+    if not roles:
+        yield []
+        return
+    first = roles[0]
+    for rest in partitions(roles[1:]):
+        yield [[first], *rest]
+        for index, one in enumerate(rest):
+            yield [*rest[:index], [first, *one], *rest[index + 1 :]]
+
+
+def allocations(cluster: Cluster, fewest: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every way to deal all devices out to sets that need at least `fewest` each; pools that are parts
+    of nodes fill whole nodes together.
+    """
+    sizes = sizes_of_pools(cluster)
+    after = [sum(fewest[index + 1 :]) for index in range(len(fewest))]
+
+    def deal(index: int, left: int) -> Iterator[tuple[int, ...]]:
+        if index == len(fewest) - 1:
+            if left in sizes and left >= fewest[index]:
+                yield (left,)
+            return
+        for size in sizes:
+            if fewest[index] <= size <= left - after[index]:
+                for rest in deal(index + 1, left - size):
+                    yield (size, *rest)
+
+    return deal(0, cluster.devices)
+
+
+def placement_name(sets: Sequence[Sequence[str]]) -> str:
+    """Return what the paper calls a placement; a rollout with devices of its own is named beside it."""
+    models = [tuple(role for role in roles if role != "rollout") for roles in sets]
+    models = [roles for roles in models if roles]
+    name = "split"
+    if len(models) == 1:
+        name = "colocated"
+    elif all(len(roles) == 1 for roles in models):
+        name = "standalone"
+    if any(tuple(roles) == ("rollout",) for roles in sets):
+        return f"{name}, rollout alone"
+    return name
+
+
+def first_different(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans without those that share roles out as a faster one does under the same schedule."""
+    found: dict[tuple[str, frozenset[tuple[str, ...]]], Plan] = {}
+    for plan in plans:
+        found.setdefault((plan.schedule, frozenset(pool.roles for pool in plan.pools)), plan)
+    return list(found.values())

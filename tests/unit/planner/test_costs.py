@@ -1,0 +1,109 @@
+"""Times follow from counts: worked by hand where they can be, and monotone where they must be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.planner.costs import Costs, Efficiency, Rows, Training
+from hybridflow.planner.hardware import HARDWARE, Cluster, read_devices
+from hybridflow.planner.known_models import shape_of
+from hybridflow.planner.lengths import Lengths
+
+H100 = HARDWARE["H100"]
+PLAIN = Efficiency(1.0, 1.0, 1.0, decode_layer=0.0, update=0.0, pass_layer=0.0, links=1.0)
+"""Programs that reach every peak."""
+QWEN = shape_of("Qwen2.5-7B")
+SPARSE = shape_of("Qwen3-30B-A3B")
+
+
+def costs(devices: int = 1, efficiency: Efficiency = PLAIN) -> Costs:
+    return Costs(Cluster(H100, devices), efficiency)
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
+    table = QWEN.vocab * QWEN.hidden
+    read = 2 * (QWEN.parameters - table) + 8 * 1000 * QWEN.kv_bytes()
+    sampled = 8 * QWEN.vocab * 32
+    assert costs().decode_step(QWEN, 8, 1000, 1) == pytest.approx((read + sampled) / H100.bandwidth)
+
+
+def test_experts_are_read_as_far_as_rows_reach_them() -> None:
+    one = costs().decode_step(SPARSE, 1, 0, 1)
+    many = costs().decode_step(SPARSE, 256, 0, 1)
+    dense = SPARSE.parameters - SPARSE.expert_parameters - SPARSE.vocab * SPARSE.hidden
+    read = 2 * (dense + SPARSE.expert_parameters * 8 / 128) + SPARSE.vocab * 32
+    assert one == pytest.approx(read / H100.bandwidth)
+    assert many > 5 * one
+
+
+def test_a_pass_takes_its_flops_over_the_peak() -> None:
+    rows = Rows(64, 100, Lengths(400, 400))
+    training = Training(ParallelLayout(), recomputes=False)
+    flops = 2.0 * QWEN.active * rows.tokens + QWEN.causal_flops(rows.tokens, rows.square)
+    assert costs().forward(QWEN, rows, training) == pytest.approx(flops / H100.peak)
+    update = costs().update(QWEN, rows, training, 1)
+    stepping = 2 * QWEN.parameters * 16 / H100.bandwidth
+    assert update == pytest.approx(3 * flops / H100.peak + stepping)
+
+
+def test_halving_what_a_peak_gives_doubles_the_time() -> None:
+    rows = Rows(64, 100, Lengths(400, 400))
+    training = Training(ParallelLayout(), recomputes=False)
+    half = Efficiency(0.5, 0.5, 1.0, 0.0, update=0.0, pass_layer=0.0, links=1.0)
+    whole = costs().forward(QWEN, rows, training)
+    assert costs(1, half).forward(QWEN, rows, training) == pytest.approx(2 * whole)
+
+
+def test_stages_wait_for_each_other() -> None:
+    rows = Rows(64, 0, Lengths(1024, 1024))
+    one = costs(4).forward(QWEN, rows, Training(ParallelLayout(dp_replicate=4), 1024))
+    staged = costs(4).forward(QWEN, rows, Training(ParallelLayout(pp=4), 1024))
+    assert staged == pytest.approx(one * (64 + 3) / 64)
+
+
+def test_shards_are_gathered_over_the_slower_link() -> None:
+    rows = Rows(2, 0, Lengths(16, 16))
+    inside = costs(8).forward(QWEN, rows, Training(ParallelLayout(dp_shard=8)))
+    across = costs(16).forward(QWEN, rows, Training(ParallelLayout(dp_shard=16)))
+    assert inside == pytest.approx(2 * QWEN.parameters / H100.link)
+    assert across == pytest.approx(2 * QWEN.parameters / H100.network)
+
+
+def test_a_longer_tail_costs_steps_and_refilled_rows_do_not_wait_for_it() -> None:
+    def seconds(spread: float, *, refilled: bool = False) -> float:
+        rows = Rows(512, 100, Lengths(1000, 16000, spread))
+        return costs(8).generation(QWEN, rows, 8, 1, refilled=refilled)
+
+    assert seconds(0.0) < seconds(0.7) < seconds(1.2)
+    assert seconds(1.2, refilled=True) < 0.5 * seconds(1.2)
+
+
+def test_lengths_have_their_mean_and_their_limit() -> None:
+    lengths = Lengths(1000, 4096, 0.8)
+    points = [lengths.quantile((i + 0.5) / 4000) for i in range(4000)]
+    assert sum(points) / 4000 == pytest.approx(1000, rel=0.01)
+    assert max(points) == 4096 >= lengths.longest(2048)
+    assert lengths.square == pytest.approx(sum(p * p for p in points) / 4000, rel=0.02)
+
+
+def test_segments_are_the_rows_that_still_run() -> None:
+    rows = 400
+    lengths = Lengths(1000, 8192, 0.8)
+    total = sum((ends - begins) * running for begins, ends, running in lengths.segments(rows))
+    assert total == pytest.approx(rows * 1000, rel=0.05)
+    ends = [segment.ends for segment in lengths.segments(rows)]
+    assert ends == sorted(ends) and ends[-1] == lengths.longest(rows)
+
+
+def test_lengths_that_were_seen_are_taken_as_they_are() -> None:
+    seen = Lengths.of([3, 1, 2, 10])
+    assert (seen.mean, seen.longest(4), seen.square) == (4, 10, (9 + 1 + 4 + 100) / 4)
+    assert math.isclose(sum((e - b) * r for b, e, r in seen.segments(4)), 16, rel_tol=0.2)
+
+
+def test_devices_are_read() -> None:
+    cluster = read_devices("20xh100")
+    assert cluster.nodes == [8, 8, 4] and cluster.hardware is H100

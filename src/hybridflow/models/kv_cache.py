@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridflow.models.places import Places
 from hybridflow.models.scores import Scores
+from hybridflow.models.transfers import to_device
 
 _PLACES = itertools.count()
 AHEAD = 64
@@ -391,7 +392,7 @@ class SlotCache(KVCache):
 
     def copy(self, source: int | RowCopy, rows: Sequence[int], length: int) -> None:
         """Copy the first tokens of a row or of a kept copy to these rows."""
-        index = torch.tensor(rows, device=self.device)
+        index = to_device(rows, self.device)
         for which, stored in (("keys", self.keys), ("values", self.values)):
             for layer, x in stored.items():
                 first = x[source] if isinstance(source, int) else getattr(source, which)[layer]
@@ -410,7 +411,7 @@ class SlotCache(KVCache):
         self._move(source, destination, self.capacity)
 
     def _move(self, source: Sequence[int], destination: Sequence[int], length: int) -> None:
-        places, index = torch.tensor([source, destination], device=self.device)
+        places, index = to_device([source, destination], self.device)
         for stored in (*self.keys.values(), *self.values.values()):
             used = stored[:, :, :length]
             used.index_copy_(0, index, used.index_select(0, places))

@@ -40,8 +40,9 @@ class HostCopy:
             torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
-        self._event = torch.get_device_module(device).Event()
-        self._event.record()
+        module = torch.get_device_module(device)
+        self._event = module.Event()
+        self._event.record(module.current_stream(device))  # this process may have another current device
 
     def arrays(self) -> list[NDArray[np.generic]]:
         """Return the values, as soon as the device has computed and copied them."""

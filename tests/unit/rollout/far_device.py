@@ -54,19 +54,21 @@ class FarDevice(TorchDispatchMode):
         super().__init__()
         self.operations: Counter[str] = Counter()
         self.waits: list[str] = []
-        self.newest: object = None
+        self.newest: Any = None
         device = self
 
         class Event:
-            def record(self) -> None:
+            def record(self, stream: object = None) -> None:
+                self.stream = stream
                 device.newest = self
 
             def synchronize(self) -> None:
                 device.waits.append("newest" if device.newest is self else "older")
 
+        module = SimpleNamespace(Event=Event, current_stream=lambda device: ("stream of", device))
         row = replace(accelerators.ACCELERATORS["cuda"], device="meta")
         monkeypatch.setitem(accelerators.ACCELERATORS, "meta", row)
-        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+        monkeypatch.setattr(torch, "get_device_module", lambda device: module)
         monkeypatch.setattr(engine_module, "free_memory", lambda device: 2**20)
         monkeypatch.setattr(engine_module, "kernel_problem", lambda *facts: None)
         monkeypatch.setattr(engine_module, "varlen_kernel", lambda: self.kernel)

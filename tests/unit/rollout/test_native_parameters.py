@@ -158,6 +158,12 @@ def test_min_tokens_holds_back_every_end() -> None:
             assert output.finish_reason == "stop" and output.stop_reason == output.token_ids[-1]
 
 
+def test_an_end_token_that_the_vocabulary_lacks_is_no_end() -> None:
+    requests = requests_for(prompts(4), max_tokens=8, min_tokens=3)
+    wanted = run(tiny_engine(), requests)
+    assert run(tiny_engine(eos=(EOS, VOCABULARY, 10 * VOCABULARY)), requests) == wanted
+
+
 def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
     """Its history, bias and most probable tokens come back with it, to a table whose columns have grown."""
     logits = 3 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -165,8 +171,8 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
     request = GenerationRequest(0, Prompt((7, 8, 9)), params, seed=3)
     outputs = []
     for aside in (False, True):
-        table = RowTable(VOCABULARY, torch.float32, torch.device("cpu"))
-        table.add([request], [(EOS,)])
+        table = RowTable(VOCABULARY, (EOS,), torch.float32, torch.device("cpu"))
+        table.add([request])
         for step in range(5):
             if aside and step == 2:
                 begun = request.continued(table.outputs([0], "abort")[0])
@@ -174,7 +180,7 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
                 other = SamplingParams(
                     40, repetition_penalty=2.0, logit_bias=((5, 1.0), (6, 1.0)), stop_token_ids=(3,)
                 )
-                table.add([GenerationRequest(1, Prompt((1,) * 9), other, seed=1), begun], [(EOS, 3), (EOS,)])
+                table.add([GenerationRequest(1, Prompt((1,) * 9), other, seed=1), begun])
             table.responses.take(table.choose(table.count - 1, logits[step : step + 1], 0))
         outputs += table.outputs([table.count - 1], "abort")
     assert outputs[0] == outputs[1] and len(outputs[0].token_ids) == 5

@@ -307,6 +307,45 @@ def test_a_prompt_that_goes_on_from_that_of_a_group_begins_behind_its_own_end() 
     assert [number for number in wanted if not same(outputs[number], wanted[number])] == []
 
 
+@pytest.mark.parametrize(
+    ("short", "long", "memory"),
+    [
+        # the prompt in chunks is the longest row, and needs no more than it has while the other decodes
+        ((4, 59), (63, 1), 2 * 64),
+        # the decoding row becomes longer than both were thought to be when the prompt entered
+        ((4, 110), (40, 4), 2 * 80),
+    ],
+)
+def test_a_prompt_in_chunks_and_a_growing_row_share_little_memory(
+    monkeypatch: pytest.MonkeyPatch, short: tuple[int, int], long: tuple[int, int], memory: int
+) -> None:
+    monkeypatch.setattr(kv_cache, "AHEAD", 4)
+    draw = random.Random(7)
+    first, second = (
+        GenerationRequest(number, Prompt(random_prompt(draw, length)), SamplingParams(most), seed=number)
+        for number, (length, most) in enumerate((short, long))
+    )
+    engine = tiny_engine(dtype=torch.float64, eos=(), max_num_batched_tokens=1, kv_cache="slots")
+    wanted = alone(engine, [first, second])
+    limit_memory(engine, memory, monkeypatch)
+    engine.sleep()
+    engine.wake_up()
+    session = engine.open()
+    session.add([first])
+    while len(tokens_of(session, 0)) < min(55, short[1] - 20):
+        session.step()
+    session.add([second])
+    session.step()
+    preempted = session.num_waiting == 0
+    outputs = {}
+    while not session.idle:
+        outputs |= {output.request_id: output for output in session.step()}
+        preempted |= bool(session.num_waiting) and not session.rows.partial
+    assert all(same(outputs[number], wanted[number]) for number in (0, 1))
+    assert preempted == (memory == 2 * 80)
+    session.close()
+
+
 def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(6)
     requests = [

@@ -73,10 +73,11 @@ def test_without_look_ahead_it_waits_once_for_its_own_tokens(monkeypatch: pytest
         assert device.waits == ["newest"]
 
 
-def test_rows_that_end_or_enter_cost_no_wait_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["paged", "slots"])
+def test_rows_that_end_or_enter_cost_no_wait_more(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """Admission aside, whose layout of packed prompts is that of training."""
     with FarDevice(monkeypatch) as device:
-        engine = far_engine(device, max_num_seqs=4)
+        engine = far_engine(device, max_num_seqs=4, kv_cache=kind)
         session = engine.open()
         requests = requests_for(prompts(4), n=2, max_tokens=8)
         session.add([*requests_for(prompts(4), max_tokens=12)[:2], *requests[2:4]])
@@ -88,6 +89,14 @@ def test_rows_that_end_or_enter_cost_no_wait_more(monkeypatch: pytest.MonkeyPatc
                 ended += len(outputs)
                 assert device.waits == ["older"]
         assert ended == 2
+
+
+def test_the_host_waits_for_the_device_that_has_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device of the process may be another one."""
+    with FarDevice(monkeypatch) as device:
+        session = running(far_engine(device), 2, steps=1)
+        assert device.newest is not None and device.newest.stream == ("stream of", torch.device("meta"))
+        session.close()
 
 
 def outputs_of(engine: NativeEngine) -> dict[int, GenerationOutput]:

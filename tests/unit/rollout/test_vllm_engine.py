@@ -167,6 +167,8 @@ def test_requests_in_vllms_words() -> None:
         (request(0, temperature=0.001), {}, "between 0 and 0.01"),
         (request(0, top_log_probs=6), {}, "at most 5"),
         (request(0, logit_bias=((3, 101.0),)), {}, "from -100 to 100"),
+        (request(0, logit_bias=((3, float("nan")),)), {}, "from -100 to 100"),
+        (request(0, logit_bias=((50, 1.0),)), {}, "vocabulary is 0..49"),
         (request(0, top_p=0.9), {"temperature_only": False}, "whole distribution"),
     ],
 )
@@ -178,6 +180,11 @@ def test_what_vllm_cannot_serve_is_refused_alone(
     assert (
         refusal.finish_reason == "error" and reason in str(refusal.error) and served.token_ids == [11, 11, 11]
     )
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_not_named() -> None:
+    engine = VLLMEngine(Scripted(), eos_token_ids=[2, 50, 2, 70])
+    assert engine.params(request(0, min_tokens=2))["stop_token_ids"] == [2]
 
 
 def test_abort_gives_what_there_is() -> None:

@@ -182,13 +182,13 @@ class NativeEngine(SessionEngine):
         sampling = request.sampling
         vocabulary = self.policy.head.weight.shape[0]
         try:
-            ends = end_tokens(sampling, self.eos_token_ids)
+            ends = end_tokens(sampling, self.eos_token_ids, vocabulary)
             problem = request_problem(request, vocabulary=vocabulary, positions=self._positions)
             problem = problem or sampling_problem(
                 sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
             )
             if problem is None:
-                row_numbers(request, ends, vocabulary)
+                row_numbers(request, self.eos_token_ids, vocabulary)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             return f"one of its values cannot be used: {type(error).__name__}: {error}"
         return problem

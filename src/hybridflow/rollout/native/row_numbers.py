@@ -29,14 +29,19 @@ class RowNumbers:
     needs: int
 
 
-def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that end a response: the request's own and, unless it ignores them, the model's."""
-    own = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-    return tuple(dict.fromkeys(own))
+def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int], vocabulary: int) -> tuple[int, ...]:
+    """Return the tokens that end a response: the request's own and, unless it ignores them, the model's.
+
+    One of the model's that its vocabulary lacks never comes, and has no logit that `min_tokens` could lower.
+    """
+    ends = list(params.stop_token_ids)
+    if not params.ignore_eos:
+        ends += [token for token in eos_token_ids if token < vocabulary]
+    return tuple(dict.fromkeys(ends))
 
 
-def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: int) -> RowNumbers:
-    """Return a request and the tokens that end it as columns; OverflowError, TypeError where they do not fit.
+def row_numbers(request: GenerationRequest, eos_token_ids: Sequence[int], vocabulary: int) -> RowNumbers:
+    """Return a request as the columns hold it; OverflowError, TypeError where its values do not fit.
 
     Called when it joins, so that its own values fail it alone, and again when it enters.
     """
@@ -61,6 +66,6 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
         array("q", integers),
         array("d", reals),
         params.takes_argmax,
-        tuple(array("q", stops)),
+        tuple(array("q", end_tokens(params, eos_token_ids, vocabulary))),
         needs_of(params),
     )

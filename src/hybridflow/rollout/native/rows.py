@@ -43,15 +43,19 @@ class RowTable:
     def __init__(
         self,
         vocabulary: int,
+        eos_token_ids: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
         *,
         stop_texts: StopTexts | None = None,
     ) -> None:
+        """`eos_token_ids`: tokens that end the rows, unless a request ignores them."""
+
         def column(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(0, *shape, dtype=kind, device=device)
 
         self.vocabulary = vocabulary
+        self.eos_token_ids = eos_token_ids
         self.device = device
         self.rows: list[Row] = []
         self.num_entered = 0
@@ -92,7 +96,7 @@ class RowTable:
     def _columns(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def grow(self, num_rows: int, width: int) -> None:
+    def _grow(self, num_rows: int, width: int) -> None:
         """Allocate at least `num_rows` rows of `width` response tokens; rows in use keep what they have."""
         self.responses.grow(num_rows, width)
         if num_rows > len(self.length):
@@ -112,11 +116,12 @@ class RowTable:
         elif column.shape[1] > LOOSE * max(width, 1):
             setattr(self, name, column[:, :width].clone())
 
-    def add(self, requests: Sequence[GenerationRequest], stops: Sequence[Sequence[int]]) -> None:
-        """Append rows for requests and their contexts; `stops` are the ending tokens of each."""
+    def add(self, requests: Sequence[GenerationRequest], num_slots: int = 0) -> None:
+        """Append rows for requests and their contexts; memory is taken for at least `num_slots` rows."""
         rows = slice(self.count, self.count + len(requests))
-        numbers = [row_numbers(*one, self.vocabulary) for one in zip(requests, stops, strict=True)]
-        self.grow(rows.stop, max(request.sampling.max_tokens for request in requests))
+        numbers = [row_numbers(request, self.eos_token_ids, self.vocabulary) for request in requests]
+        most = max(request.sampling.max_tokens for request in requests)
+        self._grow(max(rows.stop, num_slots), most)
         integers = to_device(torch.from_numpy(np.array([one.integers for one in numbers])), self.device)
         for name, values in zip(INTEGERS, integers.unbind(1), strict=True):
             getattr(self, name)[rows] = values

@@ -35,7 +35,6 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Partial
 from hybridflow.rollout.native.graphs import GraphDecoder
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
 from hybridflow.rollout.native.responses import Choice, Row
-from hybridflow.rollout.native.row_numbers import end_tokens
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
 from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill
@@ -99,9 +98,13 @@ class Session:
         self.settings = settings
         self.prefixes = PrefixCache(share_parts=settings.share_prefixes)
         self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens)
-        dtype = torch.promote_types(policy.dtype, torch.float32)
-        vocabulary = policy.head.weight.shape[0]
-        self.rows = RowTable(vocabulary, dtype, policy.device, stop_texts=settings.stop_texts)
+        self.rows = RowTable(
+            policy.head.weight.shape[0],
+            settings.eos_token_ids,
+            torch.promote_types(policy.dtype, torch.float32),
+            policy.device,
+            stop_texts=settings.stop_texts,
+        )
         self._weights = weights
         self._seen = weights()
         self._stats = stats
@@ -116,8 +119,7 @@ class Session:
         self._choices: deque[Choice] = deque()  # that the host has not seen
         self._finished: list[GenerationOutput] = []  # that no caller has got
         self._partial: Admission | None = None  # the newest chunk of the last row, in chunked prefill
-        self._longest = 0  # most tokens of any row
-        self._longest_ever = 0  # that any request may come to
+        self._longest_ever = 0  # most tokens that any request may come to
         cache.kept = self.prefixes
         self._training = [module for module in policy.modules() if module.training]
         policy.eval()  # no dropout: log-probs must be those of the policy
@@ -240,7 +242,10 @@ class Session:
             self._preempt()
 
     def _admit(self) -> None:
-        """Prefill, in one or more passes."""
+        """Prefill, in one or more passes; a prompt in chunked prefill gives way to rows that have grown."""
+        count = self.rows.count
+        if self._partial is not None and not self._grow(count, count, self._longest + 1):
+            self._preempt()
         while self._partial or self.scheduler.may_enter(self.rows.count):
             self.cache.plan(self.rows.count, self._ahead(self._longest + 1))
             batch = self.scheduler.next_batch(
@@ -251,6 +256,13 @@ class Session:
             self._enter(batch)
             if self._partial or (self.rows.count and not self.settings.fill_first):
                 break
+
+    @property
+    def _longest(self) -> int:
+        """Most tokens that a row has in the cache, or will have once its prompt is computed."""
+        if self._partial is None:
+            return self.rows.longest
+        return max(self.rows.longest, len(self._partial.context))
 
     def _fitting(self, count: int, length: int, prefix: Prefix | None, shared: int) -> int:
         """Return how many of `count` rows fit into memory, with some tokens more, so that they may stay."""
@@ -272,13 +284,16 @@ class Session:
         first = running - int(self._partial is not None)
         new = batch[running - first :]
         requests = [request for one in new for request in one.requests]
-        self._longest = max(self._longest, *(len(one.context) for one in batch))
+        longest = max(self._longest, *(len(one.context) for one in batch))
         # copies that are evicted meanwhile live until they are read
         sources = [None if one.prefix is None else self._source(one.prefix) for one in batch]
-        fits = self._grow(running, running + len(requests), self._longest + 1)
+        fits = self._grow(running, running + len(requests), longest + 1)
         assert fits, f"{len(requests)} rows were admitted, but they do not fit"
         if new:
-            self._add_rows(requests, [one.prefix for one in new for _ in one.requests])
+            self.rows.add(requests, self.cache.num_slots)
+            hits = [one.prefix for one in new for _ in one.requests]
+            for entered, hit in zip(self.rows.rows[running:], hits, strict=True):
+                entered.hit = hit
         spans = []
         row = first
         for source, one in zip(sources, batch):
@@ -300,14 +315,6 @@ class Session:
         self._partial = None if batch[-1].whole else batch[-1]
         self.rows.partial = self._partial is not None
         self._choose_first(first, batch, states)
-
-    def _add_rows(self, requests: Sequence[GenerationRequest], hits: Sequence[Prefix | None]) -> None:
-        eos = self.settings.eos_token_ids
-        before = self.rows.count
-        self.rows.grow(self.cache.num_slots, max(request.sampling.max_tokens for request in requests))
-        self.rows.add(requests, [end_tokens(request.sampling, eos) for request in requests])
-        for row, hit in zip(self.rows.rows[before:], hits, strict=True):
-            row.hit = hit
 
     def _choose_first(self, first: int, batch: Sequence[Admission], states: Tensor) -> None:
         """Sample a token for the rows from `first` on, by the last state [n, H] of each of their contexts."""
@@ -356,13 +363,12 @@ class Session:
         count = self.rows.decoding
         tokens = self.rows.last_token[:count]
         lengths = self.rows.length[:count]
-        longest = min(self._longest, self.cache.capacity - 1)  # a row in chunked prefill may fill it
+        longest = self.rows.longest
         if self._graphs is None:
             hidden = decode_rows(self.policy, self.cache, tokens, lengths, longest)
         else:
             hidden = self._graphs(self.cache, tokens, self.rows.length[: self.rows.count], longest)
         lengths += 1
-        self._longest += 1
         self._stats.decode_steps += 1
         self._choose(0, hidden)
 
@@ -431,11 +437,7 @@ class Session:
         if source:
             self.cache.move(source, destination)
         self.cache.drop(self.rows.count, count)
-        self._longest = self.rows.longest
-        if self.rows.partial:
-            assert self._partial is not None
-            self._longest = max(self._longest, len(self._partial.context))
-        else:
+        if not self.rows.partial:
             self._partial = None
 
 

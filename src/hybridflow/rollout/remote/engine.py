@@ -41,12 +41,13 @@ class PushedEngine(SessionEngine):
         self.runner = runner
         self.frees_cache = frees_cache
         self.texts = texts
-        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         try:
             self._facts = runner.facts()
         except BaseException:  # what was started for it would outlive it
             runner.close()
             raise
+        vocabulary = self._facts["vocabulary"]  # an end token outside of it never comes, and may not be named
+        self.eos_token_ids = tuple(dict.fromkeys(token for token in eos_token_ids if token < vocabulary))
         self._pushed = False
         self._level = 0
         self._sleeping: tuple[str, ...] = ()  # of PARTS

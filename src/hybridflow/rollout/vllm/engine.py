@@ -82,6 +82,7 @@ class VLLMEngine(PushedEngine):
         facts = self._facts
         return vllm_problem(
             request.sampling,
+            vocabulary=facts["vocabulary"],
             max_log_probs=facts["max_log_probs"],
             temperature_only=facts["temperature_only"],
             texts=self.texts,

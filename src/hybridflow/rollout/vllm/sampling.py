@@ -16,12 +16,13 @@ _SEEDS = 1 << 63
 
 
 def vllm_problem(
-    sampling: SamplingParams, *, max_log_probs: int, temperature_only: bool, texts: bool
+    sampling: SamplingParams, *, vocabulary: int, max_log_probs: int, temperature_only: bool, texts: bool
 ) -> str | None:
     """Return why a vLLM engine cannot serve these parameters, or None.
 
-    `max_log_probs`: how many log-probs it gives for a token. `temperature_only`: its log-probs are those of
-    the whole distribution, whatever limits or shifts it. `texts`: it has a tokenizer.
+    `vocabulary`: number of the model's tokens. `max_log_probs`: how many log-probs it gives for a token.
+    `temperature_only`: its log-probs are those of the whole distribution, whatever limits or shifts it.
+    `texts`: it has a tokenizer.
     """
     if not sampling.takes_argmax and sampling.temperature < LOWEST_TEMPERATURE:
         return (
@@ -33,9 +34,11 @@ def vllm_problem(
             f"top_log_probs={sampling.top_log_probs}: this vllm gives at most {max_log_probs}; set "
             f"actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs={sampling.top_log_probs}"
         )
-    biased = [bias for _, bias in sampling.logit_bias if abs(bias) > LARGEST_BIAS]
-    if biased:
-        return f"logit_bias of {biased[0]}: vllm takes biases from -{LARGEST_BIAS:.0f} to {LARGEST_BIAS:.0f}"
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < vocabulary:
+            return f"logit_bias holds token id {token}, and the model's vocabulary is 0..{vocabulary - 1}"
+        if not abs(bias) <= LARGEST_BIAS:
+            return f"logit_bias of {bias}: vllm takes biases from -{LARGEST_BIAS:.0f} to {LARGEST_BIAS:.0f}"
     if sampling.stop and not texts:
         return "stop has texts, and this vllm has no tokenizer (skip_tokenizer_init): use stop_token_ids"
     shifted = (

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.models.flex_kernel import flex_works
+from hybridflow.models.flex_kernel import difference, flex_works
 from hybridflow.models.scores import Scores
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ KernelName = Literal["sdpa", "expanded", "varlen", "flex", "written out"]
 Over = Literal["causal", "window", "mask"]
 """What hides keys: the future; that, and what is behind a sliding window; any mask."""
 
-_MOST_DIMS = 256
+MOST_DIMS = 256
 """Largest head dimension of the flash kernels."""
 
 
@@ -61,7 +61,7 @@ def choose_kernel(query: Tensor, key: Tensor, value: Tensor, over: Over, how: Sc
 def _fits_flash(query: Tensor, value: Tensor) -> bool:
     dims = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return half and dims == value.shape[-1] and dims % 8 == 0 and dims <= _MOST_DIMS
+    return half and dims == value.shape[-1] and dims % 8 == 0 and dims <= MOST_DIMS
 
 
 def expand_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,17 +88,21 @@ def window_by_varlen(query: Tensor, key: Tensor, value: Tensor, window: int, sca
     return attended.view(rows, length, *attended.shape[1:]).transpose(1, 2)
 
 
-@functools.cache
-def _varlen() -> tuple[Callable[..., Any] | None, bool]:
-    """Return torch's kernel if it knows windows, and whether it takes grouped heads (newer ones do)."""
+def varlen_attention(*wanted: str) -> Callable[..., Any] | None:
+    """Return torch's attention over rows of any length if it takes these arguments, else None."""
     try:
         kernel: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
-        return None, False
-    known = set(inspect.signature(kernel).parameters)
-    if {"scale", "window_size"} <= known:
-        return kernel, "enable_gqa" in known
-    return None, False
+        return None
+    if set(wanted) <= set(inspect.signature(kernel).parameters):
+        return kernel
+    return None
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., Any] | None, bool]:
+    """Return torch's kernel if it knows windows, and whether it takes grouped heads (newer ones do)."""
+    return varlen_attention("scale", "window_size"), varlen_attention("enable_gqa") is not None
 
 
 @functools.cache
@@ -132,8 +136,4 @@ def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
         wanted = scaled_dot_product_attention(exact[0], keys, values, attn_mask=allowed)
         results = [got, *torch.autograd.grad(got.float().square().sum(), states)]
         references = [wanted, *torch.autograd.grad(wanted.square().sum(), exact)]
-    for result, reference in zip(results, references, strict=True):
-        apart = float(((result.float() - reference).norm() / reference.norm()).detach())
-        if not apart <= torch.finfo(dtype).eps ** 0.5:
-            return f"it differs by {apart:.1e} from plain attention"
-    return None
+    return difference(results, references)

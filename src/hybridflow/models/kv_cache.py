@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -204,8 +204,8 @@ class KVCache(ABC):
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Move rows `source` to `destination`; a row may be in both."""
 
-    def drop(self, start: int, stop: int) -> None:  # noqa: B027  slots need nothing
-        """Free rows start..stop-1, which have left."""
+    def drop(self, rows: Iterable[int]) -> None:  # noqa: B027  slots need nothing
+        """Free these rows, which have left."""
 
     def wipe(self, rows: Sequence[int]) -> None:  # noqa: B027  a slot is cleared before its next row comes
         """Clear these rows, whose contents are not finite and must not stay behind."""
@@ -260,7 +260,6 @@ class SlotCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes."""
         return sum(x.nbytes for x in (*self._memory.values(), *self._spare.values()))
 
     @property
@@ -280,7 +279,6 @@ class SlotCache(KVCache):
         return self.capacity_of(max(1, length))
 
     def plan(self, rows: int, longest: int) -> None:
-        """Begin to plan a pass."""
         self._planned = (rows, longest)
 
     def admit(self, count: int, length: int, longest: int, source: int | RowCopy | None, shared: int) -> int:
@@ -359,7 +357,6 @@ class SlotCache(KVCache):
         return self._memory[name]
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
-        """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
         for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
             flat = places.flat(stored.shape[1], stored.shape[2])
             stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))

@@ -133,7 +133,6 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes."""
         return sum(x.nbytes for x in (*self.keys.values(), *self.values.values(), self.table))
 
     @property
@@ -150,7 +149,6 @@ class PagedCache(KVCache):
         return self.num_blocks(length) * self.block_size
 
     def plan(self, rows: int, longest: int) -> None:
-        """Begin to plan a pass."""
         self._planned = 0
 
     def admit(self, count: int, length: int, longest: int, source: int | RowCopy | None, shared: int) -> int:
@@ -204,7 +202,6 @@ class PagedCache(KVCache):
         self._stale.add(row)
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
-        """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
         flat = places.in_blocks(self.table, self.block_size)
         for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
             stored.flatten(0, 1).index_copy_(0, flat, new)
@@ -289,16 +286,12 @@ class PagedCache(KVCache):
         for row in source:
             self._set(row, [])
             self.lengths[row] = 0
-        self.drop_rows([row for row in destination if row not in source])
+        self.drop([row for row in destination if row not in source])
         for row, (blocks, length) in zip(destination, moved, strict=True):
             self._set(row, blocks)
             self.lengths[row] = length
 
-    def drop(self, start: int, stop: int) -> None:
-        """Release the blocks of rows start..stop-1, which have left."""
-        self.drop_rows(range(start, stop))
-
-    def drop_rows(self, rows: Iterable[int]) -> None:
+    def drop(self, rows: Iterable[int]) -> None:
         """Release the blocks of these rows."""
         for row in rows:
             if self.blocks[row]:

@@ -6,12 +6,10 @@ sinks, exact mode), tokens are gathered and attended to as in slots.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.models.attention_kernels import MOST_DIMS, varlen_attention
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.paged_cache import PagedCache, PagedKernel
 from hybridflow.models.scores import Scores
@@ -19,20 +17,11 @@ from hybridflow.models.span_layout import SpanLayout
 
 BLOCK_SIZE = 256
 """Number of tokens of a block that the kernel can read."""
-MOST_DIMS = 256
-"""Largest head dimension of the kernel."""
-WANTED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
 
 
 def varlen_kernel() -> PagedKernel | None:
     """Return torch's kernel if it reads blocks (from torch 2.13), else None."""
-    try:
-        kernel: PagedKernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    if set(WANTED) <= set(inspect.signature(kernel).parameters):
-        return kernel
-    return None
+    return varlen_attention("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
 
 
 def kernel_problem(

@@ -40,8 +40,8 @@ class Row:
     """How many rows entered before it."""
     needs: int
     """What it asks for, as a sum of the bits of `sampling`."""
-    num_stops: int
-    """Number of tokens that end it."""
+    stops: tuple[int, ...]
+    """Tokens that end it."""
     slot: int
     """Place of its response in the host's arrays."""
     top: list[TopTokens]
@@ -194,6 +194,17 @@ class Responses:
         tokens = self.tokens[row.slot, part].tolist()
         log_probs = self.log_probs[row.slot, part].tolist()
         return PartialOutput(row.request.request_id, start, tokens, log_probs, top)
+
+
+def begun_beyond(request: GenerationRequest, start: int) -> PartialOutput:
+    """Return what a waiting request has after the first `start` tokens of its response."""
+    begun = request.begun
+    top = None
+    if begun.top_log_probs is not None:
+        top = list(begun.top_log_probs[start:])
+    return PartialOutput(
+        request.request_id, start, list(begun.token_ids[start:]), list(begun.log_probs[start:]), top
+    )
 
 
 def _keep_top(choice: Choice, columns: Sequence[NDArray[np.generic]]) -> None:

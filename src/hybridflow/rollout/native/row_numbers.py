@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.native.sampling import needs_of
 
 SEED_BITS = (1 << 63) - 1
-INTEGERS = ("prompt_length", "generated", "stream", "top_k", "min_tokens")
+INTEGERS = ("prompt_length", "generated", "stream", "top_k", "min_tokens", "greedy")
 REALS = ("temperature", "top_p", "min_p", "penalty")
 """Columns of numbers that a request brings, in the order of `RowNumbers`."""
 
 
-@dataclass(frozen=True)
-class RowNumbers:
+class RowNumbers(NamedTuple):
     """A request as the columns hold it."""
 
     integers: Sequence[int]
     """In the order of `INTEGERS`; all fit into int64."""
     reals: Sequence[float]
     """In the order of `REALS`."""
-    greedy: bool
     stops: tuple[int, ...]
     """Tokens that end the response, each once."""
-    needs: int
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int], vocabulary: int) -> tuple[int, ...]:
@@ -60,12 +56,8 @@ def row_numbers(request: GenerationRequest, eos_token_ids: Sequence[int], vocabu
         request.seed & SEED_BITS,
         top_k,
         params.min_tokens,
+        params.takes_argmax,
     )
     reals = (temperature, *kept, params.repetition_penalty)
-    return RowNumbers(
-        array("q", integers),
-        array("d", reals),
-        params.takes_argmax,
-        tuple(array("q", end_tokens(params, eos_token_ids, vocabulary))),
-        needs_of(params),
-    )
+    stops = array("q", end_tokens(params, eos_token_ids, vocabulary))
+    return RowNumbers(array("q", integers), array("d", reals), tuple(stops))

@@ -19,11 +19,7 @@ from torch import Tensor
 
 from hybridflow.models.transfers import HostCopy, to_device
 from hybridflow.protocol.prompt import token_ids_of
-from hybridflow.rollout.base import (
-    FinishReason,
-    GenerationOutput,
-    GenerationRequest,
-)
+from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.responses import Choice, Responses, Row
@@ -59,9 +55,8 @@ class RowTable:
         self.device = device
         self.rows: list[Row] = []
         self.num_entered = 0
-        self.partial = (
-            False  # whether the last row's prompt is in chunked prefill, so that it does not decode
-        )
+        self.partial = False
+        """Whether the last row's prompt is in chunked prefill, so that it does not decode."""
         self.responses = Responses(dtype, stop_texts)
         self._slots: NDArray[np.int64] | None = None  # of the responses of all rows, in order
         self._plans: dict[tuple[int | None, int | None], SamplingPlan] = {}
@@ -122,24 +117,21 @@ class RowTable:
         numbers = [row_numbers(request, self.eos_token_ids, self.vocabulary) for request in requests]
         most = max(request.sampling.max_tokens for request in requests)
         self._grow(max(rows.stop, num_slots), most)
-        integers = to_device(torch.from_numpy(np.array([one.integers for one in numbers])), self.device)
-        for name, values in zip(INTEGERS, integers.unbind(1), strict=True):
-            getattr(self, name)[rows] = values
+        integers, reals, stops = zip(*numbers)
+        for names, values in ((INTEGERS, integers), (REALS, reals)):
+            columns = to_device(torch.from_numpy(np.array(values)), self.device)
+            for name, column in zip(names, columns.unbind(1), strict=True):
+                getattr(self, name)[rows] = column
         self.length[rows] = self.prompt_length[rows] + self.generated[rows]
         self.stream[rows] = stream_keys(self.stream[rows])
-        reals = to_device(torch.from_numpy(np.array([one.reals for one in numbers])), self.device)
-        for name, values in zip(REALS, reals.unbind(1), strict=True):
-            getattr(self, name)[rows] = values
-        self.greedy[rows] = to_device([one.greedy for one in numbers], self.device)
-        for request, one in zip(requests, numbers):
+        for request, ends in zip(requests, stops):
             top = list(request.begun.top_log_probs or ())
-            self.rows.append(
-                Row(request, self.num_entered, one.needs, len(one.stops), self.responses.add(request), top)
-            )
+            needs = sampling.needs_of(request.sampling)
+            self.rows.append(Row(request, self.num_entered, needs, ends, self.responses.add(request), top))
             self.num_entered += 1
         self._changed()
-        self._fit("stops", max(row.num_stops for row in self.rows))
-        self.stops[rows] = _padded([one.stops for one in numbers], self.stops, FILLING["stops"])
+        self._fit("stops", max(len(row.stops) for row in self.rows))
+        self.stops[rows] = _padded(stops, self.stops, FILLING["stops"])
         self._fill_edits(rows)
 
     def _changed(self) -> None:
@@ -284,7 +276,7 @@ class RowTable:
             for column in self._columns.values():
                 column.index_copy_(0, destination, column.index_select(0, source))
         if self.rows:
-            self._fit("stops", max(row.num_stops for row in self.rows))
+            self._fit("stops", max(len(row.stops) for row in self.rows))
         return tail, holes
 
 

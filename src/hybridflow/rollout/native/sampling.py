@@ -11,7 +11,6 @@ Nothing that changes which token is chosen enters its log-prob: training knows t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -122,8 +121,7 @@ class SamplingPlan:
         return known
 
 
-@dataclass(frozen=True)
-class RowSettings:
+class RowSettings(NamedTuple):
     """Parameters of the rows of a step, [B] each."""
 
     uniform: Tensor | None
@@ -140,8 +138,7 @@ class RowSettings:
     def part(self, rows: slice) -> RowSettings:
         """Return the settings of some rows."""
         uniform = None if self.uniform is None else self.uniform[rows]
-        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)
-        return RowSettings(uniform, *(column[rows] for column in columns))
+        return RowSettings(uniform, *(column[rows] for column in self[1:]))
 
 
 class Sampled(NamedTuple):

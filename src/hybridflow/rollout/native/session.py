@@ -34,7 +34,7 @@ from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
-from hybridflow.rollout.native.responses import Choice, Row
+from hybridflow.rollout.native.responses import Choice, Row, begun_beyond
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
 from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill
@@ -58,12 +58,12 @@ class SessionSettings:
     eos_token_ids: tuple[int, ...]
     max_rows: int
     max_batched_tokens: int
-    fill_first: bool
-    """Prefill until no more rows fit before the next token is decoded; else one prefill pass a step."""
+    closed: bool
+    """No more requests will join: prefill until no more rows fit before the next token is decoded. Else there
+    is one prefill pass a step, and finished rows are kept as prefixes for later prompts.
+    """
     share_prefixes: bool
-    """Share what prompts have in common; else only equal prompts share."""
-    keep_finished: bool
-    """Keep the keys and values of finished rows as prefixes for later prompts."""
+    """Share what prompts have in common; else only equal prompts share, and none is kept."""
     recompute: bool
     """Compute the keys and values of running rows again when the weights change."""
     stop_texts: StopTexts | None
@@ -206,7 +206,7 @@ class Session:
         partials = [self.rows.responses.new_tokens(row, since[row.request.request_id]) for row in rows]
         if len(rows) < len(since):
             waiting = [one for one in self.scheduler.waiting if one.request_id in since]
-            partials += [_begun_beyond(one, since[one.request_id]) for one in waiting if one.begun]
+            partials += [begun_beyond(one, since[one.request_id]) for one in waiting if one.begun]
         return partials
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Session:
         for module in self._training:
             module.training = True
         self.prefixes.clear()
-        self.cache.drop(0, self.rows.count)
+        self.cache.drop(range(self.rows.count))
         self.cache.kept = None
         self._closed(self._broken)
 
@@ -254,7 +254,7 @@ class Session:
             if not batch:
                 break
             self._enter(batch)
-            if self._partial or (self.rows.count and not self.settings.fill_first):
+            if self._partial or (self.rows.count and not self.settings.closed):
                 break
 
     @property
@@ -419,7 +419,8 @@ class Session:
             return
         assert context is not None
         units = row.request.prompt.key + tuple(output.token_ids[:-1])
-        if not self.settings.keep_finished or len(units) < LEAST:
+        keeps_finished = self.settings.share_prefixes and not self.settings.closed
+        if not keeps_finished or len(units) < LEAST:
             units = context.units
             if context.rows or not self.scheduler.awaits(units):
                 return
@@ -436,17 +437,6 @@ class Session:
         source, destination = self.rows.remove(rows)
         if source:
             self.cache.move(source, destination)
-        self.cache.drop(self.rows.count, count)
+        self.cache.drop(range(self.rows.count, count))
         if not self.rows.partial:
             self._partial = None
-
-
-def _begun_beyond(request: GenerationRequest, start: int) -> PartialOutput:
-    """Return the tokens of a waiting request that its caller does not have."""
-    begun = request.begun
-    top = None
-    if begun.top_log_probs is not None:
-        top = list(begun.top_log_probs[start:])
-    return PartialOutput(
-        request.request_id, start, list(begun.token_ids[start:]), list(begun.log_probs[start:]), top
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hybridflow.models.kv_cache import LayerShape, SlotCache, slot_capacity
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
+from hybridflow.rollout.native import memory
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.memory import free_memory
 
@@ -133,6 +135,30 @@ def test_little_memory_means_fewer_rows_and_the_same_tokens() -> None:
     }
     with pytest.raises(RolloutError, match="KV cache"):
         list(tiny_engine(gpu_memory_utilization=1e-12).generate(requests))
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (("memory.max", "memory.current", "memory.stat"), "inactive_file"),
+        (
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves_and_what_copies_of_files_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: tuple[str, str, str], line: str
+) -> None:
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    cpu = torch.device("cpu")
+    whole = free_memory(cpu)
+    (tmp_path / "memory").mkdir()
+    for name, text in zip(names, ("max", "700000", f"anon 100000\n{line} 600000\n")):
+        (tmp_path / name).write_text(text)
+    assert free_memory(cpu) > whole / 2
+    (tmp_path / names[0]).write_text("1000000\n")
+    assert free_memory(cpu) == 900_000
 
 
 def test_updated_weights_change_the_output_and_carry_their_version() -> None:

@@ -14,6 +14,8 @@ from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.sampling import (
+    BEYOND,
+    LEADERS,
     ONE_LEVEL,
     RowSettings,
     SamplingPlan,
@@ -251,6 +253,19 @@ def test_the_tail_is_cut_where_top_k_top_p_and_min_p_say() -> None:
     assert left(min_p=0.6, top_p=0.6) == [1, 3]  # 0.4 of 0.7 does not reach 0.6
     equal = torch.zeros(1, 1)
     assert probability_floor(equal + 1, torch.tensor([1]), torch.tensor([0.5])).tolist() == [1.0]
+
+
+def test_where_the_leaders_suffice_nothing_behind_them_is_looked_at() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(40, 3000, generator=generator)
+    top_k = torch.randint(1, LEADERS + 1, (40,), generator=generator)
+    top_p = torch.rand(40, generator=generator).clamp_(min=0.01)
+    top_p[:9] = 1.0
+    wanted = probability_floor(weights, top_k, top_p)
+    assert torch.equal(probability_floor(weights, top_k, top_p, beyond=False), wanted)
+    limits = ((5, 0.9), (64, 1.0), (-1, 0.9), (65, 1.0))
+    needs = [needs_of(SamplingParams(4, top_k=most, top_p=share)) for most, share in limits]
+    assert [bool(each & BEYOND) for each in needs] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("count", [3, 64, 6000])

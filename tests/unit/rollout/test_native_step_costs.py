@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from far_device import FarDevice
-from rollout_models import prompts, requests_for, run, tiny_engine, tiny_hf
+from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 from test_native_graphs import Again, recorded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,9 +30,11 @@ class Unwatched(Again):
         return []
 
 
-def far_engine(device: FarDevice, *, layers: int = 2, **settings: Any) -> NativeEngine:
+def far_engine(
+    device: FarDevice, *, layers: int = 2, vocabulary: int = VOCABULARY, **settings: Any
+) -> NativeEngine:
     """An engine on the device, as on CUDA: blocks taken at once, a kernel, and look-ahead."""
-    hf = tiny_hf(num_hidden_layers=layers)
+    hf = tiny_hf(num_hidden_layers=layers, vocab_size=vocabulary)
     device.move(hf)
     settings = {"eos_token_ids": [], "enforce_eager": True, "block_size": 64, "max_num_seqs": 16, **settings}
     engine = NativeEngine(PolicyModel(hf), **settings)
@@ -63,6 +65,19 @@ def test_a_quiet_step_waits_for_no_newer_step_than_the_one_before(
             assert session.step() == []
             assert device.waits == ["older"]
         session.close()
+
+
+def test_top_k_and_top_p_of_a_large_vocabulary_are_waited_for_only_if_the_leaders_may_not_suffice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FarDevice(monkeypatch) as device:
+        engine = far_engine(device, vocabulary=1100)
+        for limits, waits in (({"top_k": 20, "top_p": 0.9}, 0), ({"top_p": 0.9}, 1), ({"top_k": 100}, 1)):
+            session = running(engine, 3, **limits)
+            device.waits.clear()
+            session.step()
+            assert device.waits == ["aten.nonzero.default"] * waits + ["older"]
+            session.close()
 
 
 def test_without_look_ahead_it_waits_once_for_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,21 @@ import torch
 
 from hybridflow.distributed.accelerators import is_accelerator
 
+MEMINFO = Path("/proc/meminfo")
+CGROUPS = Path("/sys/fs/cgroup")
+_FILES_OF_CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+"""Files of cgroups of version 2 and 1 with the limit, what is used and statistics, and the line of the latter
+with copies of files, which count as used and give way.
+"""
+
 
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on `device` now; on CPU within the limit of the container."""
@@ -16,23 +31,30 @@ def free_memory(device: torch.device) -> int:
         module = torch.get_device_module(device)
         unused = module.memory_reserved(device) - module.memory_allocated(device)
         return int(module.mem_get_info(device)[0] + unused)
-    free = _available(Path("/proc/meminfo"))
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
+    available = _entry(MEMINFO, "MemAvailable:")
+    if available is None:  # no /proc (macOS): half of what is installed
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    else:
+        free = available * 1024
+    for limit_file, used_file, statistics, line in _FILES_OF_CGROUPS:
+        limit = _number(CGROUPS / limit_file)
+        used = _number(CGROUPS / used_file)
+        if limit is not None and used is not None:
+            files = _entry(CGROUPS / statistics, line) or 0
+            free = min(free, max(0, limit - used + files))
     return free
 
 
-def _available(meminfo: Path) -> int:
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # no /proc (macOS): half of what is installed
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def _entry(path: Path, name: str) -> int | None:
+    """Return the number behind a name that begins a line of a file; None where there is no such line."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.split()[:1] == [name]:
+                return int(line.split()[1])
+    return None
 
 
 def _number(path: Path) -> int | None:
-    """The number in a control file; None where there is no such file or it says "max"."""
+    """Return the number in a control file; None where there is no such file or it says "max"."""
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdigit() else None

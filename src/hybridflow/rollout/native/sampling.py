@@ -38,17 +38,21 @@ LEADERS = 64
 DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (
     1 << bit for bit in range(10)
 )
+# top-p alone, or a top-k beyond LEADERS: the leaders may not suffice, and whether they do must be waited for
+BEYOND = 1 << 10
 EDITS = LOGIT_BIAS | REPETITION | MIN_TOKENS
 
 
 def needs_of(params: SamplingParams) -> int:
     """Return the needs of a request, as a sum of the bits above."""
+    leading = not params.takes_argmax and (params.top_k > 0 or params.top_p < 1)
     asked = {
         DRAWN: not params.takes_argmax,
         GREEDY: params.takes_argmax,
         TEMPERATURE: not params.takes_argmax and params.temperature != 1.0,
         MIN_P: not params.takes_argmax and params.min_p > 0,
-        LEADING: not params.takes_argmax and (params.top_k > 0 or params.top_p < 1),
+        LEADING: leading,
+        BEYOND: leading and not 0 < params.top_k <= LEADERS,
         LOGIT_BIAS: bool(params.logit_bias),
         REPETITION: params.repetition_penalty != 1.0,
         MIN_TOKENS: params.min_tokens > 0,
@@ -202,12 +206,14 @@ def _sample(
             _drop_below(weights, settings.min_p)
             total = None
         if leading := plan.rows(LEADING, rows.start, rows.stop):
+            beyond = plan.any(BEYOND)
             if len(leading) == len(weights):
-                floor = probability_floor(weights, settings.top_k, settings.top_p, total)
+                floor = probability_floor(weights, settings.top_k, settings.top_p, total, beyond=beyond)
             else:
                 index = plan.index(weights.device, LEADING, rows.start, rows.stop)
+                limits = (settings.top_k[index], settings.top_p[index])
                 floor = weights.new_zeros(len(weights))
-                floor[index] = probability_floor(weights[index], settings.top_k[index], settings.top_p[index])
+                floor[index] = probability_floor(weights[index], *limits, beyond=beyond)
             _drop_below(weights, floor)
         has_zeros = by_softmax or edit is not None or plan.any(MIN_P | LEADING)
         tokens = draw(weights, settings.uniform, has_zeros=has_zeros)
@@ -285,10 +291,13 @@ def _drop_below(weights: Tensor, floor: Tensor) -> None:
     weights.mul_(torch.ge(weights, floor[:, None], out=torch.empty_like(weights)))
 
 
-def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None = None) -> Tensor:
+def probability_floor(
+    weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None = None, *, beyond: bool = True
+) -> Tensor:
     """The smallest weight that stays in each row of weights [n, V]: top_k [n] int64, top_p [n] -> [n].
 
-    `total` [n]: the sums of the rows, where they are known.
+    `total` [n]: the sums of the rows, where they are known. `beyond`: it may lie behind the LEADERS most
+    probable tokens; else each top_k is at most as large, and nothing waits for the device.
 
     Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays
     too, so that the order of equal ones does not matter.
@@ -298,7 +307,9 @@ def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tens
         total = weights.sum(-1)
     floor = torch.empty_like(top_p)
     waiting = None
-    sizes = [LEADERS, vocabulary] if vocabulary > ONE_LEVEL else [vocabulary]
+    sizes = [vocabulary]
+    if vocabulary > ONE_LEVEL:
+        sizes = [LEADERS, vocabulary] if beyond else [LEADERS]
     for size in sizes:
         rows = weights if waiting is None else weights[waiting]
         limit, share, whole = (
@@ -317,7 +328,7 @@ def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tens
             floor = found
         else:
             floor[waiting] = found
-        if size == vocabulary:
+        if size == sizes[-1]:
             break
         # a row that neither has its k among the leaders nor reaches its share with them waits for the whole
         # vocabulary

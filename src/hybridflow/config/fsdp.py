@@ -34,6 +34,12 @@ class FSDPConfig:
     tensor_parallel_size: int = key(
         1, "Ranks that split each dense layer among them (tensor parallelism).", minimum=1
     )
+    expert_parallel_size: int = key(
+        1,
+        "Ranks that share the experts of each layer and exchange the tokens that go to them (expert "
+        "parallelism); neighbours among those of fsdp_size.",
+        minimum=1,
+    )
     pipeline_parallel_size: int = key(
         1, "Stages, each of which has some of the layers; micro-batches pass through them in turn.", minimum=1
     )

@@ -36,10 +36,17 @@ class ParallelLayout:
 
     @classmethod
     def from_keys(
-        cls, world_size: int, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1, pipeline: int = 1
+        cls,
+        world_size: int,
+        fsdp_size: int = -1,
+        sequence: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        experts: int = 1,
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks under `fsdp_config.fsdp_size` (-1 means all ranks),
-        `ulysses_sequence_parallel_size`, `fsdp_config.tensor_parallel_size` and `pipeline_parallel_size`.
+        `ulysses_sequence_parallel_size`, `fsdp_config.tensor_parallel_size`, `pipeline_parallel_size` and
+        `expert_parallel_size`.
 
         Sizes that do not go together were refused with the keys (`config/checks/cluster.py`).
         """
@@ -51,7 +58,8 @@ class ParallelLayout:
         assert 1 in (sequence, tensor), f"{given}: a model is split in one of these ways"
         assert ranks * tensor * pipeline == world_size and ranks % sequence == 0, f"{given}: no divisor"
         assert shards >= 1 and ranks % shards == 0, f"{given}: fsdp_size is no divisor"
-        return cls(dp_replicate=ranks // shards, dp_shard=shards, cp=sequence, tp=tensor, pp=pipeline)
+        copies = ranks // shards
+        return cls(dp_replicate=copies, dp_shard=shards, cp=sequence, tp=tensor, pp=pipeline, ep=experts)
 
     @property
     def world_size(self) -> int:

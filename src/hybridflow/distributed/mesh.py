@@ -54,6 +54,10 @@ class EngineMesh:
     """The mesh that parameters are sharded over: ("shard",), or ("copy", "shard") with HSDP."""
     tensor: DeviceMesh | None
     """The mesh ("tp",) of tensor parallelism, or None without it."""
+    experts: DeviceMesh | None
+    """The mesh ("ep",) of the ranks that share the experts of a layer, or None without expert parallelism."""
+    expert_fsdp: DeviceMesh | None
+    """The mesh that a rank's experts are sharded over: ("rest",), or ("copy", "rest") with HSDP."""
     sequence_group: dist.ProcessGroup | None
     """The ranks that share the tokens of this rank's rows, or None where it has its rows alone."""
     column: Column | None
@@ -64,7 +68,7 @@ class EngineMesh:
         assert dist.get_world_size() == layout.world_size, (
             f"the layout is for {layout.world_size} ranks and the process group has {dist.get_world_size()}"
         )
-        assert layout.ep == 1, f"{layout}: these meshes have no axis for experts"
+        assert layout.ep == 1 or layout.tp == layout.pp == 1, f"{layout}: experts go with shards and copies"
         self.layout = layout
         self.rank = dist.get_rank()
         named = [
@@ -83,6 +87,7 @@ class EngineMesh:
         self.tensor = None
         if "tp" in names:
             self.tensor = whole["tp"]
+        self.experts, self.expert_fsdp = _expert_meshes(layout, device_type)
         self.sequence_group = None
         if layout.cp > 1:
             shape = (layout.pp * layout.data, layout.cp)
@@ -96,6 +101,18 @@ class EngineMesh:
     def returns(self) -> bool:
         """Whether this rank is the one of those with the same rows whose answers and loss count."""
         return self.layout.returns(self.rank)
+
+
+def _expert_meshes(layout: ParallelLayout, device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the meshes of a layer's experts and of the shards of each of their parts; None without them."""
+    if layout.ep == 1:
+        return None, None
+    rest = layout.dp_shard // layout.ep
+    sizes = [("copy", layout.dp_replicate), ("rest", rest), ("ep", layout.ep)]
+    sizes = [axis for axis in sizes if axis[0] != "copy" or axis[1] > 1]
+    names = tuple(name for name, _ in sizes)
+    whole = init_device_mesh(device_type, tuple(size for _, size in sizes), mesh_dim_names=names)
+    return whole["ep"], whole[names[:-1]]
 
 
 _known: dict[tuple[ParallelLayout, str], tuple[object, EngineMesh]] = {}

@@ -1,7 +1,7 @@
 """Build a training engine from a model's keys: with the whole model on one rank, with its shards on several.
 
 one rank        files ─► whole model ─► adapters ─► engine
-several ranks   meta device ─► stages ─► tensor parallel ─► adapters ─► shards ─► memory ─► own slices of the
+several ranks   meta device ─► stages ─► adapters ─► tensor or expert parallel ─► shards ─► memory ─► own slices
                 files ─► engine
 """
 
@@ -28,6 +28,7 @@ from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.build import Kind, build_policy, build_value, resolve_dtype
 from hybridflow.models.build_score import build_score
+from hybridflow.models.expert_parallel import apply_expert_parallel
 from hybridflow.models.experts import routers
 from hybridflow.models.lora import LoraSettings, add_lora, init_lora
 from hybridflow.models.policy import PolicyModel
@@ -156,6 +157,9 @@ def _shard(
         apply_tensor_parallel(module, mesh.tensor)
     if lora is not None:
         add_lora(module, lora)
+    experts: list[nn.Module] = []
+    if mesh.experts is not None:
+        experts = apply_expert_parallel(module, mesh.experts)
     if not trained:
         module.requires_grad_(False)
     module.sequence_group = mesh.sequence_group
@@ -164,7 +168,7 @@ def _shard(
     absent: set[nn.Parameter] = set()
     if stage is not None:
         absent = stage.absent
-    shard(module, blocks, mesh, fsdp, meta.dtype, root=stage, absent=absent)
+    shard(module, blocks, mesh, fsdp, meta.dtype, experts=experts, root=stage, absent=absent)
     home = device
     if fsdp.offload_policy:
         home = torch.device("cpu")

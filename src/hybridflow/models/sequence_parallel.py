@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybridflow.models.all_to_all import AllToAll
 from hybridflow.models.attention import Layout
 from hybridflow.models.log_probs import TokenOutputs
 from hybridflow.models.routing import RouteTape
@@ -80,7 +81,7 @@ class SequenceCut:
         """Exchange hidden states where this rank predicts for those of its share of targets, `own`."""
         if not self.num_targets:
             return states
-        dealt: Tensor = _AllToAll.apply(states, self.group, self._sends, self._receives)  # type: ignore[no-untyped-call]
+        dealt: Tensor = AllToAll.apply(states, self.group, self._sends, self._receives)  # type: ignore[no-untyped-call]
         return dealt
 
     def gather(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -132,7 +133,7 @@ class SequenceLayout:
         each = [x[0].unflatten(0, (self.cut.size, -1)).transpose(1, 2) for x in states]  # [size, P, h, D]
         sizes = [x.shape[2:] for x in each]
         mixed = torch.cat([x.flatten(2) for x in each], dim=-1)
-        received = _AllToAll.apply(mixed, self.cut.group, None, None).flatten(0, 1)[: self.cut.num_tokens]  # type: ignore[no-untyped-call]
+        received = AllToAll.apply(mixed, self.cut.group, None, None).flatten(0, 1)[: self.cut.num_tokens]  # type: ignore[no-untyped-call]
         parts = received.split([size.numel() for size in sizes], dim=-1)
         return [
             part.unflatten(-1, size).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True)
@@ -144,7 +145,7 @@ class SequenceLayout:
         tokens = attended[0]
         if dummies:
             tokens = pad(tokens, (0, 0, 0, 0, 0, dummies))
-        mine = _AllToAll.apply(tokens.unflatten(0, (self.cut.size, -1)), self.cut.group, None, None)  # type: ignore[no-untyped-call]
+        mine = AllToAll.apply(tokens.unflatten(0, (self.cut.size, -1)), self.cut.group, None, None)  # type: ignore[no-untyped-call]
         whole: Tensor = mine.transpose(0, 1).flatten(1, 2)[None]
         return whole
 
@@ -173,35 +174,6 @@ def divide_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[
 def _overlap(first: list[int], i: int, second: list[int], j: int) -> int:
     """Return how many numbers lie both in [first[i], first[i + 1]) and in [second[j], second[j + 1])."""
     return max(0, min(first[i + 1], second[j + 1]) - max(first[i], second[j]))
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchange of rows [R, ...] among the ranks of a group, whose gradient goes the way back.
-
-    `sends` has the number of rows for each rank, `receives` the number from each; None means equal counts.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, sends: list[int] | None, receives: list[int] | None
-    ) -> Tensor:
-        ctx.way_back = (group, receives, sends)
-        return _exchange(rows, group, sends, receives)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], *ctx.way_back), None, None, None
-
-
-def _exchange(
-    rows: Tensor, group: dist.ProcessGroup, sends: list[int] | None, receives: list[int] | None
-) -> Tensor:
-    count = len(rows)
-    if receives is not None:
-        count = sum(receives)
-    received = rows.new_empty((count, *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
-    return received
 
 
 class _Gather(torch.autograd.Function):

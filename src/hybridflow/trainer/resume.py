@@ -21,6 +21,7 @@ ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("sch
 SPREADS = {
     "fsdp_size",
     "tensor_parallel_size",
+    "expert_parallel_size",
     "ulysses_sequence_parallel_size",
     "tensor_model_parallel_size",
     "reshard_after_forward",

@@ -54,19 +54,21 @@ class RoleLayout:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, their parts."""
+        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, parts, experts."""
         tensor = self.fsdp.tensor_parallel_size
         stages = self.fsdp.pipeline_parallel_size
         size = self.fsdp.fsdp_size
         if size == -1:
             size = self.processes // (tensor * stages)
-        return self.processes, size, tensor, stages, self.fsdp.virtual_pipeline_parallel_size
+        parts = self.fsdp.virtual_pipeline_parallel_size
+        return self.processes, size, tensor, stages, parts, self.fsdp.expert_parallel_size
 
     def __str__(self) -> str:
         return (
             f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
             f"tensor_parallel_size={self.fsdp.tensor_parallel_size}, "
-            f"pipeline_parallel_size={self.fsdp.pipeline_parallel_size}"
+            f"pipeline_parallel_size={self.fsdp.pipeline_parallel_size}, "
+            f"expert_parallel_size={self.fsdp.expert_parallel_size}"
         )
 
     def problems(self) -> Iterator[str]:
@@ -114,6 +116,30 @@ class RoleLayout:
             )
         elif size > 0 and size % self.sequence and self.sequence % size:
             yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
+        elif self.fsdp.expert_parallel_size > 1:
+            yield from self._expert_problems(here, sharers if size == -1 else size)
+
+    def _expert_problems(self, here: str, shards: int) -> Iterator[str]:
+        """Yield one line for each size that does not go with expert parallelism over `shards` ranks."""
+        experts = self.fsdp.expert_parallel_size
+        key = f"{here}expert_parallel_size={experts}"
+        if shards % experts:
+            yield f"{key} does not divide the {shards} ranks that share the parameters: set a divisor"
+        if self.fsdp.tensor_parallel_size > 1:
+            yield (
+                f"{key} with {here}tensor_parallel_size={self.fsdp.tensor_parallel_size}: layers with "
+                "experts are not split; set tensor_parallel_size=1"
+            )
+        if self.fsdp.pipeline_parallel_size > 1:
+            yield (
+                f"{key} with {here}pipeline_parallel_size={self.fsdp.pipeline_parallel_size}: stages have all "
+                "of their experts on each rank; set one of them to 1"
+            )
+        if self.fsdp.use_torch_compile:
+            yield (
+                f"{key} with {here}use_torch_compile=true: ranks exchange as many tokens as a pass wants, "
+                "which cannot be compiled; set use_torch_compile=false"
+            )
 
 
 def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -17,12 +18,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.shards import is_absent, local, own_box
 from hybridflow.engines.base import Held
+from hybridflow.errors import ModelError
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,13 +37,15 @@ def shard(
     config: FSDPConfig,
     compute: torch.dtype,
     *,
+    experts: Sequence[nn.Module] = (),
     root: nn.Module | None = None,
     absent: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard parameters over the ranks of `mesh`: each block is a group, the rest one with the root.
 
-    `root` is the module whose forward is called, `module` itself if it is None. `absent` are parameters that
-    other stages of a pipeline hold, which stay as they are.
+    `experts` are modules whose parameters are cut among the ranks of `mesh.experts`; each is a group over the
+    other ranks, cut along the second dimension. `root` is the module whose forward is called, `module` itself
+    if it is None. `absent` are parameters that other stages of a pipeline hold, which stay as they are.
 
     The root's group (embeddings, last norm, head) stays gathered from its forward to its backward, since the
     head's weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a
@@ -53,19 +58,27 @@ def shard(
     if config.offload_policy:
         offload = CPUOffloadPolicy(pin_memory=features(mesh.fsdp.device_type).pins_memory)
 
-    def group(part: nn.Module, reshard: bool, dtype: torch.dtype) -> None:
+    def group(part: nn.Module, reshard: bool, dtype: torch.dtype, over: DeviceMesh = mesh.fsdp) -> None:
         # inputs and buffers keep their dtypes: positions, rotary frequencies and the value head's input are
         # float32 on one rank too
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+        place = None
+        if over is mesh.expert_fsdp:
+            place = _second_dimension
         fully_shard(
             part,
-            mesh=mesh.fsdp,
+            mesh=over,
             reshard_after_forward=reshard,
+            shard_placement_fn=place,
             mp_policy=policy,
             offload_policy=offload,
             ignored_params=set(absent),
         )
 
+    if mesh.expert_fsdp is not None:
+        _check_even(experts, mesh.expert_fsdp.size(-1))
+        for each in experts:
+            group(each, config.reshard_after_forward, compute, mesh.expert_fsdp)
     for block in blocks:
         group(block, config.reshard_after_forward, compute)
     head = getattr(module, "head", None)
@@ -81,6 +94,23 @@ def shard(
         for this, following in pairwise(blocks):
             assert isinstance(this, FSDPModule) and isinstance(following, FSDPModule)
             this.set_modules_to_forward_prefetch([following])
+
+
+def _second_dimension(parameter: nn.Parameter) -> Shard:
+    """Return where FSDP cuts a parameter of experts, whose first dimension is cut already."""
+    return Shard(1)
+
+
+def _check_even(experts: Sequence[nn.Module], ranks: int) -> None:
+    """Raise ModelError where FSDP cannot cut expert tensors along their second dimension evenly."""
+    for part in experts:
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.shape[1] % ranks:
+                raise ModelError(
+                    f"{ranks} ranks share each part of the experts, and {name} {tuple(parameter.shape)} "
+                    "cannot be cut evenly among them: raise fsdp_config.expert_parallel_size, or lower "
+                    "fsdp_config.fsdp_size"
+                )
 
 
 def widen_trained(module: nn.Module) -> dict[str, torch.dtype]:

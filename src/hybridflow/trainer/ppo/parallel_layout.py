@@ -22,7 +22,12 @@ def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelLayout:
     """Return how the engine of a role uses `world_size` processes."""
     fsdp, sequence, _ = engine_keys(config, role)
     return ParallelLayout.from_keys(
-        world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size, fsdp.pipeline_parallel_size
+        world_size,
+        fsdp.fsdp_size,
+        sequence,
+        fsdp.tensor_parallel_size,
+        fsdp.pipeline_parallel_size,
+        fsdp.expert_parallel_size,
     )
 
 

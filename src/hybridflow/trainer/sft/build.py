@@ -141,6 +141,7 @@ def sizes(config: SFTConfig, world_size: int) -> ParallelLayout:
         engine.ulysses_sequence_parallel_size,
         engine.tensor_parallel_size,
         engine.pipeline_parallel_size,
+        engine.expert_parallel_size,
     )
 
 

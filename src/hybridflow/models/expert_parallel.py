@@ -1,0 +1,110 @@
+"""Expert parallelism: each rank of the mesh ("ep",) holds some of the experts, and gets the tokens for them.
+
+    hidden [N, H], routes [N, K] ──sorted──► all-to-all ──► own experts ──► all-to-all ──► weighted sum [N, H]
+
+Expert tensors become DTensors with `Shard(0)`, so that files, checkpoints and weight sync see whole tensors
+with a place for each part; FSDP then shards them over the other ranks. The products of a token's experts are
+computed where the experts are, by the model's own kernel, and weighted and added up where the token is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hybridflow.errors import ModelError
+from hybridflow.models.all_to_all import AllToAll, exchange
+from hybridflow.models.experts import expert_modules, num_experts
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
+
+KEY = "fsdp_config.expert_parallel_size"
+PLACED = "grouped_gemm"
+"""What transformers' plan for expert parallelism calls the parameters of experts."""
+
+
+def apply_expert_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Cut the experts of `model`, on the meta device, among the ranks of the one-dimensional `mesh`.
+
+    Returns the modules that hold experts. Raises ModelError for a model without experts or whose plan names
+    none, and for a number of experts that does not divide.
+    """
+    assert mesh.ndim == 1, f"expert parallelism takes a mesh of one dimension, got {mesh}"
+    check_experts(model, mesh.size())
+    backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
+    modules = list(expert_modules(backbone).values())
+    for experts in modules:
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            part = parameter.detach().chunk(mesh.size())[0]
+            cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        experts.forward = functools.partial(_forward, experts, mesh)
+    return modules
+
+
+def check_experts(model: PolicyModel | ValueModel, ranks: int) -> None:
+    """Raise ModelError where the experts of a model cannot be cut among so many ranks."""
+    backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
+    kind = f"{type(backbone).__name__} (model_type {backbone.config.model_type!r})"
+    count = num_experts(backbone.config)
+    modules = expert_modules(backbone)
+    plan = getattr(backbone.config.get_text_config(), "base_model_ep_plan", None) or {}
+    planned = {name.rpartition(".")[2] for name, style in plan.items() if style == PLACED}
+    own = {name for experts in modules.values() for name, _ in experts.named_parameters()}
+    if not count or not modules or own != planned:
+        raise ModelError(
+            f"{kind} has no experts that can be cut among ranks: transformers' plan for it names "
+            f"{', '.join(sorted(planned)) or 'no tensors'}, and its experts have "
+            f"{', '.join(sorted(own)) or 'none'}. Set {KEY}=1"
+        )
+    if count % ranks:
+        raise ModelError(f"{kind} has {count} experts, which {KEY}={ranks} does not divide: set a divisor")
+
+
+class _OwnExperts:
+    """The experts of this rank, as the kernels of a model see them: plain tensors of its part."""
+
+    def __init__(self, experts: Any, ranks: int) -> None:
+        self._experts = experts
+        self.num_experts = experts.num_experts // ranks
+        for name, parameter in experts.named_parameters(recurse=False):
+            setattr(self, name, parameter.to_local(grad_placements=[Shard(0)]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def compute(self, states: Tensor, expert: Tensor) -> Tensor:
+        """Return the outputs [S, H] of the expert [S] int64, numbered here, of each of the states [S, H]."""
+        if not len(states):  # the parameters still take part in the backward pass, as on every other rank
+            nothing = sum((each * 0.0).sum() for each in vars(self).values() if isinstance(each, Tensor))
+            return states + nothing
+        ones = states.new_ones(len(states), 1)
+        outputs: Tensor = type(self._experts).forward(self, states, expert[:, None], ones)
+        return outputs
+
+
+def _forward(
+    experts: Any, mesh: DeviceMesh, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the experts of hidden states [N, H] where they are: indices and weights [N, K] -> [N, H]."""
+    count, chosen = top_k_index.shape
+    ranks = mesh.size()
+    group = mesh.get_group()
+    flat = top_k_index.reshape(-1)
+    order = flat.argsort(stable=True)
+    sends = torch.bincount(flat, minlength=experts.num_experts)
+    receives = exchange(sends, group, None, None).view(ranks, -1)
+    given = sends.view(ranks, -1).sum(1).tolist()
+    taken = receives.sum(1).tolist()
+    states = AllToAll.apply(hidden_states[order // chosen], group, given, taken)  # type: ignore[no-untyped-call]
+    numbers = torch.arange(receives.shape[1], device=flat.device).repeat(ranks)
+    expert = numbers.repeat_interleave(receives.reshape(-1))
+    outputs = _OwnExperts(experts, ranks).compute(states, expert)
+    outputs = AllToAll.apply(outputs, group, taken, given)[order.argsort()]  # type: ignore[no-untyped-call]
+    weighted: Tensor = outputs.view(count, chosen, -1) * top_k_weights[..., None]
+    return weighted.sum(1).to(hidden_states.dtype)

@@ -1,0 +1,219 @@
+"""Two and four ranks share the experts of a model and train as one process does, with replayed routes; live
+routes may differ where two experts are nearly equal, which is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_zoo import training_rows
+from sharded_runs import Run, build, loss_of, weights_of, whole
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridflow.distributed.process_group import rank_and_size
+from hybridflow.engines import Ask
+from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.errors import ModelError
+from hybridflow.models.lora import LoraSettings
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.models.twin import Twin
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import ROUTES
+from hybridflow.weight_sync.gathered_twin import GatheredTwin
+from hybridflow.workers.state import StatefulWorker
+from ranks import Ranks
+
+ASK = Ask(log_probs=True, entropy=True, routes=True)
+PARTS = ("model", "optimizer", "scheduler")
+EXPERTS = {"experts": 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = create_tiny_model(
+        tmp_path_factory.mktemp("experts"),
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        experts=4,
+    )
+    return Run(str(folder), grad_clip=None, steps=1)
+
+
+@pytest.fixture(scope="module")
+def routes(run: Run) -> Tensor:
+    """The routes of one process."""
+    rows = training_rows(dtype=torch.float32)
+    return build(run, 1).forward(rows, ASK, run.limits)["routes"]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+def step(rank: int, run: Run, world_size: int, routes: Tensor | None, load: str = "", save: str = "") -> Any:
+    """One optimizer step on each rank's rows: the loss, what came of it, and where tokens went before."""
+    engine = build(run, world_size)
+    worker = StatefulWorker(engine)
+    if load:
+        worker.load(load, PARTS)
+    start = weights_of(engine)
+    rows = training_rows(dtype=torch.float64)
+    if routes is not None:
+        rows |= DataProto.from_dict({ROUTES: routes})
+    part = sorted(row for part in run.deal for row in part)
+    if world_size > 1:
+        part = list(run.deal[engine.layout.data_rank(rank_and_size()[0])])
+    batch = rows.select_idxs(part)
+    answers = engine.forward(batch, ASK, run.limits)
+    metrics = engine.train_mini_batch(
+        batch, Ask(log_probs=True, entropy=True), loss_of(run, rows), run.limits
+    )
+    if save:
+        worker.save(save, PARTS)
+    return {
+        "start": start,
+        "rows": part,
+        "answers": answers,
+        "metrics": metrics.to_floats(),
+        "weights": weights_of(engine),
+        "gradients": gradients(engine),
+        "held": {
+            name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+            for name, p in engine.module.named_parameters()
+        },
+        "boxes": {held.name: held.box.shape for held in engine.held_weights()},
+    }
+
+
+def gradients(engine: FSDPEngine) -> dict[str, Tensor]:
+    """The gradients of the only step, of which AdamW's mean has a tenth."""
+    state = engine.state_dict()["optimizer"]
+    return {name: 10 * whole(entry["exp_avg"]) for name, entry in state.items()}
+
+
+def assert_close(ranks: list[Any], one: Any, bound: float) -> None:
+    """The same answers, and gradients and weights within `bound` of their own size."""
+    for found in ranks:
+        for row, wanted in zip(found["rows"], range(len(found["rows"])), strict=True):
+            theirs = one["answers"]["log_probs"][one["rows"].index(row)]
+            assert (found["answers"]["log_probs"][wanted] - theirs).abs().max() < bound
+        for name, gradient in one["gradients"].items():
+            apart = (found["gradients"][name] - gradient).norm()
+            assert apart <= bound * gradient.norm(), (name, float(apart))
+    norms = [each["metrics"].get("actor/grad_norm") for each in (ranks[0], one)]
+    assert norms[0] == pytest.approx(norms[1], rel=bound)
+
+
+def test_two_ranks_share_experts(two_ranks: Ranks, run: Run, routes: Tensor) -> None:
+    cut = replace(run, sizes=EXPERTS)
+    one = step(0, run, 1, routes)
+    ranks = two_ranks.run(step, cut, 2, routes)
+    assert_close(ranks, one, 1e-5)
+    name = "hf.model.layers.0.mlp.experts.gate_up_proj"
+    assert one["held"][name][0] == 4 and [rank["held"][name][0] for rank in ranks] == [2, 2]
+    assert ranks[0]["boxes"][name] == ranks[0]["held"][name]
+    for key in ("load_entropy", "load_max", "flips", "without_route"):
+        assert ranks[0]["metrics"][f"actor/moe/{key}"] == pytest.approx(one["metrics"][f"actor/moe/{key}"])
+        assert f"actor/moe/{key}" not in ranks[1]["metrics"], "said once, not by rank"
+
+
+def test_in_float64_the_weights_after_a_step_are_those_of_one_process(
+    two_ranks: Ranks, run: Run, routes: Tensor
+) -> None:
+    wide = replace(run, model={"dtype": "float64"})
+    one = step(0, wide, 1, routes)
+    ranks = two_ranks.run(step, replace(wide, sizes=EXPERTS), 2, routes)
+    assert_close(ranks, one, 1e-12)
+    for name, weight in one["weights"].items():
+        assert (ranks[0]["weights"][name] - weight).abs().max() < 1e-10
+        assert not torch.equal(weight, one["start"][name])
+
+
+def test_live_routes_and_recomputed_layers(two_ranks: Ranks, run: Run, routes: Tensor) -> None:
+    """Without replay: flips are counted, and there are few; a layer that is recomputed exchanges again."""
+    cut = replace(run, sizes=EXPERTS, model={"gradient_checkpointing": True})
+    ranks = two_ranks.run(step, cut, 2, None)
+    flips = 0
+    for found in ranks:
+        flips += int((found["answers"]["routes"] != routes[found["rows"]]).any(-1).sum())
+    assert flips <= 2
+    if not flips:
+        assert_close(ranks, step(0, run, 1, None), 1e-5)
+
+
+def test_checkpoints_of_experts_are_read_by_any_layout(
+    two_ranks: Ranks, run: Run, routes: Tensor, tmp_path: Path
+) -> None:
+    cut = replace(run, sizes=EXPERTS)
+    layouts = {"one": (run, 1), "ep": (cut, 2), "fsdp": (run, 2)}
+    saved = {}
+    for name, (layout, count) in layouts.items():
+        arguments = (layout, count, routes, "", str(tmp_path / name))
+        saved[name] = step(0, *arguments) if count == 1 else two_ranks.run(step, *arguments)[0]
+    for source in layouts:
+        for target, (layout, count) in layouts.items():
+            if source == target:
+                continue
+            arguments = (layout, count, routes, str(tmp_path / source))
+            found = step(0, *arguments) if count == 1 else two_ranks.run(step, *arguments)[0]
+            for key, weight in saved[source]["weights"].items():
+                assert torch.equal(found["start"][key], weight), (source, target, key)
+
+
+def generates_with(rank: int, run: Run) -> dict[str, Tensor]:
+    engine = build(run, 2)
+    dtypes = {held.name: held.compute_dtype for held in engine.held_weights()}
+    twin = Twin(engine.policy, dtypes=dtypes, device=torch.device("cpu"))
+    GatheredTwin(engine.held_weights, twin).acquire(0)
+    return {name: parameter.detach() for name, parameter in twin.parameters.items()}
+
+
+def test_generation_has_all_experts_on_each_rank(two_ranks: Ranks, run: Run) -> None:
+    wanted = weights_of(build(run, 1))
+    for weights in two_ranks.run(generates_with, replace(run, sizes=EXPERTS)):
+        for name, weight in weights.items():
+            assert torch.equal(weight, wanted[name]), name
+
+
+@pytest.mark.parametrize("how", [{"lora": LoraSettings(2)}, {"sizes": {**EXPERTS, "sequence": 2}}])
+def test_with_adapters_and_with_ulysses(
+    two_ranks: Ranks, run: Run, routes: Tensor, how: dict[str, Any]
+) -> None:
+    cut = replace(run, **{"sizes": EXPERTS, **how})
+    if "sizes" in how:
+        cut = replace(cut, deal=(tuple(range(7)),))
+    one = step(0, replace(cut, sizes={}), 1, routes)
+    assert_close(two_ranks.run(step, cut, 2, routes), one, 1e-5)
+
+
+def refused(rank: int, run: Run) -> str:
+    with pytest.raises(ModelError) as caught:
+        build(run, 2)
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    sizes = {"hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 48}
+    for name, experts, message in (("dense", 0, "has no experts"), ("odd", 3, "has 3 experts, which")):
+        folder = create_tiny_model(tmp_path / name, experts=experts, **sizes)
+        for text in two_ranks.run(refused, Run(str(folder), sizes=EXPERTS)):
+            assert message in text and "expert_parallel_size" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [EXPERTS, {"experts": 4}, {"fsdp_size": 2, "experts": 2}])
+def test_four_ranks(four_ranks: Ranks, run: Run, routes: Tensor, sizes: dict[str, int]) -> None:
+    """EP 2 × FSDP 2, EP 4, and two copies of EP 2."""
+    cut = replace(run, sizes=sizes, deal=((0, 4), (1, 5), (2, 6), (3,)))
+    assert_close(four_ranks.run(step, cut, 4, routes), step(0, run, 1, routes), 1e-5)

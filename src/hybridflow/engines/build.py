@@ -1,8 +1,8 @@
 """Build a training engine from a model's keys: with the whole model on one rank, with its shards on several.
 
 one rank        files ─► whole model ─► adapters ─► engine
-several ranks   meta device ─► stages ─► adapters ─► tensor or expert parallel ─► shards ─► memory ─► own slices
-                files ─► engine
+several ranks   meta device ─► stages ─► tensor parallel ─► adapters ─► expert parallel ─► shards ─► memory
+                ─► own slices of the files ─► engine
 """
 
 from __future__ import annotations

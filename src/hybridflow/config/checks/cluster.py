@@ -54,7 +54,7 @@ class RoleLayout:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, parts, experts."""
+        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, experts."""
         tensor = self.fsdp.tensor_parallel_size
         stages = self.fsdp.pipeline_parallel_size
         size = self.fsdp.fsdp_size
@@ -64,11 +64,13 @@ class RoleLayout:
         return self.processes, size, tensor, stages, parts, self.fsdp.expert_parallel_size
 
     def __str__(self) -> str:
+        experts = ""
+        if self.fsdp.expert_parallel_size > 1:
+            experts = f", expert_parallel_size={self.fsdp.expert_parallel_size}"
         return (
             f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
             f"tensor_parallel_size={self.fsdp.tensor_parallel_size}, "
-            f"pipeline_parallel_size={self.fsdp.pipeline_parallel_size}, "
-            f"expert_parallel_size={self.fsdp.expert_parallel_size}"
+            f"pipeline_parallel_size={self.fsdp.pipeline_parallel_size}{experts}"
         )
 
     def problems(self) -> Iterator[str]:
@@ -132,8 +134,8 @@ class RoleLayout:
             )
         if self.fsdp.pipeline_parallel_size > 1:
             yield (
-                f"{key} with {here}pipeline_parallel_size={self.fsdp.pipeline_parallel_size}: stages have all "
-                "of their experts on each rank; set one of them to 1"
+                f"{key} with {here}pipeline_parallel_size={self.fsdp.pipeline_parallel_size}: stages have "
+                "all of their experts on each rank; set one of them to 1"
             )
         if self.fsdp.use_torch_compile:
             yield (

@@ -67,6 +67,11 @@ SPREADS: dict[str, tuple[str, ...]] = {
         f"{CRITIC}.fsdp_config.offload_policy=true",
     ),
     "ulysses": (f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{CRITIC}.ulysses_sequence_parallel_size=2"),
+    "ring": tuple(
+        f"{role}.{key}"
+        for role in (ACTOR, CRITIC)
+        for key in ("ulysses_sequence_parallel_size=2", "fsdp_config.context_parallel=ring")
+    ),
     "tp": (f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{CRITIC}.fsdp_config.tensor_parallel_size=2"),
     "lora": (),
 }

@@ -48,6 +48,11 @@ class FSDPConfig:
         "Parts of each stage (interleaved schedule): stages wait less for each other and send more.",
         minimum=1,
     )
+    context_parallel: Literal["ulysses", "ring"] = key(
+        "ulysses",
+        "How ranks that share the tokens of rows (ulysses_sequence_parallel_size) attend: ulysses exchanges "
+        "heads for tokens; ring passes keys and values round, for models with fewer heads than ranks.",
+    )
     reshard_after_forward: bool = key(
         True,
         "Free a block's gathered parameters after its forward pass, which saves memory; false: keep them "

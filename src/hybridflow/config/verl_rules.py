@@ -179,7 +179,8 @@ ENGINE: tuple[Rule, ...] = (
         r".+\.megatron\.context_parallel_size",
         OFF_OR_ONE,
         "each row is whole on one process",
-        "set ulysses_sequence_parallel_size of the same role, which cuts rows among processes",
+        "set ulysses_sequence_parallel_size of the same role, which cuts rows among processes, and "
+        "fsdp_config.context_parallel=ring for a ring",
     ),
     Rule(
         r".+\.megatron\.\w*(pipeline|expert)\w*",

@@ -164,6 +164,7 @@ def _shard(
         module.requires_grad_(False)
     module.sequence_group = mesh.sequence_group
     module.column = mesh.column
+    module.sequence_ring = fsdp.context_parallel == "ring"
     compute_dtypes = widen_trained(module)
     absent: set[nn.Parameter] = set()
     if stage is not None:

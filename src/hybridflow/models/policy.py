@@ -43,6 +43,8 @@ class PolicyModel(nn.Module):
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
     column: Column | None = None
     """Ranks that hold the other stages of the model, or None where this rank has all layers."""
+    sequence_ring = False
+    """Whether these ranks attend in a ring instead of exchanging heads."""
     compiles_decoding = False
     """Whether steps of decoding are compiled, where the model's layers allow it, but for exact mode."""
     source_dtype: torch.dtype | None = None
@@ -123,7 +125,7 @@ class PolicyModel(nn.Module):
 
         Only the M predicting positions go through the head, a chunk at a time.
         """
-        cut = sequence_cut(packed, self.sequence_group, self.config)
+        cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
         if self.routing is not None:
             self.tape = self.routing.tape(packed, cut)
         states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact, self.tape)
@@ -165,7 +167,7 @@ class PolicyModel(nn.Module):
         """Return the routes [N, W] int16 of the newest pass, which was over these tokens."""
         assert self.routing is not None and self.tape is not None, "`follow_routes` comes before a pass"
         routes = self.tape.routes.flatten(1)
-        cut = sequence_cut(packed, self.sequence_group, self.config)
+        cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
         if cut is not None:
             routes = cut.gather_rows(routes.int()).to(torch.int16)
         return routes
@@ -267,14 +269,14 @@ def run_backbone(
 
 
 def sequence_cut(
-    packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig
+    packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig, ring: bool = False
 ) -> SequenceCut | None:
     """Return the cut of `packed` among the ranks of `group`; None without a group of several ranks."""
     if group is None or group.size() == 1:
         return None
     assert packed.places is None, "rows share no tokens where ranks share rows"
     check_lengths(config, max(packed.lengths), "ulysses_sequence_parallel_size=1")
-    return SequenceCut(packed, group)
+    return SequenceCut(packed, group, ring=ring)
 
 
 def all_states(

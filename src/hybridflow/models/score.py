@@ -83,7 +83,7 @@ class ScoreModel(ValueModel):
             on_cpu = packed.places[on_cpu]
         index = on_cpu.to(packed.predict_index.device)
         read = replace(packed, predict_index=index, predict_index_on_cpu=on_cpu, targets=index)
-        cut = sequence_cut(read, self.sequence_group, self.config)
+        cut = sequence_cut(read, self.sequence_group, self.config, self.sequence_ring)
         states = packed_hidden(self.backbone, read, self.device, cut)
         numbers: Tensor = self.head(states.to(self.head.weight.dtype))
         scores = numbers[:, -1].clone()  # FSDP warns of modules that return views

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from hybridflow.models.all_to_all import AllToAll
 from hybridflow.models.attention import Layout
 from hybridflow.models.log_probs import TokenOutputs
+from hybridflow.models.ring_attention import RingLayout
 from hybridflow.models.routing import RouteTape
 from hybridflow.models.scores import Scores
 from hybridflow.protocol.packing import PackedBatch
@@ -37,8 +38,11 @@ class SequenceCut:
     one.
     """
 
-    def __init__(self, packed: PackedBatch, group: dist.ProcessGroup) -> None:
+    def __init__(self, packed: PackedBatch, group: dist.ProcessGroup, *, ring: bool = False) -> None:
+        """Cut a packed batch for this rank of `group`; with `ring` the parts attend by ring attention."""
         self.group = group
+        self.lengths = packed.lengths
+        self.ring = ring
         self.size = group.size()
         self.rank = group.rank()
         self.num_tokens = packed.num_tokens
@@ -73,8 +77,10 @@ class SequenceCut:
         dist.all_gather(parts, mine.contiguous(), group=self.group)
         return torch.cat(parts)[: self.num_tokens]
 
-    def layout(self, whole: Layout) -> SequenceLayout:
+    def layout(self, whole: Layout) -> Layout:
         """Return the layout of this rank's part, around that of all N tokens."""
+        if self.ring:
+            return RingLayout(self.lengths, self.part, self.group)
         return SequenceLayout(whole, self)
 
     def deal(self, states: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class ValueModel(nn.Module):
     """
 
     sequence_group: ProcessGroup | None = None
+    sequence_ring = False
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same values."""
 
     column: Column | None = None
@@ -64,7 +65,7 @@ class ValueModel(nn.Module):
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Return values [M] of the predicted tokens, in reward units, float32 or better."""
-        cut = sequence_cut(packed, self.sequence_group, self.config)
+        cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
         states = packed_hidden(self.backbone, packed, self.device, cut)
         # FSDP warns of modules that return views
         values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0].clone()

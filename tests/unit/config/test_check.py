@@ -252,6 +252,10 @@ BAD = [
         ],
         "adapters are not split",
     ),
+    (
+        ["actor_rollout_ref.actor.fsdp_config.context_parallel=ring"],
+        "context_parallel=ring, but no ranks share rows: set",
+    ),
     (["actor_rollout_ref.ref.model.lora_rank=8"], "ref.model.lora_rank: the reference does not train"),
     (
         ["actor_rollout_ref.ref.model.dtype=float64", "algorithm.ref_update_freq=2"],

@@ -126,6 +126,17 @@ def test_two_ranks_train_as_one(name: str, two_ranks: Ranks, folders: dict[str, 
     assert max(held) <= 0.51 * sum(held)
 
 
+def test_a_ring_steps_as_one_rank_in_float64(two_ranks: Ranks, folders: dict[str, str], alone: Any) -> None:
+    run = Run(
+        folders["untied"],
+        sizes={"sequence": 2},
+        fsdp=FSDPConfig(context_parallel="ring"),
+        deal=(ALL,),
+        model={"dtype": "float64", "gradient_checkpointing": True},
+    )
+    compare(two_ranks.run(train, run), alone(run), bound=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kind": "value", "model": {"gradient_checkpointing": True}}])
 def test_adapters_train_as_on_one_rank(

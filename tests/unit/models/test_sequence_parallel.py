@@ -85,6 +85,7 @@ def cut_against_uncut(
     settings = options.get("settings", {})
     wanted, wanted_grads = _run(model, packed, settings)
     model.sequence_group = dist.group.WORLD
+    model.sequence_ring = bool(options.get("ring"))
     if options.get("shard"):
         _shard(model)
     got, grads = _run(model, packed, settings)

@@ -79,6 +79,11 @@ class RoleLayout:
         size = self.fsdp.fsdp_size
         here = f"{self.block}.{self.fsdp_name}"
         ulysses = f"{self.block}.ulysses_sequence_parallel_size"
+        if self.fsdp.context_parallel == "ring" and self.sequence == 1:
+            yield (
+                f"{here}context_parallel=ring, but no ranks share rows: set {ulysses} to the number of "
+                "ranks in the ring, or leave it out"
+            )
         if tensor > 1 and self.sequence > 1:
             yield (
                 f"{here}tensor_parallel_size={tensor} with {ulysses}={self.sequence}: a model is split in "

@@ -69,7 +69,7 @@ def plan_run(options: argparse.Namespace) -> int:
     from hybridflow.planner.fitted import FITTED
     from hybridflow.planner.hardware import read_devices
     from hybridflow.planner.job import job_of
-    from hybridflow.planner.known_models import shape_of
+    from hybridflow.planner.known_models import shape_by_keys
     from hybridflow.planner.search import Search, first_different
 
     if options.check:
@@ -88,7 +88,7 @@ def plan_run(options: argparse.Namespace) -> int:
     response = options.response_tokens or config.data.max_response_length / 2
     if config.actor_rollout_ref.model.path is None:
         raise ConfigError("plan: say for which model, as in model=Qwen/Qwen3-8B")
-    job = job_of(config, shape_of, prompt, response, options.reward_seconds)
+    job = job_of(config, shape_by_keys, prompt, response, options.reward_seconds)
     began = time.perf_counter()
     costs = Costs(cluster, FITTED)
     search = Search(job, costs)

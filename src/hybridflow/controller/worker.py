@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from hybridflow.controller.dispatch import Dispatch, register
 from hybridflow.controller.place import RankInfo
+from hybridflow.distributed.measure import peak_since_asked
 from hybridflow.protocol import DataProto
 
 
@@ -36,6 +37,11 @@ class Worker:
     def stored(self, rows: DataProto) -> DataProto:
         """Return columns of the row store, which have come by reference, by value."""
         return rows
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def peak_memory(self) -> int:
+        """Return the most bytes that this process has had since it was asked last; 0: not known."""
+        return peak_since_asked()
 
 
 WorkerFactory: TypeAlias = Callable[[RankInfo], Worker]

@@ -14,10 +14,8 @@ import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
-from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt
+from hybridflow.config.needs import longest_rows, responses_per_prompt
 from hybridflow.config.preference import rows_per_item
-from hybridflow.config.roles import ROLE_KEYS, engine_keys
-from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
@@ -27,6 +25,7 @@ from hybridflow.models.in_force import in_force
 from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import size_of
+from hybridflow.planner.job import engine_of
 from hybridflow.planner.memory import (
     Engine,
     Needs,
@@ -90,7 +89,7 @@ class Plan:
                 continue
             world = sum(pool.world_size for pool in placement.pools_of(role))
             if isinstance(config, PPOConfig):
-                engines[role] = _ppo_engine(config, role, world)
+                engines[role] = engine_of(config, role, sizes(config, role, world))
             else:
                 engines[role] = _sft_engine(config, world)
         return cls(config, placement, engines)
@@ -122,27 +121,6 @@ def _device_line(plan: Plan) -> Line:
     if plan.device.type == "cpu":
         how += "; set trainer.device=cuda to plan for a GPU, which need not be in this machine"
     return Line("device and dtype", f"{plan.device.type}, {shown.replace('torch.', '')}", how)
-
-
-def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
-    fsdp, _, model = engine_keys(config, role)
-    spread = sizes(config, role, world)
-    path = ROLE_KEYS[role].updates
-    if not path:
-        return Engine(role, spread, fsdp, model, trained=False)
-    block = get_value(config, path)
-    return Engine(
-        role.replace("_reward", " reward model"),
-        spread,
-        fsdp,
-        model,
-        rows=block.ppo_mini_batch_size * rows_per_prompt(config),
-        longest=longest_rows(config)[0],
-        max_tokens=block.ppo_max_token_len_per_gpu,
-        max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
-        optimizer=block.optim.optimizer,
-        keys=f"{path.rpartition('.')[2]}.ppo_",
-    )
 
 
 def _sft_engine(config: SFTConfig, world: int) -> Engine:

@@ -49,6 +49,12 @@ class Efficiency:
         return ", ".join(f"{field.name}={getattr(self, field.name):.3g}" for field in fields(self))
 
 
+CPU_EFFICIENCY = Efficiency(
+    mfu=0.5, sparse_mfu=0.3, decode_bandwidth=0.5, decode_layer=3e-4, update=0.0, pass_layer=1e-3, links=1.0
+)
+"""A first guess for a process on a CPU, which the first step of a run corrects."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of a step."""

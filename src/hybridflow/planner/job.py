@@ -10,13 +10,18 @@ from dataclasses import dataclass
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import generation_batch
+from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import longest_rows, needs_reference, responses_per_prompt, rows_per_prompt
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.tree import get_value
-from hybridflow.planner.costs import Rows
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.planner.costs import Costs, Rows, Training
 from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.memory import Engine
 from hybridflow.planner.model_shape import ModelShape
 
+CALLS = {"reference": "ref", "critic": "values", "reward_model": "reward_model"}
+"""The metric of a role's forward pass."""
 READERS = ("reference", "critic", "reward_model")
 """Roles beside the actor and the rollout whose models a plan places."""
 
@@ -56,7 +61,7 @@ class Job:
 
 def job_of(
     config: PPOConfig,
-    load: Callable[[str], ModelShape],
+    load: Callable[[ModelConfig], ModelShape],
     prompt: float,
     response: float,
     reward_seconds: float = 0.0,
@@ -64,7 +69,7 @@ def job_of(
     """Return the job of a resolved configuration whose prompts and responses have so many tokens on the mean,
     and whose reward takes so many seconds for a response.
 
-    `load` reads the shape of a model by its path. Raises ModelError.
+    `load` reads the shape of a model by its keys. Raises ModelError.
     """
     wanted = {
         "actor": True,
@@ -72,7 +77,7 @@ def job_of(
         "critic": bool(config.critic.enable),
         "reward_model": config.reward.reward_model.enable,
     }
-    shapes = {role: load(str(engine_keys(config, role)[2].path)) for role, there in wanted.items() if there}
+    shapes = {role: load(engine_keys(config, role)[2]) for role, there in wanted.items() if there}
     rows = config.data.train_batch_size * rows_per_prompt(config)
     longest = longest_rows(config)[0]
     lengths = Lengths(response, config.data.max_response_length)
@@ -94,3 +99,54 @@ def _learner(config: PPOConfig, role: str, rows: int) -> Learner:
     mini = block.ppo_mini_batch_size or config.data.train_batch_size
     batches = -(-config.data.train_batch_size // mini)
     return Learner(batches * block.ppo_epochs, block.ppo_epochs, mini * rows_per_prompt(config))
+
+
+def engine_of(config: PPOConfig, role: str, layout: ParallelLayout) -> Engine:
+    """Return a role's engine with this layout, as the run will build it."""
+    fsdp, _, model = engine_keys(config, role)
+    path = ROLE_KEYS[role].updates
+    if not path:
+        return Engine(role, layout, fsdp, model, trained=False)
+    block = get_value(config, path)
+    return Engine(
+        role.replace("_reward", " reward model"),
+        layout,
+        fsdp,
+        model,
+        rows=block.ppo_mini_batch_size * rows_per_prompt(config),
+        longest=longest_rows(config)[0],
+        max_tokens=block.ppo_max_token_len_per_gpu,
+        max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
+        optimizer=block.optim.optimizer,
+        keys=f"{path.rpartition('.')[2]}.ppo_",
+    )
+
+
+def training_of(engine: Engine, config: PPOConfig) -> Training:
+    """Return how an engine passes over rows."""
+    fsdp = engine.fsdp
+    max_tokens = engine.max_tokens or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    return Training(
+        engine.layout,
+        max_tokens,
+        recomputes=engine.model.enable_gradient_checkpointing,
+        offloads=fsdp.param_offload or fsdp.offload_policy,
+        lora=engine.trained and bool(engine.model.lora_rank),
+        reshards=fsdp.reshard_after_forward,
+    )
+
+
+def calls_of(job: Job, costs: Costs, role: str, training: Training, rows: Rows) -> dict[str, float]:
+    """Return the seconds of a role's calls in a step, named as their `timing_s/` metrics."""
+    shape = job.shapes[role]
+    seconds = {}
+    if role != "actor":
+        seconds[CALLS[role]] = costs.forward(shape, rows, training)
+    elif job.old_log_probs:
+        seconds["old_log_prob"] = costs.forward(shape, rows, training)
+    learner = job.learners.get(role)
+    if learner is not None:
+        seconds[f"update_{role}"] = costs.update(
+            shape, rows, training, learner.optimizer_steps, learner.epochs
+        )
+    return seconds

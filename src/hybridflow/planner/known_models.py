@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.model import ModelConfig
 from hybridflow.errors import ModelError
 from hybridflow.planner.model_shape import ModelShape, load_shape, read_shape
 
@@ -36,3 +37,8 @@ def shape_of(path: str) -> ModelShape:
         + (f"; did you mean {', '.join(near)}?" if near else "")
         + ": give the path of its config.json, which is all that a plan reads"
     )
+
+
+def shape_by_keys(model: ModelConfig) -> ModelShape:
+    """Return the shape of the model that these keys name. Raises ModelError."""
+    return shape_of(str(model.path))

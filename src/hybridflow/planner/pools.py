@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
-from hybridflow.config.roles import ROLE_KEYS, engine_keys
-from hybridflow.config.tree import get_value
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Training
+from hybridflow.planner.costs import Costs
 from hybridflow.planner.hardware import sizes_of_pools
-from hybridflow.planner.job import Job
-from hybridflow.planner.memory import Engine, Needs, engine_needs, generation_needs, phases_of_pool
+from hybridflow.planner.job import Job, calls_of, engine_of, training_of
+from hybridflow.planner.memory import Needs, engine_needs, generation_needs, phases_of_pool
 
 RESERVED = 1.5 * 2**30
 """Bytes of a device that the estimate leaves out: context, libraries, buffers of communication."""
@@ -24,7 +22,6 @@ USABLE = 0.9
 """Part of a device that a plan fills."""
 FEWEST_ROWS = 8
 """Rows that a replica must have room for at once."""
-CALLS = {"reference": "ref", "critic": "values", "reward_model": "reward_model"}
 
 
 class Setting(NamedTuple):
@@ -145,51 +142,19 @@ class PoolPlanner:
 
     def _option(self, role: str, devices: int, setting: Setting) -> Option:
         job = self.job
-        shape = job.shapes[role]
-        config = job.config
-        fsdp, _, model = engine_keys(config, role)
-        learner = job.learners.get(role)
         layout = ParallelLayout.from_keys(devices, setting.shards, 1, setting.tensor)
+        engine = engine_of(job.config, role, layout)
         keys = replace(
-            fsdp,
+            engine.fsdp,
             fsdp_size=setting.shards,
             tensor_parallel_size=setting.tensor,
             param_offload=setting.offloads,
             optimizer_offload=setting.offloads,
         )
-        max_tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-        if learner is not None:
-            max_tokens = get_value(config, ROLE_KEYS[role].updates).ppo_max_token_len_per_gpu
-        engine = Engine(
-            role,
-            layout,
-            keys,
-            model,
-            trained=learner is not None,
-            rows=learner.rows if learner else 0,
-            longest=job.longest,
-            max_tokens=max_tokens,
-        )
-        lora = model.lora_rank if learner is not None else 0
-        training = Training(
-            layout,
-            max_tokens,
-            recomputes=model.enable_gradient_checkpointing,
-            offloads=setting.offloads,
-            lora=bool(lora),
-            reshards=keys.reshard_after_forward,
-        )
-        costs = self.costs
-        seconds = {}
-        if role != "actor":
-            seconds[CALLS[role]] = costs.forward(shape, job.trained, training)
-        elif job.old_log_probs:
-            seconds["old_log_prob"] = costs.forward(shape, job.trained, training)
-        if learner is not None:
-            seconds[f"update_{role}"] = costs.update(
-                shape, job.trained, training, learner.optimizer_steps, learner.epochs
-            )
-        size = shape.size(trained=learner is not None, lora_rank=lora)
+        engine = replace(engine, role=role, fsdp=keys)
+        seconds = calls_of(job, self.costs, role, training_of(engine, job.config), job.trained)
+        lora = engine.model.lora_rank if engine.trained else 0
+        size = job.shapes[role].size(trained=engine.trained, lora_rank=lora)
         return Option(setting, engine_needs(engine, size, on_cpu=False), seconds)
 
     def _with_rollout(self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]) -> Pool | None:

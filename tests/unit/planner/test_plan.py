@@ -13,7 +13,7 @@ from hybridflow.planner.costs import Costs
 from hybridflow.planner.fitted import FITTED
 from hybridflow.planner.hardware import read_devices
 from hybridflow.planner.job import Job, job_of
-from hybridflow.planner.known_models import shape_of
+from hybridflow.planner.known_models import shape_by_keys
 from hybridflow.planner.overrides import overrides_of
 from hybridflow.planner.pools import USABLE
 from hybridflow.planner.search import Search, allocations, first_different, partitions, placement_name
@@ -27,7 +27,7 @@ def prepared(recipe: str, *words: str) -> PPOConfig:
 
 def job(recipe: str, model: str, *words: str) -> Job:
     config = prepared(recipe, f"actor_rollout_ref.model.path={model}", *words)
-    return job_of(config, shape_of, 256, 512)
+    return job_of(config, shape_by_keys, 256, 512)
 
 
 def test_all_ways_to_share_devices_are_tried() -> None:

@@ -15,6 +15,8 @@ TIMINGS = (
     "fully_async/",
     "perf/throughput",
     "perf/time_per_step",
+    "perf/predicted/",
+    "perf/peak_memory",
     "perf/rollout_tokens_per_second",
     "reward/seconds",
 )

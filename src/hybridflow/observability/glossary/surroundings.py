@@ -235,6 +235,24 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry(
             "perf/driver_bytes", "Bytes that the driver sent and received by value.", "bytes", "lower"
         ),
+        MetricEntry(
+            "perf/predicted/{section}",
+            "Time that a part of the step should take for its rows, by the model of `hybridflow plan`. The "
+            "first step is predicted by the devices' figures alone, and corrects the later ones.",
+            "s",
+        ),
+        MetricEntry(
+            "perf/peak_memory",
+            "Most memory of a process of the actor in the step: of its GPU, or main memory on a CPU.",
+            "GiB",
+            "lower",
+        ),
+        MetricEntry(
+            "perf/predicted/peak_memory",
+            "The same by the estimate of `config --explain`, which the first step corrects by what the "
+            "libraries take.",
+            "GiB",
+        ),
         MetricEntry("rollout/generated_tokens", "Tokens that were sampled.", "tokens"),
         MetricEntry(
             "rollout/prefill_tokens", "Prompt tokens that were computed; shared ones count once.", "tokens"

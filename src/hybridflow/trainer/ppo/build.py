@@ -6,7 +6,7 @@ config ─► devices ─► tokenizer, data ─► worker processes (worker_gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from hybridflow.config.needs import replayed_steps
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
-from hybridflow.controller import WorkerGroup
+from hybridflow.controller import Placement, WorkerGroup
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.build import PromptData, build_prompt_data
 from hybridflow.data.loader import StatefulLoader
@@ -40,6 +40,7 @@ from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_cont
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
+from hybridflow.trainer.ppo.prediction import Predictor, make_predictor
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
@@ -125,6 +126,7 @@ def _trainer(
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
+    predictor = make_predictor(config, roles, Placement.from_config(config.trainer, needed_roles(config)))
     failures.begin(state.step)
     with run.recorded(state, store, source) as trackers:
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
@@ -160,10 +162,24 @@ def _trainer(
             only_validates=config.trainer.val_only,
             keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=partial(_finish_batch, source, data),
-            log_samples=samples.training,
+            log_samples=partial(_further_metrics, samples, predictor),
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()
+
+
+def _further_metrics(
+    samples: SampleLog,
+    predictor: Predictor | None,
+    batch: DataProto,
+    values: Mapping[str, float],
+    step: int,
+) -> dict[str, float]:
+    """Keep the samples of a step; return their metrics, and what the step should have taken."""
+    found = samples.training(batch, values, step)
+    if predictor is not None:
+        found |= predictor(batch, values)
+    return found
 
 
 def _num_steps(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:

@@ -1,0 +1,53 @@
+"""A run says what each step should have taken: the parts that it measured, corrected by its first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainer import build, ppo_config, tiny_model
+
+from hybridflow.distributed.measure import measured_cpu, peak_since_asked
+from hybridflow.planner.predict import Calibration
+
+
+def test_a_run_predicts_the_parts_that_it_measures(tmp_path: Path) -> None:
+    words = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=3"]
+    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *words)) as trainer:
+        trainer.fit()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "perf/predicted/step" in line]
+    assert len(steps) == 3
+    for line in steps:
+        parts = {name.rpartition("/")[2] for name in line if name.startswith("perf/predicted/")}
+        assert {"gen", "values", "update_critic", "update_actor", "step", "peak_memory"} <= parts
+        assert all(f"timing_s/{part}" in line for part in parts - {"peak_memory"})
+        total = sum(line[f"perf/predicted/{part}"] for part in parts - {"step", "peak_memory"})
+        assert line["perf/predicted/step"] == pytest.approx(total)
+        assert 0 < line["perf/peak_memory"] < 64
+    assert steps[0]["perf/predicted/peak_memory"] == pytest.approx(steps[0]["perf/peak_memory"])
+
+
+def test_the_first_step_corrects_the_later_ones() -> None:
+    calibration = Calibration()
+    calibration.learn({"gen": 2.0, "ref": 1.0}, {"gen": 3.0})
+    assert calibration.corrected({"gen": 4.0, "ref": 1.0}) == {"gen": 6.0, "ref": 1.0}
+    calibration.learn({"gen": 4.0, "ref": 1.0}, {"gen": 40.0, "ref": 2.0})
+    assert calibration.corrected({"gen": 4.0, "ref": 1.0}) == {"gen": 6.0, "ref": 2.0}
+
+
+def test_the_cpu_is_measured() -> None:
+    cpu = measured_cpu()
+    assert 1e8 < cpu.peak < 1e15 and 1e8 < cpu.bandwidth < 1e13 and cpu.memory > 2**28
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is reset by Linux")
+def test_a_peak_is_that_since_the_last_question() -> None:
+    peak_since_asked()
+    small = peak_since_asked()
+    block = torch.ones(32 * 2**20)  # 128 MiB
+    large = peak_since_asked()
+    del block
+    assert large - small > 100 * 2**20

@@ -60,12 +60,9 @@ class Scheduler:
     def __init__(self, *, max_rows: int, max_batched_tokens: int) -> None:
         self.max_rows = max_rows
         self.max_batched_tokens = max_batched_tokens
-        self._groups: dict[Units, deque[GenerationRequest]] = {}
-
-    @property
-    def num_waiting(self) -> int:
+        self.num_waiting = 0
         """Number of requests that have not entered."""
-        return sum(map(len, self._groups.values()))
+        self._groups: dict[Units, deque[GenerationRequest]] = {}
 
     @property
     def waiting(self) -> list[GenerationRequest]:
@@ -78,11 +75,13 @@ class Scheduler:
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to their context's group, or to the end of the queue."""
+        self.num_waiting += len(requests)
         for request in requests:
             self._groups.setdefault(request.context, deque()).append(request)
 
     def put_back(self, request: GenerationRequest) -> None:
         """Put a preempted request, with what it has, at the front."""
+        self.num_waiting += 1
         context = request.context
         if context in self._groups:
             self._groups[context].appendleft(request)
@@ -128,6 +127,7 @@ class Scheduler:
                 break
             entering = [group.popleft() for _ in range(count)]
             batch.append(Admission(context, entering, start, min(len(context), start + left), prefix))
+            self.num_waiting -= count
             rows += count
             left -= missing
             if not group:
@@ -137,6 +137,7 @@ class Scheduler:
     def remove(self, request_ids: set[int]) -> list[GenerationRequest]:
         """Take these requests out of the queue and return those that were in it."""
         removed = [request for request in self.waiting if request.request_id in request_ids]
+        self.num_waiting -= len(removed)
         for request in removed:
             group = self._groups[request.context]
             group.remove(request)

@@ -191,7 +191,24 @@ def _uuid(device: torch.device) -> str:
     return str(properties.uuid)
 
 
-class GroupWriter(Writer):
+class _GroupEnd:
+    """What both ends of a process group have: it serves any number of pushes, with a `rest` between them."""
+
+    buffer: Tensor
+    _group: Any
+    _tunnel: Tunnel | TunnelEnd
+
+    def rest(self) -> None:
+        """Let go of the buffer until the next push, and keep the group."""
+        self.buffer = self.buffer.new_empty(0)
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self._group = None
+        self._tunnel.close()
+
+
+class GroupWriter(_GroupEnd, Writer):
     """Rank 0 of a process group; gloo for CPU tensors, NCCL for CUDA tensors.
 
     The ranks find each other by a TCPStore that listens on this machine's loopback alone; readers come to it
@@ -215,13 +232,11 @@ class GroupWriter(Writer):
                 timeout=timedelta(seconds=timeout),
                 master_listen_fd=listening.detach(),
             )
-        self._tunnel = Tunnel(host, port)
-        self._group: Any = None
-
-    @property
-    def token(self) -> str:
+        tunnel = Tunnel(host, port)
+        self._tunnel = tunnel
+        self._group = None
+        self.token = tunnel.token
         """The name by which readers know the group, and its password."""
-        return self._tunnel.token
 
     def facts(self, receiver: int) -> dict[str, Any]:
         return {
@@ -249,16 +264,8 @@ class GroupWriter(Writer):
         with _failures_explained():
             _broadcast(self._group, self.buffer[:size])
 
-    def rest(self) -> None:
-        """Let go of the buffer until the next push, and keep the group."""
-        self.buffer = self.buffer.new_empty(0)
 
-    def close(self) -> None:
-        self._group = None
-        self._tunnel.close()
-
-
-class GroupReader(Reader):
+class GroupReader(_GroupEnd, Reader):
     """Another rank of that group."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
@@ -277,7 +284,7 @@ class GroupReader(Reader):
                 is_master=False,
                 timeout=timedelta(seconds=timeout),
             )
-            self._group: Any = _group(store, facts["rank"], facts["world"], device.type, timeout)
+            self._group = _group(store, facts["rank"], facts["world"], device.type, timeout)
         except BaseException:
             self._tunnel.close()
             raise
@@ -287,14 +294,6 @@ class GroupReader(Reader):
             self.buffer = self.buffer.new_empty(size)
         _broadcast(self._group, self.buffer[:size])
         return super().fetch(size)
-
-    def rest(self) -> None:
-        """Let go of the buffer until the next push, and keep the group."""
-        self.buffer = self.buffer.new_empty(0)
-
-    def close(self) -> None:
-        self._group = None
-        self._tunnel.close()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from hybridflow.models.attention_kernels import Over, choose_kernel, expand_head
 from hybridflow.models.flex_kernel import FlexRows
 from hybridflow.models.scores import Scores, causal_mask, masked_attention
 from hybridflow.models.shared_tokens import SharedTokens
+from hybridflow.models.transfers import to_device
 
 if TYPE_CHECKING:
     from hybridflow.models.routing import RouteTape
@@ -202,6 +203,7 @@ class PackedLayout:
         `places` [sum of lengths] int64, on the CPU, is for rows that share tokens: the index in the sequence
         of each token of each row.
         """
+        device = torch.device(device)
         assert len(lengths) > 0 and min(lengths) > 0, (
             f"a packed row needs at least one token, got lengths {list(lengths)}"
         )
@@ -228,19 +230,22 @@ class PackedLayout:
         restore[gather[real]] = real.nonzero()[:, 0]
         padding: Tensor | None = None
         if not bool(real.all()):
-            padding = (~real).nonzero()[:, 0].to(device)
-        return cls(starts[-1], shapes, gather.to(device), restore.to(device), padding, lengths)
+            padding = to_device((~real).nonzero()[:, 0], device)
+        return cls(
+            starts[-1], shapes, to_device(gather, device), to_device(restore, device), padding, lengths
+        )
 
     @classmethod
     def _sharing(
-        cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device | str
+        cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device
     ) -> PackedLayout:
         """Return the layout of rows that share tokens: keys of every row, queries of the first only."""
         shared = SharedTokens(gather, real, device)
         unread = torch.ones(len(gather), dtype=torch.bool)
         unread[shared.first_places.cpu()] = False
-        padding = unread.nonzero()[:, 0].to(device)
-        layout = cls(len(shared.first_places), buckets, gather.to(device), shared.first_places, padding)
+        padding = to_device(unread.nonzero()[:, 0], device)
+        gather = to_device(gather, device)
+        layout = cls(len(shared.first_places), buckets, gather, shared.first_places, padding)
         layout._shared = shared
         return layout
 

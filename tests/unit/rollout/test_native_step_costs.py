@@ -89,8 +89,21 @@ def test_without_look_ahead_it_waits_once_for_its_own_tokens(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", ["paged", "slots"])
+def test_prompts_that_enter_beside_running_rows_wait_for_older_steps_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    with FarDevice(monkeypatch) as device:
+        session = running(far_engine(device, kv_cache=kind), 4)
+        more = requests_for(prompts(7, seed=5), max_tokens=20)[4:]  # of several lengths
+        session.add(more)
+        device.waits.clear()
+        session.step()
+        assert session.num_running == 7 and set(device.waits) == {"older"}
+        session.close()
+
+
+@pytest.mark.parametrize("kind", ["paged", "slots"])
 def test_rows_that_end_or_enter_cost_no_wait_more(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Admission aside, whose layout of packed prompts is that of training."""
     with FarDevice(monkeypatch) as device:
         engine = far_engine(device, max_num_seqs=4, kv_cache=kind)
         session = engine.open()

@@ -134,7 +134,7 @@ def _kernel(device: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the kernel is compiled for, but for the number of tokens."""
+    """The facts of a layer that the kernel is compiled for; it is compiled for each number of tokens too."""
 
     device: torch.device
     dtype: torch.dtype

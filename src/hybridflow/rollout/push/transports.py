@@ -192,7 +192,7 @@ def _uuid(device: torch.device) -> str:
 
 
 class _GroupEnd:
-    """What both ends of a process group have: it serves any number of pushes, with a `rest` between them."""
+    """The part that both ends of a process group share, which serves any number of pushes (`rest`)."""
 
     buffer: Tensor
     _group: Any

@@ -79,8 +79,10 @@ class PolicyLossConfig:
 class ActorConfig:
     """The policy that trains: its batches, loss, optimizer and sharding."""
 
-    strategy: Literal["fsdp", "fsdp2"] = key(
-        "fsdp2", "Training engine of the actor; fsdp is another name of fsdp2."
+    strategy: Literal["fsdp", "fsdp2", "megatron"] = key(
+        "fsdp2",
+        "Training engine of the actor; fsdp and megatron are other names of fsdp2, which has the layouts of "
+        "all three.",
     )
     ppo_mini_batch_size: int = key(
         256, "Prompts in one optimizer step, each with all of its responses.", minimum=1

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config.root import SFTConfig
+from hybridflow.config.verl_megatron import MEGATRON_ALIASES, MEGATRON_VALUES
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
 LEARNERS = r"(actor_rollout_ref\.actor|critic)\."
@@ -46,6 +47,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.actor\.(?:megatron|veomni|fsdp_config)\.router_replay\.(.+)",
         r"actor_rollout_ref.actor.router_replay.\1",
     ),
+    *MEGATRON_ALIASES,
     # rollout
     (
         ROLLOUT + r"checkpoint_engine\.update_weights_bucket_megabytes",
@@ -107,6 +109,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
 # Other values of keys of the schema, by key: what now stands for them.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
+    **MEGATRON_VALUES,
     **{
         f"{block}.fsdp_config.mixed_precision.{name}": _DTYPES
         for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridflow.config.recipes import BASES, recipe_names
+from hybridflow.config.verl_megatron import BASE as MEGATRON_BASE
 from hybridflow.errors import ConfigError
 
 LONG = {
@@ -96,13 +97,20 @@ def read_flags(words: Sequence[str], recipe: str | Path | None = None) -> tuple[
     named = _named_file(given)
     if named is not None and recipe is not None:
         raise ConfigError(f"--config-name={given['--config-name']} and --recipe {recipe}: give one of them")
+    if named is None and _name(given) == MEGATRON_BASE:
+        overrides.insert(0, "actor_rollout_ref.actor.strategy=megatron")
     return overrides, named or recipe
+
+
+def _name(given: dict[str, str]) -> str:
+    """Return the name that --config-name gives, without its ending."""
+    return given.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
 
 
 def _named_file(given: dict[str, str]) -> str | None:
     """The recipe that --config-path and --config-name stand for; None where they name verl's own base."""
     folders = [given[flag] for flag in FOLDER_FLAGS if flag in given]
-    name = given.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
+    name = _name(given)
     if "--config-name" in given and not name:
         raise ConfigError("--config-name without a name: give the name of a YAML file, or of a recipe")
     hint = NOT_SHIPPED if "trainer" in name else ""
@@ -112,6 +120,8 @@ def _named_file(given: dict[str, str]) -> str | None:
         return None if name in ("", *BASES) else name
     folder = Path(folders[-1].removeprefix("file://")).expanduser()
     flag = f"--config-path={folders[-1]}"
+    if not folder.is_dir() and name in BASES:  # the folder of verl's own file
+        return None
     if not folder.is_dir():
         raise ConfigError(
             f"{flag}: there is no folder {folder} (a relative one starts at the working directory){hint}"

@@ -19,6 +19,7 @@ from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value, with_values
+from hybridflow.config.verl_megatron import ENGINE
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 CACHE = "~/.cache/hybridflow"
@@ -70,6 +71,7 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     config = with_values(config, _mini_batch(config, given, notes))
     config = with_values(config, _schedule(config, given))
     config = _followed(config, PPO_FOLLOWS)
+    notes += _engine(config)
     values = _ppo(config) | _paper_bounds(config, given, notes)
     for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model", f"{REF}.model"):
         values |= _followed_model(config, block, given)
@@ -157,6 +159,15 @@ def _mini_batch(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[st
         return {}
     notes.append(f"{path}={batch} (its default {mini} is more than data.train_batch_size)")
     return {path: batch}
+
+
+def _engine(config: PPOConfig) -> list[str]:
+    """Return the line that names the engine of a run that asks for Megatron-LM."""
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        return []
+    return [
+        f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by {ENGINE}"
+    ]
 
 
 def _ppo(config: PPOConfig) -> dict[str, Any]:

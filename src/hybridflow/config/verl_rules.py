@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hybridflow.config.verl_megatron import MEGATRON_RULES
 from hybridflow.config.verl_rule import (
     FSDP,
-    FSDP2,
     FUSED_ALWAYS,
     FUSED_BACKEND,
     HYDRA,
@@ -60,7 +60,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "actor_rollout_ref.actor.strategy": dict.fromkeys(
-        ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE
+        ("veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE
     ),
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
         "bypass_mode": "this is a mode and no loss: set algorithm.rollout_correction.bypass_mode=true, with "
@@ -156,46 +156,6 @@ ENGINE: tuple[Rule, ...] = (
         rf".+\.{FSDP}\.full_determinism",
         "every draw is keyed by trainer.seed, and on a CPU a run repeats to the bit with num_threads fixed; "
         "deterministic CUDA kernels are not in this version: leave it out",
-    ),
-    off(
-        r".+\.megatron\.(param|grad|optimizer)_offload",
-        "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "
-        "the same role",
-    ),
-    Rule(
-        r"reward\..+\.megatron\.tensor_model_parallel_size",
-        OFF_OR_ONE,
-        "each layer is whole on each process",
-        "this model is divided as the actor is, over all of its processes: leave it out",
-    ),
-    Rule(
-        r".+\.megatron\.tensor_model_parallel_size",
-        OFF_OR_ONE,
-        "each layer is whole on each process",
-        "FSDP2 shards the model over all processes, so leave it out; to cut each layer too, set "
-        "fsdp_config.tensor_parallel_size of the same role",
-    ),
-    Rule(
-        r".+\.megatron\.context_parallel_size",
-        OFF_OR_ONE,
-        "each row is whole on one process",
-        "set ulysses_sequence_parallel_size of the same role, which cuts rows among processes, and "
-        "fsdp_config.context_parallel=ring for a ring",
-    ),
-    Rule(
-        r".+\.megatron\.\w*(pipeline|expert)\w*",
-        OFF_OR_ONE,
-        "FSDP2 shards the model over all processes",
-        "FSDP2 has no stages and no groups of experts, and shards the model over all processes: leave it out",
-    ),
-    only(
-        r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2, and Megatron comes in a later version"
-    ),
-    Rule(
-        r"(critic|actor_rollout_ref\.ref|reward\.reward_model)\.strategy",
-        FSDP2,
-        "the engine is FSDP2",
-        "set fsdp2",
     ),
     seed(r".+\.data_loader_seed"),
     ignored(r"critic\.rollout_n", "actor_rollout_ref.rollout.n decides"),
@@ -426,6 +386,7 @@ REST: tuple[Rule, ...] = (
 PPO_RULES: tuple[Rule, ...] = (
     *HYDRA,
     *MODEL,
+    *MEGATRON_RULES,
     *ENGINE,
     *OPTIMIZER,
     *ROLLOUTS,

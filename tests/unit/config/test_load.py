@@ -306,11 +306,11 @@ def test_prepared_runs_are_resolved_and_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.strategy=fsdp2"),
-        ("actor.strategy=megatron", "actor_rollout_ref.actor.strategy=fsdp2"),
+        ("actor_rollout_ref.actor.strategy=veomni", "actor_rollout_ref.actor.strategy=fsdp2"),
+        ("actor.strategy=veomni", "actor_rollout_ref.actor.strategy=fsdp2"),
         ("trainer.profile_steps=[1]", "trainer.profile_steps=null"),
-        ("actor_rollout_ref.actor.strategy=megatron", "~actor_rollout_ref.actor.strategy"),
-        ("actor_rollout_ref.actor.strategy=megatron", "~actor_rollout_ref.actor"),
+        ("actor_rollout_ref.actor.strategy=veomni", "~actor_rollout_ref.actor.strategy"),
+        ("actor_rollout_ref.actor.strategy=veomni", "~actor_rollout_ref.actor"),
     ],
 )
 def test_a_refused_value_that_is_replaced_later_is_not_judged(overrides: tuple[str, str]) -> None:
@@ -321,8 +321,8 @@ def test_a_refused_value_that_is_replaced_later_is_not_judged(overrides: tuple[s
 
 def test_a_refused_value_of_a_file_is_replaced_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("actor_rollout_ref: {actor: {strategy: megatron}}")
-    assert "strategy=megatron" in problem(recipe=file)
+    file.write_text("actor_rollout_ref: {actor: {strategy: veomni}}")
+    assert "strategy=veomni" in problem(recipe=file)
     load("actor_rollout_ref.actor.strategy=fsdp2", recipe=file)
 
 

@@ -338,8 +338,11 @@ critic: {optim: *optim}
 # What would change results, or asks for a feature of a later version, must stop the run.
 MUST_BE_REFUSED = [
     *("actor_rollout_ref.rollout.name=" + name for name in ("openai", "trtllm")),
-    "actor_rollout_ref.actor.strategy=megatron",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+    "actor_rollout_ref.actor.strategy=veomni",
+    "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=2",
+    "actor_rollout_ref.actor.megatron.dist_checkpointing_path=/models/mcore",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
     "actor_rollout_ref.rollout.data_parallel_size=2",
     "actor_rollout_ref.model.lora.rank=16",
     "actor.peft.peft_type=dora",
@@ -363,8 +366,6 @@ MUST_BE_REFUSED = [
     # true is not the 1 that is accepted
     "actor_rollout_ref.rollout.expert_parallel_size=true",
     "actor_rollout_ref.rollout.data_parallel_size=true",
-    "actor_rollout_ref.actor.megatron.param_offload=True",
-    "actor_rollout_ref.actor.megatron.use_distributed_optimizer=True",
     "actor_rollout_ref.actor.data_loader_seed=true",
     "actor_rollout_ref.rollout.over_sample_rate=1.0",
     # schedules
@@ -678,8 +679,8 @@ def test_the_learning_rate_of_a_megatron_script_is_that_of_ours() -> None:
             "critic.optim.override_optimizer_config.optimizer_offload_fraction=1",
             "optimizer_offload=true in the fsdp_config",
         ),
-        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4", "fsdp_config.tensor_parallel_size"),
-        ("critic.megatron.context_parallel_size=2", "ulysses_sequence_parallel_size"),
+        ("critic.megatron.dist_checkpointing_path=/models/mcore", "actor_rollout_ref.model.path"),
+        ("distillation.teacher_model.megatron.tensor_model_parallel_size=2", "actor.megatron"),
     ],
 )
 def test_a_refusal_names_the_way_out(override: str, way_out: str) -> None:
@@ -692,7 +693,7 @@ def test_a_reason_that_many_keys_share_is_said_once() -> None:
     keys = [f"{role}.megatron.{name}=true" for role in ("actor", "ref", "critic") for name in ("a", "b", "c")]
     with pytest.raises(ConfigError) as error:
         load_config(PPOConfig, keys)
-    assert str(error.value).count("Megatron comes in a later version") == 1
+    assert str(error.value).count("this setting of Megatron-LM has no counterpart here") == 1
     assert all(each in str(error.value) for each in keys)
 
 

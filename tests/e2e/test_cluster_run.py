@@ -33,9 +33,11 @@ def under_ray(log: Path, arguments: list[str]) -> Command:
     return Command("hybridflow.trainer.main_ppo", arguments, log, environment=environment)
 
 
-def metrics_of_both(inputs: Inputs, folder: Path, keys: Sequence[str]) -> list[dict[int, dict[str, float]]]:
-    """Run in one process and, beside it, in two under Ray; return what each logged."""
-    two = under_ray(folder / "log", small_run(inputs, folder / "two", *keys, *TWO))
+def metrics_of_both(
+    inputs: Inputs, folder: Path, keys: Sequence[str], of_two: Sequence[str] = ()
+) -> list[dict[int, dict[str, float]]]:
+    """Run in one process and, beside it, in two under Ray, with `of_two` besides; return what each logged."""
+    two = under_ray(folder / "log", small_run(inputs, folder / "two", *keys, *TWO, *of_two))
     try:
         assert main(small_run(inputs, folder / "one", *keys)) == 0
         done = two.wait()
@@ -64,6 +66,37 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: t
         for name in sorted(metrics.keys() - OF_EACH_PROCESS):
             if more and name.startswith(echo_world.OF_THE_WAY):
                 continue
+            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+
+
+MEGATRON = (
+    "--config-path=./config",
+    "--config-name=ppo_megatron_trainer.yaml",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+    "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null",
+    "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full",
+    "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
+    "critic.megatron.pipeline_model_parallel_size=2",
+    "critic.strategy=megatron",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("ray")
+def test_a_documented_megatron_command_in_two_stages(inputs: Inputs, tmp_path: Path) -> None:
+    keys = (
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.rollout.exact=false",
+    )
+    one, got = metrics_of_both(inputs, tmp_path, keys, MEGATRON)
+    assert "run by PyTorch's own engine" in (tmp_path / "log").read_text()
+    for step, metrics in one.items():
+        assert sorted(got[step]) == sorted(metrics)
+        for name in sorted(metrics.keys() - OF_EACH_PROCESS):
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
 
 

@@ -149,12 +149,13 @@ def execute(
     with build(config) as trainer:
         own = trainer.source.trajectories.for_training
 
-        def rollouts(prompts: Iterator[Any], step: int) -> tuple[DataProto, Metrics]:
+        def rollouts(batches: Iterator[Any], *, refill: bool = True) -> tuple[DataProto, Metrics]:
+            step = len(run.tokens) + 1
             if replay is not None:
                 batch = DataProto.load_from_disk(replay / str(step))
                 metrics = Metrics()
             else:
-                batch, metrics = own(prompts, step)
+                batch, metrics = own(batches, refill=refill)
             if record is not None:
                 batch.save_to_disk(record / str(step))
             order = torch.argsort(batch.batch["row_id"])

@@ -25,6 +25,7 @@ from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.experts import experts_per_token, num_experts
 from hybridflow.models.policy import PolicyModel, all_states, device_of, sequence_cut
+from hybridflow.models.sequence_parallel import SequenceCut
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 
@@ -115,10 +116,14 @@ class Stage(nn.Module):
 
     def num_states(self, packed: PackedBatch) -> int:
         """Return the number N of hidden states of a micro-batch on this rank."""
-        cut = sequence_cut(packed, self.model.sequence_group, self.model.config)
+        cut = self._cut(packed)
         if cut is not None:
             return cut.part
         return packed.num_tokens
+
+    def _cut(self, packed: PackedBatch) -> SequenceCut | None:
+        model = self.model
+        return sequence_cut(packed, model.sequence_group, model.config, model.sequence_ring)
 
     def forward(self, packed: PackedBatch, ask: Ask, part: Part, arrived: Tensor | None) -> Answers | Tensor:
         """Run a part: hidden states [1, N, H] before it (None for the first) -> those after it.
@@ -128,7 +133,7 @@ class Stage(nn.Module):
         with self._running(part, arrived):
             if part.is_last:
                 return answer(self.model, packed, ask)
-            cut = sequence_cut(packed, self.model.sequence_group, self.model.config)
+            cut = self._cut(packed)
             routes = None
             if isinstance(self.model, PolicyModel) and self.model.routing is not None:
                 routes = self.model.routing.tape(packed, cut)

@@ -69,6 +69,20 @@ def test_two_steps(name: str, model: Path, tmp_path: Path) -> None:
         assert steps[0]["actor/grad_norm"] > 0
 
 
+def test_two_steps_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    experts = create_tiny_model(
+        tmp_path / "model", hidden=32, intermediate=48, heads=2, kv_heads=1, experts=4
+    )
+    run_folder = tmp_path / "run"
+    settings = [
+        f"actor_rollout_ref.model.path='{experts}'",
+        f"trainer.default_local_dir='{run_folder}'",
+        *SMALL,
+    ]
+    for step in steps_of(settings, "moe", tmp_path):
+        assert step["actor/grad_norm"] > 0 and step["actor/moe/without_route"] > 0
+
+
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_two_steps_with_an_environment(name: str, model: Path, tmp_path: Path) -> None:
     """A model with random weights earns nothing there, so that only the way is tried."""

@@ -64,14 +64,14 @@ class RoleLayout:
         return self.processes, size, tensor, stages, parts, self.fsdp.expert_parallel_size
 
     def __str__(self) -> str:
-        experts = ""
-        if self.fsdp.expert_parallel_size > 1:
-            experts = f", expert_parallel_size={self.fsdp.expert_parallel_size}"
+        further = {
+            "pipeline_parallel_size": self.fsdp.pipeline_parallel_size,
+            "expert_parallel_size": self.fsdp.expert_parallel_size,
+        }
         return (
             f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
-            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}, "
-            f"pipeline_parallel_size={self.fsdp.pipeline_parallel_size}{experts}"
-        )
+            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}"
+        ) + "".join(f", {name}={size}" for name, size in further.items() if size > 1)
 
     def problems(self) -> Iterator[str]:
         """Yield one line for each size that does not fit the others."""

@@ -45,6 +45,7 @@ DOORS = {
     "clearml": ("observability.trackers.clearml",),
     "weave": ("observability.trackers.weave",),
     "tensorboard": ("observability.trackers.tensorboard",),
+    "prometheus_client": ("observability.trackers.prometheus", "rollout.server"),
     "reasoning_gym": ("data.tasks.reasoning_gym", "rewards.functions.reasoning_gym"),
     "math_verify": ("rewards.functions.math",),
     "fastapi": ("rollout.server",),

@@ -56,7 +56,10 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (ROLLOUT + r"skip_rollout", r"actor_rollout_ref.rollout.skip.enable"),
     (ROLLOUT + r"skip_(dump_dir)", r"actor_rollout_ref.rollout.skip.\1"),
     (r"skip\.rollout\.(enable|dump_dir|action|steps|max_dump_step)", r"actor_rollout_ref.rollout.skip.\1"),
-    (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
+    (
+        r"actor_rollout_ref\.rollout\.prometheus\.(enable|file|served_model_name)",
+        r"trainer.prometheus.\1",
+    ),
     (ROLLOUT + r"multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     (r"data\.tool_config_path", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     (ROLLOUT + r"response_length", r"data.max_response_length"),

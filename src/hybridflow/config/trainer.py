@@ -13,6 +13,19 @@ Tracker = Literal[
 
 
 @dataclass(frozen=True)
+class PrometheusConfig:
+    """An address at which Prometheus scrapes the metrics of a run."""
+
+    enable: bool = key(False, "Serve the metrics of the run for Prometheus (extra `prometheus`).")
+    host: str = key("127.0.0.1", "Address to listen at; 0.0.0.0: all of the machine's.")
+    port: int = key(9400, "Port to listen at; 0: a free one, which the log says.", minimum=0, maximum=65535)
+    file: str | None = key(
+        None, "File that is written with a configuration of Prometheus that scrapes this run; null: none."
+    )
+    served_model_name: str | None = key(None, "Value of the label model_name; null: no such label.")
+
+
+@dataclass(frozen=True)
 class BaseTrainerConfig:
     """Length of the run, machines, logging and checkpoints: the keys that every kind of run has."""
 
@@ -30,6 +43,12 @@ class BaseTrainerConfig:
         None,
         "Address of the proxy for Weights & Biases alone; null: as the environment says.",
     )
+    alert_webhook: str | None = key(
+        None,
+        "Address (https://…) that warnings about the run are posted to as JSON, with their text in `text` as "
+        "chats read it; null: they are only logged.",
+    )
+    prometheus: PrometheusConfig = group(PrometheusConfig)
     total_epochs: int = key(
         30,
         "Passes over the training data. With dynamic sampling they set the number of steps, which may draw "

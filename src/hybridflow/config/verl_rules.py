@@ -231,11 +231,11 @@ ROLLOUTS: tuple[Rule, ...] = (
     ignored(ROLLOUT + r"trace\..+", "it is read only with trace.backend, which is off"),
     only(ROLLOUT + r"skip\.steps", (None, []), "every step is dumped and read back"),
     ignored(ROLLOUT + r"skip\.max_dump_step", "every step is dumped; repeat takes those that are there"),
-    off(
-        ROLLOUT + r"prometheus\.enable",
-        "it comes in a later version; trainer.logger=[console,tensorboard] shows metrics",
+    ignored(
+        ROLLOUT + r"prometheus\.port",
+        "Prometheus finds this run by trainer.prometheus.port, and the run need not know Prometheus' own "
+        "port",
     ),
-    ignored(ROLLOUT + r"prometheus\..+", "it is read only with prometheus.enable, which is off"),
 )
 
 

@@ -46,17 +46,21 @@ class Timer:
         self._progress = progress
         self._seconds: dict[str, float] = {}
         self._open: dict[str, int] = {}
+        self._since: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = self._clock()
         self._open[name] = self._open.get(name, 0) + 1
+        if self._open[name] == 1:
+            self._since[name] = start
         try:
             with self._reported(name):
                 yield
         finally:
             self._open[name] -= 1
             if not self._open[name]:  # a section inside itself counts once
+                del self._since[name]
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def _reported(self, name: str) -> AbstractContextManager[object]:
@@ -67,6 +71,11 @@ class Timer:
     def seconds(self, name: str) -> float:
         """Seconds of a finished section, 0 where it never ran."""
         return self._seconds.get(name, 0.0)
+
+    def running(self) -> dict[str, float]:
+        """Return the seconds that each open section has taken so far; any thread may ask."""
+        now = self._clock()
+        return {name: now - since for name, since in dict(self._since).items()}
 
     def as_metrics(self, prefix: str = "timing_s") -> dict[str, float]:
         """`{prefix}/{section}` to seconds for every finished section."""

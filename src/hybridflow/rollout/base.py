@@ -270,6 +270,12 @@ class RolloutStats:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     """Prompt tokens computed; prompts that several requests share count once."""
+    requests: int = 0
+    """Requests that were admitted; one that was preempted counts again."""
+    prompt_tokens: int = 0
+    """Tokens of their prompts, those that were found in the cache or shared among them too."""
+    preemptions: int = 0
+    """Requests that had to wait again because the cache was full."""
     decode_steps: int = 0
     """Decode steps of all replicas."""
     max_rows: int = 0
@@ -283,6 +289,9 @@ class RolloutStats:
         return cls(
             generated_tokens=sum(part.generated_tokens for part in parts),
             prefill_tokens=sum(part.prefill_tokens for part in parts),
+            requests=sum(part.requests for part in parts),
+            prompt_tokens=sum(part.prompt_tokens for part in parts),
+            preemptions=sum(part.preemptions for part in parts),
             decode_steps=sum(part.decode_steps for part in parts),
             max_rows=max((part.max_rows for part in parts), default=0),
             seconds=max(seconds, default=0.0) if together else sum(seconds),
@@ -291,7 +300,16 @@ class RolloutStats:
     def as_metrics(self) -> dict[str, float]:
         """Return the counts under the names that go to the trackers."""
         rate = self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+        of_cache = {}
+        if self.prompt_tokens:  # an engine that counts them
+            of_cache = {
+                "rollout/requests": float(self.requests),
+                "rollout/prompt_tokens": float(self.prompt_tokens),
+                "rollout/preemptions": float(self.preemptions),
+                "rollout/prefix_hit_ratio": 1.0 - self.prefill_tokens / self.prompt_tokens,
+            }
         return {
+            **of_cache,
             "rollout/generated_tokens": float(self.generated_tokens),
             "rollout/prefill_tokens": float(self.prefill_tokens),
             "rollout/decode_steps": float(self.decode_steps),

@@ -52,7 +52,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     splits = check_data(config)
     if isinstance(config, PPOConfig):
         check_reward(config, splits)
-    check_trackers(config.trainer.logger)
+    check_trackers(config.trainer)
     RunFolder(config.trainer.default_local_dir).check_writable()
     if config.trainer.remote_checkpoint_dir is not None:
         with progress.phase("looking at the remote checkpoints"):
@@ -94,7 +94,7 @@ def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
             check_installed(config.actor_rollout_ref.rollout)
         except ConfigError as error:
             found.append(str(error))
-    return [*found, *tracker_problems(config.trainer.logger)]
+    return [*found, *tracker_problems(config.trainer)]
 
 
 def missing_here(config: PPOConfig | SFTConfig) -> list[str]:

@@ -73,6 +73,9 @@ class Run:
             total_steps=state.total_steps,
             resume_step=state.step or None,
             wandb_proxy=trainer.wandb_proxy,
+            alert_webhook=trainer.alert_webhook,
+            prometheus=trainer.prometheus,
+            running=self.timer.running,
         )
         with closing(source), ExitStack() as stack:
             if store.remote is not None:

@@ -19,6 +19,7 @@ from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.load import load_config
+from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.config.tree import flatten, get_value, is_native, keys_of
 from hybridflow.config.verl_keys import _ruled, status
 from hybridflow.config.verl_rule import Rule
@@ -360,7 +361,6 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.actor.fsdp_config.dtype=float16",
     "data.datagen.path=x.py",
     "trainer.device=mps",
-    "trainer.prometheus.enable=True",
     "global_profiler.tool=nsys",
     "distillation.enabled=True",
     # true is not the 1 that is accepted
@@ -619,13 +619,20 @@ def test_no_effect_prints_one_line_and_changes_nothing() -> None:
 
 
 def test_status_depends_on_the_value() -> None:
-    path = "actor_rollout_ref.rollout.prometheus.enable"
-    assert [status(PPOConfig, path, value).kind for value in (False, None, True)] == [
+    path = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    assert [status(PPOConfig, path, value).kind for value in (False, None, "a.B")] == [
         "no effect",
         "no effect",
         "refused",
     ]
     assert status(PPOConfig, "no.such.key", 1).kind == "unknown"
+
+
+def test_verls_prometheus_is_the_runs() -> None:
+    verls = "actor_rollout_ref.rollout.prometheus"
+    loaded = load_config(PPOConfig, [f"{verls}.enable=true", f"{verls}.port=9090", f"{verls}.file=p.yml"])
+    assert loaded.config.trainer.prometheus == PrometheusConfig(enable=True, file="p.yml")
+    assert any("port=9090 has no effect" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize(("root", "aliases"), [(PPOConfig, PPO_ALIASES), (SFTConfig, SFT_ALIASES)])

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers import TRACKERS, libraries
 from hybridflow.observability.trackers.build import IN_PROCESS, check_trackers
@@ -63,42 +64,42 @@ def test_a_library_that_is_too_old_is_refused_with_both_versions(
     with pytest.raises(
         ConfigError, match=rf"{name} 0\.0\.3 is installed, which is older than {MINIMUM[name]}"
     ):
-        check_trackers([name])
+        check_trackers(TrainerConfig(logger=[name]))
 
 
 @pytest.mark.parametrize("name", ["trackio", "clearml", "weave"])
 def test_a_missing_library_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"install the extra '{name}'"):
-        check_trackers([name])
+        check_trackers(TrainerConfig(logger=[name]))
 
 
 def test_online_without_a_key_is_refused_and_offline_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     install("wandb", monkeypatch, "99")
-    check_trackers(["wandb"])
+    check_trackers(TrainerConfig(logger=["wandb"]))
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(ConfigError, match="set WANDB_API_KEY"):
-        check_trackers(["wandb"])
+        check_trackers(TrainerConfig(logger=["wandb"]))
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    check_trackers(["wandb"])
+    check_trackers(TrainerConfig(logger=["wandb"]))
 
 
 def test_swanlab_online_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install("swanlab", monkeypatch, "99")
     monkeypatch.setenv("SWANLAB_MODE", "cloud")
     with pytest.raises(ConfigError, match="set SWANLAB_API_KEY"):
-        check_trackers(["swanlab"])
+        check_trackers(TrainerConfig(logger=["swanlab"]))
     Path(".swanlab").mkdir()
     Path(".swanlab/.netrc").write_text("machine api.swanlab.cn login x password k")
-    check_trackers(["swanlab"])
+    check_trackers(TrainerConfig(logger=["swanlab"]))
 
 
 def test_weave_always_wants_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install("weave", monkeypatch, "99")
     with pytest.raises(ConfigError, match="no offline mode"):
-        check_trackers(["weave"])
+        check_trackers(TrainerConfig(logger=["weave"]))
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password k")
-    check_trackers(["weave"])
+    check_trackers(TrainerConfig(logger=["weave"]))
 
 
 def test_a_key_of_another_server_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

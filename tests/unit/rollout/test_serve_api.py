@@ -303,5 +303,7 @@ def test_models_health_version_metrics(served: Served) -> None:
         values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2
         and values['hybridflow_replicas_alive{model="tiny"}'] == 1
     )
+    assert values['vllm:generation_tokens_total{model_name="tiny"}'] >= 2
+    assert values['vllm:num_requests_running{model_name="tiny"}'] == 0
     counted = values['hybridflow_request_seconds_count{model="tiny"}']
-    assert values['hybridflow_request_seconds_bucket{model="tiny",le="+Inf"}'] == counted >= 1
+    assert values['hybridflow_request_seconds_bucket{le="+Inf",model="tiny"}'] == counted >= 1

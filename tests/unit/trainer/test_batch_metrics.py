@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
-from hybridflow.trainer.ppo.data_metrics import batch_metrics
+from hybridflow.trainer.ppo.data_metrics import batch_metrics, equal_groups
 from hybridflow.workers.correction import rows_of_version
 from hybridflow.workers.log_prob_check import comparable_tokens, difference
 
@@ -63,8 +63,23 @@ def test_names_and_values() -> None:
             "response_length/clip_ratio": 1 / 3,
             "perf/total_num_tokens": 12.0,
             "training/loss_tokens_ratio": 4 / 5,
+            "training/num_trajectories": 3.0,
+            "training/zero_variance_groups": 0.0,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("uids", "scores", "found"),
+    [
+        ("aabb", [1.0, 1.0, 0.0, 1.0], (1, 2)),
+        ("abab", [1.0, 0.0, 1.0, 0.0], (2, 2)),
+        ("abbc", [1.0, 0.0, 0.5, 1.0], (0, 1)),
+        ("", [], (0, 0)),
+    ],
+)
+def test_groups_of_equal_scores(uids: str, scores: list[float], found: tuple[int, int]) -> None:
+    assert equal_groups(list(uids), torch.tensor(scores)) == found
 
 
 def test_without_a_critic_there_are_no_values() -> None:

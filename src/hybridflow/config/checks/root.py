@@ -280,6 +280,8 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             f"trainer.wandb_proxy={trainer.wandb_proxy} is no address: wanted one with its scheme, for "
             "example http://proxy.example:3128"
         )
+    if trainer.alert_webhook is not None and urlsplit(trainer.alert_webhook).scheme not in ("http", "https"):
+        yield f"trainer.alert_webhook={trainer.alert_webhook} is no address: wanted http://… or https://…"
     if (
         isinstance(trainer, TrainerConfig)
         and trainer.total_training_steps

@@ -26,13 +26,27 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "Trajectories that failed, by their cause.",
             "trajectories",
             "lower",
-            ("report",),
+            ("report", "health"),
         ),
         MetricEntry(
             "training/num_small_groups",
             "Groups left out because failures left them too few trajectories.",
             "groups",
             "lower",
+        ),
+        MetricEntry(
+            "training/num_trajectories",
+            "Trajectories that were sampled and have not failed.",
+            "trajectories",
+            "",
+            ("health",),
+        ),
+        MetricEntry(
+            "training/zero_variance_groups",
+            "Part of the groups whose scores are all equal, so that they teach nothing.",
+            "fraction",
+            "lower",
+            ("health",),
         ),
         MetricEntry(
             "training/loss_tokens_ratio", "Part of the sampled tokens that the step learned from.", "fraction"
@@ -68,6 +82,7 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "Mean difference between the probabilities of generation and of training.",
             "probability",
             "lower",
+            ("health",),
         ),
         MetricEntry(
             "training/old_log_probs_from_rollout",
@@ -154,7 +169,11 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry("critic/returns/{stat}", "Return of a token that is learned from.", "reward"),
         MetricEntry("critic/values/{stat}", "Value that the critic gave to a token.", "reward"),
         MetricEntry(
-            "response_length/{stat}", "Tokens that the policy sampled.", "tokens", "", ("line", "report")
+            "response_length/{stat}",
+            "Tokens that the policy sampled.",
+            "tokens",
+            "",
+            ("line", "report", "health"),
         ),
         MetricEntry(
             "response_length/clip_ratio",
@@ -238,7 +257,7 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "KL to the reference as the loss aggregates it.",
             "nats",
             "lower",
-            ("line", "report"),
+            ("line", "report", "health"),
         ),
         MetricEntry("actor/kl_coef", "Weight of the KL term in the loss.", "1"),
         MetricEntry(
@@ -246,7 +265,7 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "Mean KL to the reference that is taken from the reward.",
             "nats/token",
             "lower",
-            ("line", "report"),
+            ("line", "report", "health"),
         ),
         MetricEntry("actor/reward_kl_penalty_coeff", "Weight of the KL penalty in the reward.", "1"),
         MetricEntry(
@@ -254,7 +273,7 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
             "Mean of log π_old − log π over the tokens of the updates.",
             "nats",
             "",
-            ("line", "report"),
+            ("line", "report", "health"),
         ),
         MetricEntry(
             "actor/pg_clipfrac",

@@ -38,7 +38,7 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
             "Mean of acc, where the reward returns it, else of the reward.",
             "reward",
             "higher",
-            ("report", "reward watch"),
+            ("report", "reward watch", "health"),
         ),
         MetricEntry(
             "val-core/{source}/{variable}/best@{k}/mean",
@@ -73,7 +73,7 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
             "Mean score of `hybridflow eval`.",
             "reward",
             "higher",
-            ("report", "reward watch"),
+            ("report", "reward watch", "health"),
         ),
         MetricEntry(
             "val-core/{source}/pass@{k}",
@@ -119,7 +119,11 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
     ),
     "Agents": (
         MetricEntry(
-            "agent/num_turns/mean", "Calls to the model in a trajectory, mean.", "calls", "", ("report",)
+            "agent/num_turns/mean",
+            "Calls to the model in a trajectory, mean.",
+            "calls",
+            "",
+            ("report", "health"),
         ),
         MetricEntry(
             "agent/num_turns/max", "Most calls to the model in a trajectory.", "calls", "", ("report",)
@@ -183,7 +187,7 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry("agent/{name}", "Mean of a number that an agent of yours reports.", "the agent's"),
     ),
     "Rewards": (
-        MetricEntry("reward/num_errors", "Rows whose reward function failed.", "rows", "lower"),
+        MetricEntry("reward/num_errors", "Rows whose reward function failed.", "rows", "lower", ("health",)),
         MetricEntry("reward/num_errors/{kind}", "The same, by the kind of the error.", "rows", "lower"),
         MetricEntry("reward/num_timeouts", "Rows whose reward took longer than it may.", "rows", "lower"),
         MetricEntry("reward/num_retries", "Further tries of rewards that failed.", "tries", "lower"),
@@ -195,7 +199,7 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
             "Part of the runs of four tokens that stood in the response before.",
             "fraction",
             "lower",
-            ("reward watch",),
+            ("reward watch", "health"),
         ),
         MetricEntry(
             "reward_watch/format_only",
@@ -257,6 +261,28 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
         MetricEntry(
             "rollout/prefill_tokens", "Prompt tokens that were computed; shared ones count once.", "tokens"
         ),
+        MetricEntry(
+            "rollout/requests",
+            "Requests that were admitted; a preempted one counts again.",
+            "requests",
+            "",
+            ("health",),
+        ),
+        MetricEntry("rollout/prompt_tokens", "Tokens of the prompts of admitted requests.", "tokens"),
+        MetricEntry(
+            "rollout/preemptions",
+            "Requests that had to wait again because the cache of keys and values was full.",
+            "requests",
+            "lower",
+            ("health",),
+        ),
+        MetricEntry(
+            "rollout/prefix_hit_ratio",
+            "Part of the prompts' tokens that were found in the cache or shared within a group.",
+            "fraction",
+            "higher",
+            ("health",),
+        ),
         MetricEntry("rollout/decode_steps", "Decode steps of all replicas.", "steps", "lower"),
         MetricEntry("rollout/max_rows", "Most rows that one replica decoded together.", "rows"),
         MetricEntry(
@@ -265,6 +291,7 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
             "the schedules that generate ahead.",
             "fraction",
             "lower",
+            ("health",),
         ),
         MetricEntry(
             "fully_async/rollouter/idle_ratio",
@@ -272,6 +299,7 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
             "With trainer.num_collectors a group counts as one until it is scored.",
             "fraction",
             "lower",
+            ("health",),
         ),
         MetricEntry(
             "fully_async/rollouter/standing_ratio",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridflow.errors import ConfigError
+from hybridflow.observability.advice import Advice
 from hybridflow.observability.trackers.base import Outcome, SampleRow, Tracker
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ class BackgroundTracker(Tracker):
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         kept = [dict(row) for row in rows]
         self._put(lambda tracker: tracker.log_samples(kept, step))
+
+    def alert(self, advice: Advice, step: int) -> None:
+        self._put(lambda tracker: tracker.alert(advice, step))
 
     def close(self, outcome: Outcome = "finished") -> None:
         self._outcome = outcome

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.errors import ConfigError, install_extra
-from hybridflow.observability.health import HealthWatch
+from hybridflow.observability.advice import Advice, AdviceWatch
+from hybridflow.observability.advice.stall import StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class RunInfo:
     resume_step: the step of the checkpoint this run goes on from; None for a fresh run
     earlier: metrics of the steps up to that one, by step
     wandb_proxy: address of the proxy through which wandb alone is reached; None: as its environment says
+    alert_webhook: address that advice on the run is posted to; None: none
+    prometheus: where Prometheus finds the metrics; None: nowhere
     """
 
     run_dir: Path
@@ -44,6 +48,8 @@ class RunInfo:
     resume_step: int | None = None
     earlier: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     wandb_proxy: str | None = None
+    alert_webhook: str | None = None
+    prometheus: PrometheusConfig | None = None
 
 
 class Tracker(ABC):
@@ -56,6 +62,9 @@ class Tracker(ABC):
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:  # noqa: B027  optional
         """Show validation samples (`prompt`, `response`, `score`, …), where the tracker can."""
 
+    def alert(self, advice: Advice, step: int) -> None:  # noqa: B027  optional
+        """Tell somebody of advice on the run, where the tracker can."""
+
     def log_earlier(self, run: RunInfo) -> None:
         """Record the steps before a resume once more, for a library that keeps each start of a run apart."""
         for step, metrics in sorted(run.earlier.items()):
@@ -66,28 +75,51 @@ class Tracker(ABC):
 
 
 class Trackers(Tracker):
-    """All trackers of a run as one, with health warnings logged on the way."""
+    """All trackers of a run as one, with advice on the run logged on the way.
 
-    def __init__(self, trackers: Iterable[Tracker]) -> None:
+    `earlier` has the metrics of the steps before a resume, by step, with which later ones are compared.
+    `running` returns the seconds of each part of a step that is open; within the context of the trackers they
+    are watched for stalls.
+    """
+
+    def __init__(
+        self,
+        trackers: Iterable[Tracker],
+        earlier: Mapping[int, Mapping[str, float]] | None = None,
+        running: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self.trackers = list(trackers)
-        self._health = HealthWatch()
+        self._step = 0
+        self._watch = AdviceWatch()
+        for _, metrics in sorted((earlier or {}).items()):
+            self._watch.add_earlier(metrics)
+        self._stalls = StallWatch(running, lambda advice: self.alert(advice, self._step + 1))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for tracker in self.trackers:
             tracker.log(metrics, step)
-        for warning in self._health.new_warnings(metrics, step):
-            logger.warning(warning)
+        self._step = step
+        self._stalls.finished(metrics)
+        for advice in self._watch.look(metrics, step):
+            self.alert(advice, step)
+
+    def alert(self, advice: Advice, step: int) -> None:
+        logger.warning("step %d: %s", step, advice)
+        for tracker in self.trackers:
+            tracker.alert(advice, step)
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         for tracker in self.trackers:
             tracker.log_samples(rows, step)
 
     def close(self, outcome: Outcome = "finished") -> None:
+        self._stalls.stop()
         with ExitStack() as stack:  # one that fails to close keeps none of the others open
             for tracker in reversed(self.trackers):
                 stack.callback(tracker.close, outcome)
 
     def __enter__(self) -> Trackers:
+        self._stalls.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.checks.paths import without_password
 from hybridflow.config.convert import raise_all
-from hybridflow.config.trainer import TrainerConfig
-from hybridflow.errors import ConfigError
+from hybridflow.config.trainer import BaseTrainerConfig, PrometheusConfig, TrainerConfig
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.background import BackgroundTracker
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
 from hybridflow.observability.trackers.clearml import ClearmlTracker
@@ -19,11 +20,13 @@ from hybridflow.observability.trackers.console import ConsoleTracker
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
 from hybridflow.observability.trackers.mlflow import MlflowTracker
+from hybridflow.observability.trackers.prometheus import PrometheusTracker
 from hybridflow.observability.trackers.swanlab import SwanlabTracker
 from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
 from hybridflow.observability.trackers.trackio import TrackioTracker
 from hybridflow.observability.trackers.wandb import WandbTracker
 from hybridflow.observability.trackers.weave import WeaveTracker
+from hybridflow.observability.trackers.webhook import WebhookTracker
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +42,35 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "weave": WeaveTracker,
 }
 
+BY_KEYS: dict[str, Callable[[RunInfo], Tracker]] = {
+    "webhook": WebhookTracker,
+    "prometheus": PrometheusTracker,
+}
+"""Trackers that keys of their own ask for."""
+
 IN_PROCESS = ("console", "jsonl")
 """Trackers that the run itself calls; the others have a thread each."""
 
 
-def check_trackers(names: str | Sequence[str]) -> None:
+def check_trackers(trainer: BaseTrainerConfig) -> None:
     """Raise ConfigError for a name in `trainer.logger` that is no tracker, or whose library is not installed,
-    too old, or lacks a key that it needs.
+    too old, or lacks a key that it needs; and where that of `trainer.prometheus` is missing.
 
     Nothing is imported, so this takes no time. In the default list a missing tensorboard is allowed.
     """
-    _known(names)
-    raise_all(list(tracker_problems(names)))
+    _known(trainer.logger)
+    raise_all(list(tracker_problems(trainer)))
 
 
-def tracker_problems(names: str | Sequence[str]) -> Iterator[str]:
+def tracker_problems(trainer: BaseTrainerConfig) -> Iterator[str]:
     """Yield what `check_trackers` says of each library; names that are no tracker are passed over."""
+    names = trainer.logger
     chosen = [names] if isinstance(names, str) else list(names)
+    if trainer.prometheus.enable and not is_installed("prometheus_client"):
+        yield (
+            "trainer.prometheus.enable=true needs prometheus-client, which is not installed: "
+            f"{install_extra('prometheus')}, or set trainer.prometheus.enable=false"
+        )
     for name in chosen:
         allowed = name == "tensorboard" and chosen == TrainerConfig().logger and not is_installed(name)
         if name not in MINIMUM or allowed:
@@ -84,10 +99,14 @@ def build_trackers(
     total_steps: int | None = None,
     resume_step: int | None = None,
     wandb_proxy: str | None = None,
+    alert_webhook: str | None = None,
+    prometheus: PrometheusConfig | None = None,
+    running: Callable[[], Mapping[str, float]] = dict,
 ) -> Trackers:
     """Build the trackers of a run, `jsonl` always among them.
 
-    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). Libraries work
+    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `running` gives
+    the seconds of the parts of a step that are open, which are watched for stalls. Libraries work
     in threads of their own. Of the default list a missing tensorboard is skipped. Raises ConfigError for
     unknown names and missing libraries.
     """
@@ -100,19 +119,26 @@ def build_trackers(
         earlier = {step: line for step, line in found.items() if step <= resume_step}
     config = _without_passwords(config_dict or {})
     run = RunInfo(folder, project, experiment, config, total_steps, resume_step, earlier, wandb_proxy)
+    run = replace(run, alert_webhook=alert_webhook)
+    further = []
+    if alert_webhook is not None:
+        further.append("webhook")
+    if prometheus is not None and prometheus.enable:
+        run = replace(run, prometheus=prometheus)
+        further.append("prometheus")
     built: list[Tracker] = []
-    for name in dict.fromkeys(["jsonl", *chosen]):
+    for name in dict.fromkeys(["jsonl", *chosen, *further]):
         try:
             if name in IN_PROCESS:
                 built.append(TRACKERS[name](run))
             else:
-                built.append(BackgroundTracker(name, partial(TRACKERS[name], run)))
+                built.append(BackgroundTracker(name, partial((TRACKERS | BY_KEYS)[name], run)))
         except ConfigError as error:
             if name != "tensorboard" or chosen != TrainerConfig().logger:
                 Trackers(built).close()
                 raise
             logger.info("no TensorBoard files: %s", error.__cause__ or error)
-    return Trackers(built)
+    return Trackers(built, earlier, running)
 
 
 def _without_passwords(value: Any) -> Any:

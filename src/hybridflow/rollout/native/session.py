@@ -307,6 +307,8 @@ class Session:
             assert fits, f"row {span.row} was admitted, but its {len(one.context)} tokens do not fit"
         states = prefill(self.policy, self.cache, spans)
         self._stats.prefill_tokens += sum(len(span.tokens) for span in spans)
+        self._stats.requests += len(requests)
+        self._stats.prompt_tokens += sum(len(one.context) * len(one.requests) for one in new)
         others = [range(span.row + 1, span.row + len(one.requests)) for span, one in zip(spans, batch)]
         groups = zip(spans, others, batch)
         self.cache.fork([(span.row, rows, one.stop) for span, rows, one in groups if rows])
@@ -347,6 +349,7 @@ class Session:
             and self.cache.advance(self.rows.decoding)
         ):
             if not self._look():
+                self._stats.preemptions += 1
                 self._preempt()
         return self.rows.decoding > 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,11 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     samples = ByTrajectory(batch).samples
     mask = samples.batch["response_mask"]
     sampled = sampled_rows(samples)
-    add_range(metrics, "critic/score", (samples.batch["token_level_scores"] * mask).sum(-1)[sampled])
+    scores = (samples.batch["token_level_scores"] * mask).sum(-1)[sampled]
+    add_range(metrics, "critic/score", scores)
+    metrics.add_sum("training/num_trajectories", float(sampled.sum()))
+    equal, groups = equal_groups(samples.non_tensor_batch["uid"][sampled.numpy()], scores)
+    metrics.add_mean("training/zero_variance_groups", float(equal), float(groups))
     add_range(metrics, "critic/rewards", (samples.batch["token_level_rewards"] * mask).sum(-1)[sampled])
     add_range(metrics, "critic/advantages", rows["advantages"][loss_mask])
     add_range(metrics, "critic/returns", rows["returns"][loss_mask])
@@ -43,6 +49,15 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     metrics.add_sum("perf/total_num_tokens", float(rows["attention_mask"].sum()))
     metrics.add_mean("training/loss_tokens_ratio", float(loss_mask.sum()), float(mask.sum()))
     return metrics
+
+
+def equal_groups(uids: Sequence[str], scores: Tensor) -> tuple[int, int]:
+    """Return how many groups of several scores [n] have equal ones, and how many such groups there are."""
+    groups: dict[str, list[float]] = {}
+    for uid, score in zip(uids, scores.tolist(), strict=True):
+        groups.setdefault(uid, []).append(score)
+    several = [values for values in groups.values() if len(values) > 1]
+    return sum(min(values) == max(values) for values in several), len(several)
 
 
 def add_range(metrics: Metrics, name: str, values: Tensor) -> None:

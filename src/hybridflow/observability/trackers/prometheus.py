@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.glossary import find
 from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker, import_extra
@@ -40,7 +41,7 @@ class PrometheusTracker(Tracker):
 
     def __init__(self, run: RunInfo) -> None:
         client = import_extra("prometheus_client", "prometheus")
-        settings = run.prometheus
+        settings: PrometheusConfig | None = run.prometheus
         assert settings is not None, "it is built where it is asked for"
         self._client: Any = client
         self._registry = client.CollectorRegistry()

@@ -54,6 +54,25 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
+PROFILED = (
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=-1",
+    "trainer.resume_mode=disable",
+    "trainer.experiment_name=profile",
+    "global_profiler.tool=torch",
+)
+"""Overrides of a run that is there to be profiled; those of the command line come after them."""
+
+
+def profile(options: argparse.Namespace) -> int:
+    """Run two steps of a run and record the second one."""
+    options.command = "train"
+    options.multirun = False
+    options.overrides = [*PROFILED, *options.overrides]
+    return train(options)
+
+
 def _prepared(options: argparse.Namespace, root: type[Any], missing: Callable[[Any], list[str]]) -> list[Any]:
     """Prepare the configurations of all runs: a mistake in the last one shows before the first one runs."""
     from hybridflow.config.load import expand_sweeps, prepare_config

@@ -53,6 +53,14 @@ def parser() -> argparse.ArgumentParser:
         run.add_argument("overrides", nargs="*", help=OVERRIDES)
         run.set_defaults(body=commands.train)
 
+    profile = words.add_parser(
+        "profile",
+        help="two steps of a run, the second one recorded: phases and calls of all ranks in one trace",
+    )
+    profile.add_argument("--recipe", help=RECIPE)
+    profile.add_argument("overrides", nargs="*", help=OVERRIDES)
+    profile.set_defaults(body=commands.profile)
+
     _add_looking(words)
     add_plan(words, RECIPE, OVERRIDES)
     doctor = words.add_parser(

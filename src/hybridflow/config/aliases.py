@@ -56,6 +56,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (ROLLOUT + r"skip_rollout", r"actor_rollout_ref.rollout.skip.enable"),
     (ROLLOUT + r"skip_(dump_dir)", r"actor_rollout_ref.rollout.skip.\1"),
     (r"skip\.rollout\.(enable|dump_dir|action|steps|max_dump_step)", r"actor_rollout_ref.rollout.skip.\1"),
+    (r"trainer\.profile_steps", r"global_profiler.steps"),
     (
         r"actor_rollout_ref\.rollout\.prometheus\.(enable|file|served_model_name)",
         r"trainer.prometheus.\1",

@@ -12,6 +12,7 @@ from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.distillation import DistillationConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.schema import group, key
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -28,6 +29,7 @@ class PPOConfig:
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     distillation: DistillationConfig = group(DistillationConfig)
     trainer: TrainerConfig = group(TrainerConfig)
+    global_profiler: ProfilerConfig = group(ProfilerConfig)
     ray_kwargs: RayConfig = group(RayConfig)
 
 
@@ -52,4 +54,5 @@ class SFTConfig:
     )
     engine: SFTEngineConfig = group(SFTEngineConfig)
     trainer: SFTTrainerConfig = group(SFTTrainerConfig)
+    global_profiler: ProfilerConfig = group(ProfilerConfig)
     ray_kwargs: RayConfig = group(RayConfig)

@@ -155,6 +155,8 @@ OPTIMIZER: tuple[Rule, ...] = (
 )
 
 PROFILERS: tuple[Rule, ...] = (
-    off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version: leave it out"),
-    ignored(r"(.+\.)?profiler\..+", "it is read only with profiler.enable, which is off"),
+    ignored(
+        r"(.+\.)?profiler\..+",
+        "global_profiler.tool records all roles, on the ranks that global_profiler.ranks names",
+    ),
 )

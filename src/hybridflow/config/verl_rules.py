@@ -337,9 +337,15 @@ TRAINER: tuple[Rule, ...] = (
     ignored(r"trainer\.use_legacy_worker_impl", "there is one implementation of the workers"),
     ignored(r"trainer\.use_v1", "there is one trainer, and trainer.schedule says when it generates"),
     off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
-    off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version: leave it out"),
-    off(r"global_profiler\.(tool|steps)", "profilers come in a later version: leave it out"),
-    ignored(r"global_profiler\..+", "it is read only with global_profiler.tool, which is off"),
+    off(r"trainer\.npu_profile\..+", "set global_profiler.tool=torch, whose profiler knows the device"),
+    ignored(r"global_profiler\.profile_continuous_steps", "each step has a trace of its own"),
+    ignored(
+        r"global_profiler\.(relocate_results|finish_hook.*)", "traces are written to save_path and left there"
+    ),
+    ignored(
+        r"global_profiler\.global_tool_config\..+",
+        "the tools have one setting each, which records whole steps",
+    ),
 )
 
 REST: tuple[Rule, ...] = (

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from hybridflow.controller.dispatch import Dispatch, register
 from hybridflow.controller.place import RankInfo
 from hybridflow.distributed.measure import peak_since_asked
+from hybridflow.observability.profiling import ProfileSettings, Span, profiler
 from hybridflow.protocol import DataProto
 
 
@@ -42,6 +43,17 @@ class Worker:
     def peak_memory(self) -> int:
         """Return the most bytes that this process has had since it was asked last; 0: not known."""
         return peak_since_asked()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def profile(self, settings: ProfileSettings | None) -> None:
+        """Record from now on what this process does, and with settings what their tool records."""
+        profiler.start(settings)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def profiled(self) -> list[Span]:
+        """End the recording; return the spans, or none where another role of the process has returned
+        them."""
+        return profiler.stop()
 
 
 WorkerFactory: TypeAlias = Callable[[RankInfo], Worker]

@@ -15,6 +15,7 @@ from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.read_only import TensorVersions, isolate
 from hybridflow.controller.stored_rows import StoredRows
 from hybridflow.controller.worker import Factories, Worker
+from hybridflow.observability.profiling import profiler
 
 
 class WorkerHost:
@@ -87,7 +88,8 @@ class WorkerHost:
         arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(args)}
         versions = TensorVersions(arguments | kwargs)
         try:
-            result = bound(*isolate(args), **isolate(kwargs))
+            with profiler.span(f"{role}.{method}"):
+                result = bound(*isolate(args), **isolate(kwargs))
             registration_of(bound).check_written(result)
         except Exception as error:
             error.add_note(f"in {role}.{method}, {self._where(role)}")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from hybridflow.observability.profiling import profiler
 from hybridflow.observability.progress import Progress
 
 WORDS = {
@@ -55,7 +56,7 @@ class Timer:
         if self._open[name] == 1:
             self._since[name] = start
         try:
-            with self._reported(name):
+            with self._reported(name), profiler.span(name):
                 yield
         finally:
             self._open[name] -= 1

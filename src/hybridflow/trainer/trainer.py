@@ -87,6 +87,8 @@ class Trainer(Generic[Source, Step]):
     """Validate once, and train nothing."""
     keeping: Callable[[TrainBatch, int], AbstractContextManager[None]] = _no_context
     """Context around the step that learns from a batch: what is there to be trained again is written here."""
+    profiling: Callable[[int], AbstractContextManager[None]] = _no_context
+    """Context of each step, in which it may be recorded."""
     after_update: Callable[[DataProto], None] = _nothing
     """Called with each batch that was trained, before `publish`: a curriculum sampler learns from it."""
     log_samples: Callable[[DataProto, Mapping[str, float], int], dict[str, float]] = _no_metrics
@@ -142,7 +144,7 @@ class Trainer(Generic[Source, Step]):
         progress.step = step
         self.timer.reset()
         self.state.saves.commit_done(self.store)
-        with self.timer("step"):
+        with self.profiling(step), self.timer("step"):
             with self.signals.leavable():
                 made = self.source.next(step)
             with self.keeping(made, step):

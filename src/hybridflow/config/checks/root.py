@@ -32,6 +32,7 @@ from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.preference import learns_from_pairs
+from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, Tracker, TrainerConfig
@@ -97,6 +98,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
         if keys.updates:
             yield from _optim(get_value(config, keys.updates).optim, f"{keys.updates}.optim")
     yield from _trainer(config.trainer)
+    yield from _profiler(config.global_profiler, config.trainer.device)
     yield from ppo_cluster_problems(config)
 
 
@@ -107,6 +109,7 @@ def _sft_problems(config: SFTConfig) -> Iterator[str]:
     yield from kernel_problems(config)
     yield from _optim(config.optim, "optim")
     yield from _trainer(config.trainer)
+    yield from _profiler(config.global_profiler, config.trainer.device)
     yield from sft_cluster_problems(config)
 
 
@@ -291,6 +294,15 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of "
             f"trainer.total_training_steps={trainer.total_training_steps} in which the actor trains: set it "
             "lower"
+        )
+
+
+def _profiler(profiler: ProfilerConfig, device: str) -> Iterator[str]:
+    """Yield what cannot be recorded on a device."""
+    if profiler.tool in ("torch_memory", "nsys") and device in ("cpu", "npu"):
+        yield (
+            f"global_profiler.tool={profiler.tool} records CUDA, and trainer.device={device}: take torch "
+            "or phases"
         )
 
 

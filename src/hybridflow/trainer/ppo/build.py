@@ -49,6 +49,7 @@ from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
+from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
@@ -163,6 +164,7 @@ def _trainer(
             keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=partial(_finish_batch, source, data),
             log_samples=partial(_further_metrics, samples, predictor),
+            profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
         if state.step:  # not where batches are only looked at
             failures.end_run()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
-from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerHost
+from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerGroup, WorkerHost
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
@@ -42,6 +42,12 @@ class Roles:
     teacher: TeacherGroup | None = None
     reward_model: RewardModelGroup | None = None
     process_reward: ProcessRewardGroup | None = None
+
+    @property
+    def all(self) -> list[WorkerGroup[Any]]:
+        """The groups that the run has."""
+        groups = (getattr(self, field.name) for field in fields(self))
+        return [group for group in groups if group is not None]
 
     def together(self, first: str, second: str) -> bool:
         """Whether two roles share processes, so that their calls take turns."""

@@ -26,6 +26,7 @@ from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.expiry import expiry_of
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
+from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.sft.kinds import kind_of
@@ -101,6 +102,7 @@ def build(
                 save_freq=save_freq,
                 signals=run.signals,
                 expiry=expiry_of(trainer.esi_redundant_time),
+                profiling=StepProfiler(config.global_profiler, [group], run.folder.path),
             )
 
 

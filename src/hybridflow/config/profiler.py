@@ -1,0 +1,36 @@
+"""`global_profiler.*`: what is recorded of some steps, by all processes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridflow.config.schema import key
+
+ProfilerTool = Literal["phases", "torch", "torch_memory", "nsys"]
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Profiles of single steps."""
+
+    tool: ProfilerTool | None = key(
+        None,
+        "phases records the parts of a step and each call of each rank, in one trace; torch adds torch's "
+        "profiler on the ranks, torch_memory a history of device memory; nsys opens the range that Nsight "
+        "Systems captures. null: nothing.",
+    )
+    steps: list[int] | None = key(
+        None, "Steps that are recorded, from 1; null: the second one, after whatever is done once.", minimum=1
+    )
+    ranks: list[int] | None = key(
+        None, "Ranks of each role on which tools other than phases record; null: rank 0."
+    )
+    save_path: str | None = key(None, "Folder of the traces; null: profile/ in the run folder.")
+
+    @property
+    def recorded_steps(self) -> tuple[int, ...]:
+        """The steps that are recorded; none without a tool."""
+        if self.tool is None:
+            return ()
+        return tuple(self.steps or (2,))

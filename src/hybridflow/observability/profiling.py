@@ -1,0 +1,131 @@
+"""What one process does in a step that is profiled: spans of calls, and the tools of torch.
+
+    start(settings) ─► span("actor.update_mini_batch"), span("gen"), … ─► stop() ─► spans, for the driver's
+    trace
+                  └──► torch's profiler or memory history ─► a file of this process
+
+There is one `profiler` in a process, as there is one clock. A span costs nothing where nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridflow.config.profiler import ProfilerTool
+from hybridflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MOST_ALLOCATIONS = 100_000
+"""Allocations that a memory history remembers."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a thread has done, in seconds since the epoch, so that machines' spans can be laid
+    beside each other as far as their clocks agree.
+    """
+
+    name: str
+    start: float
+    end: float
+    thread: str
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What a process records, and where its own files go."""
+
+    tool: ProfilerTool
+    folder: Path
+    name: str
+    """Name of this process's files."""
+
+
+class Profiler:
+    """Records what this process does between `start` and `stop`, which one thread calls."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._spans: list[Span] = []
+        self._lock = threading.Lock()
+        self._settings: ProfileSettings | None = None
+        self._torch: Any = None
+
+    def start(self, settings: ProfileSettings | None) -> None:
+        """Begin to record spans and, with settings, what their tool records. Does nothing where it does
+        already: several roles may share a process.
+        """
+        if self.active:
+            return
+        self.active = True
+        self._settings = settings
+        if settings is None:
+            return
+        if settings.tool in ("torch_memory", "nsys") and not torch.cuda.is_available():
+            self.active = False
+            raise ConfigError(
+                f"global_profiler.tool={settings.tool} records CUDA, and this process has no such device: "
+                "take torch or phases"
+            )
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        if settings.tool == "torch":
+            self._torch = torch.profiler.profile(record_shapes=False, with_stack=False)
+            self._torch.start()
+        elif settings.tool == "torch_memory":
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        elif settings.tool == "nsys":
+            torch.cuda.profiler.start()
+
+    def stop(self) -> list[Span]:
+        """End the recording, write this process's own files, and return the spans; none where it was off."""
+        if not self.active:
+            return []
+        self.active = False
+        self._write()
+        with self._lock:
+            spans = self._spans
+            self._spans = []
+        return spans
+
+    def _write(self) -> None:
+        settings = self._settings
+        if settings is None:
+            return
+        if settings.tool == "torch":
+            self._torch.stop()
+            self._torch.export_chrome_trace(str(settings.folder / f"{settings.name}.torch.json"))
+            self._torch = None
+        elif settings.tool == "torch_memory":
+            torch.cuda.memory._dump_snapshot(str(settings.folder / f"{settings.name}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        elif settings.tool == "nsys":
+            torch.cuda.profiler.stop()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record what happens in this context, if anything is recorded."""
+        if not self.active:
+            yield
+            return
+        start = time.time()
+        try:
+            with torch.profiler.record_function(name):
+                yield
+        finally:
+            span = Span(name, start, time.time(), threading.current_thread().name)
+            with self._lock:
+                self._spans.append(span)
+
+
+profiler = Profiler()
+"""What this process records."""

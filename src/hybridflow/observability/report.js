@@ -21,6 +21,7 @@ const CARDS = [
   { title: "Tool calls of a trajectory, by what came of them", match: /^agent\/tools\//, label: (name) => name.slice(12) },
   { title: "Failed trajectories, by cause", match: /^training\/num_failed\//, label: (name) => name.slice(20) },
   { title: "Trajectories tried again, by cause", match: /^agent\/num_retried\//, label: (name) => name.slice(18) },
+  { title: "Experts: load and flips", match: /^(actor|critic|train)\/moe\/(load_entropy|load_max|flips)$/ },
   { title: "Learning rate", match: /^(actor|critic|train)\/lr$/ },
 ];
 const LABELS = {

@@ -361,7 +361,6 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.actor.fsdp_config.dtype=float16",
     "data.datagen.path=x.py",
     "trainer.device=mps",
-    "global_profiler.tool=precision_debugger",
     "distillation.enabled=True",
     # true is not the 1 that is accepted
     "actor_rollout_ref.rollout.expert_parallel_size=true",

@@ -27,10 +27,3 @@ class ProfilerConfig:
         None, "Ranks of each role on which tools other than phases record; null: rank 0."
     )
     save_path: str | None = key(None, "Folder of the traces; null: profile/ in the run folder.")
-
-    @property
-    def recorded_steps(self) -> tuple[int, ...]:
-        """The steps that are recorded; none without a tool."""
-        if self.tool is None:
-            return ()
-        return tuple(self.steps or (2,))

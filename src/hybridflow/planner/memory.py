@@ -87,7 +87,7 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
     weights_away = (fsdp.param_offload or fsdp.offload_policy) and not on_cpu
     state_away = (fsdp.optimizer_offload or fsdp.offload_policy) and not on_cpu
-    own = size.whole.on_rank(layout.tp, layout.dp_shard)
+    own = size.whole.on_rank(layout.tp, layout.dp_shard * layout.pp)
     share = _share(layout)
     trained_bytes = wide if many else size.itemsize
     weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
@@ -152,6 +152,8 @@ def _moments(optimizer: str, wide: int) -> tuple[float, str]:
 def _share(layout: ParallelLayout) -> str:
     """Return by what a count is divided, in words."""
     share = ""
+    if layout.pp > 1:
+        share += f" / {layout.pp} stages"
     if layout.dp_shard > 1:
         share += f" / {layout.dp_shard} shards"
     if layout.tp > 1:

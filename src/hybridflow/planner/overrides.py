@@ -77,6 +77,10 @@ def _layout(keys: RoleKeys, setting: Setting) -> Iterator[str]:
     here = f"{keys.layout}.fsdp_config"
     if setting.tensor > 1:
         yield f"{here}.tensor_parallel_size={setting.tensor}"
+    if setting.stages > 1:
+        yield f"{here}.pipeline_parallel_size={setting.stages}"
+    if setting.experts > 1:
+        yield f"{here}.expert_parallel_size={setting.experts}"
     if setting.shards != -1:
         yield f"{here}.fsdp_size={setting.shards}"
     if setting.offloads:

@@ -5,7 +5,8 @@ roles, devices ──PoolPlanner.plan──► Pool: settings of each role, byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -31,6 +32,9 @@ class Setting(NamedTuple):
     shards: int = -1
     """fsdp_size; -1: all."""
     offloads: bool = False
+    stages: int = 1
+    experts: int = 1
+    """expert_parallel_size."""
     rows: int = 0
     """Rows that a replica of the rollout runs at once."""
 
@@ -118,21 +122,7 @@ class PoolPlanner:
 
     def _options(self, role: str, devices: int) -> list[Option]:
         """Return a role's settings on so many devices, each smaller and slower than the one before."""
-        found = []
-        shape = self.job.shapes[role]
-        node = self.costs.cluster.hardware.node
-        for tensor in (1, 2, 4, 8):
-            if devices % tensor or shape.kv_heads % tensor or tensor > node:
-                continue
-            if tensor > 1 and self.job.config.actor_rollout_ref.model.lora_rank:
-                continue
-            sharers = devices // tensor
-            shards = [-1]
-            if sharers * tensor > node and sharers % (node // tensor) == 0:
-                shards.append(node // tensor)
-            for each in shards:
-                for offloads in (False, True):
-                    found.append(self._option(role, devices, Setting(tensor, each, offloads)))
+        found = [self._option(role, devices, setting) for setting in self._settings(role, devices)]
         found.sort(key=lambda option: option.total)
         kept: list[Option] = []
         for option in found:
@@ -140,14 +130,40 @@ class PoolPlanner:
                 kept.append(option)
         return kept
 
+    def _settings(self, role: str, devices: int) -> Iterator[Setting]:
+        """Yield the layouts of a role that its keys can say and that its model allows."""
+        shape = self.job.shapes[role]
+        node = self.costs.cluster.hardware.node
+        whole = bool(shape.experts or self.job.config.actor_rollout_ref.model.lora_rank)
+        for stages, tensor in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+            sharers = devices // (stages * tensor)
+            if devices % (stages * tensor) or shape.kv_heads % tensor or tensor > node:
+                continue
+            if (whole and tensor > 1) or stages > len(shape.layers) // 4:
+                continue
+            shards = [-1]
+            if sharers * tensor > node and sharers % (node // tensor) == 0:
+                shards.append(node // tensor)
+            for each, offloads in itertools.product(shards, (False, True)):
+                yield Setting(tensor, each, offloads, stages)
+                if not shape.experts or stages > 1:
+                    continue
+                for experts in (2, 4, 8, 16, 32):
+                    if (sharers if each == -1 else each) % experts == 0 == shape.experts % experts:
+                        yield Setting(tensor, each, offloads, stages, experts)
+
     def _option(self, role: str, devices: int, setting: Setting) -> Option:
         job = self.job
-        layout = ParallelLayout.from_keys(devices, setting.shards, 1, setting.tensor)
+        layout = ParallelLayout.from_keys(
+            devices, setting.shards, 1, setting.tensor, setting.stages, setting.experts
+        )
         engine = engine_of(job.config, role, layout)
         keys = replace(
             engine.fsdp,
             fsdp_size=setting.shards,
             tensor_parallel_size=setting.tensor,
+            pipeline_parallel_size=setting.stages,
+            expert_parallel_size=setting.experts,
             param_offload=setting.offloads,
             optimizer_offload=setting.offloads,
         )
@@ -183,6 +199,8 @@ class PoolPlanner:
         job = self.job
         shape = job.shapes["actor"]
         if devices % tensor or shape.kv_heads % tensor or tensor > self.costs.cluster.hardware.node:
+            return None
+        if tensor > 1 and shape.experts and job.config.actor_rollout_ref.rollout.name == "native":
             return None
         here = max(1, round(job.generated.count / (devices // tensor)))
         most = job.config.actor_rollout_ref.rollout.max_num_seqs

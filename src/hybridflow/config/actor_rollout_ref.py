@@ -169,7 +169,8 @@ class ActorConfig:
     kl_loss_coef: float = key(0.001, "Weight of that KL term.", minimum=0)
     kl_loss_type: str = key(
         "low_var_kl",
-        "Estimator of that KL: kl (k1), abs, mse (k2) or low_var_kl (k3); with + at its end, for example "
+        "Estimator of that KL: kl (k1), abs, mse (k2) or low_var_kl (k3), or full, which is exact, over the "
+        "whole vocabulary; with + at its end, for example "
         "k3+, it has the gradient of k2.",
     )
     ulysses_sequence_parallel_size: int = key(

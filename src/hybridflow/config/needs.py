@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
@@ -35,6 +36,11 @@ def needs_reference(config: PPOConfig) -> bool:
         or (estimator is not None and estimator.process_rewards)
         or (loss is not None and loss.reference)
     )
+
+
+def wants_full_kl(actor: ActorConfig) -> bool:
+    """Return whether the loss has the exact KL from the reference, which updates compute themselves."""
+    return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 
 def has_own_reference(config: PPOConfig) -> bool:

@@ -165,6 +165,8 @@ def _shard(
     module.sequence_group = mesh.sequence_group
     module.column = mesh.column
     module.sequence_ring = fsdp.context_parallel == "ring"
+    if isinstance(module, PolicyModel):
+        module.is_sharded = True
     compute_dtypes = widen_trained(module)
     absent: set[nn.Parameter] = set()
     if stage is not None:

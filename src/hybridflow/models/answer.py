@@ -27,7 +27,11 @@ def answer(module: nn.Module, packed: PackedBatch, ask: Ask) -> Answers:
         f"a policy has log-probs and neither values nor scores, and is asked {ask}"
     )
     outputs = module(
-        packed, temperature=ask.temperature, with_entropy=ask.entropy, with_sum_pi_squared=ask.sum_pi_squared
+        packed,
+        temperature=ask.temperature,
+        with_entropy=ask.entropy,
+        with_sum_pi_squared=ask.sum_pi_squared,
+        with_full_kl=ask.full_kl,
     )
     answers = {name: value for name, value in outputs._asdict().items() if value is not None}
     if ask.routes:

@@ -32,5 +32,7 @@ class Ask:
     """The experts of all tokens, [N, W] int16 for N packed tokens and [b, T, W] for padded rows."""
     scores: bool = False
     """Scores of a reward model: of each token, or of each row, at its last token and 0 at the others."""
+    full_kl: bool = False
+    """KL divergences from the reference over the whole vocabulary, in nats."""
     temperature: float = 1.0
     """Divisor of the logits before any of a policy's numbers are computed."""

@@ -30,6 +30,8 @@ class TokenOutputs(NamedTuple):
     """Entropy [M] of the same distribution, nats; None unless asked for."""
     sum_pi_squared: Tensor | None = None
     """Σ_v π(v)² [M] of the same distribution, without gradient; None unless asked for."""
+    full_kl: Tensor | None = None
+    """KL(π ‖ π_ref) [M] over the whole vocabulary, nats; None unless asked for."""
 
     def first(self, count: int) -> TokenOutputs:
         """Return the outputs for the first `count` tokens."""

@@ -6,6 +6,7 @@ rollout engine calls `hidden` and `logits` with another layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from hybridflow.models.exact import ExactMode
 from hybridflow.models.experts import ExactExperts
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
+from hybridflow.models.full_kl import HeadInputs, full_kl
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
 from hybridflow.models.rope import check_lengths, rotate_rows_alone
 from hybridflow.models.routing import RouteTape, Routing
@@ -45,6 +47,10 @@ class PolicyModel(nn.Module):
     """Ranks that hold the other stages of the model, or None where this rank has all layers."""
     sequence_ring = False
     """Whether these ranks attend in a ring instead of exchanging heads."""
+    reference: Callable[[PackedBatch], HeadInputs] | None = None
+    """Gives the reference's states and head for the KL over the whole vocabulary, where a run asks for it."""
+    is_sharded = False
+    """Whether each rank holds a part of the parameters, which are gathered for a pass."""
     compiles_decoding = False
     """Whether steps of decoding are compiled, where the model's layers allow it, but for exact mode."""
     source_dtype: torch.dtype | None = None
@@ -120,9 +126,11 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
+        with_full_kl: bool = False,
     ) -> TokenOutputs:
         """Return log-probs [M] of `packed.targets` and, on request, entropy and Σπ² [M] of the distributions.
 
+        With `with_full_kl` the KL divergence from `reference` [M] over the whole vocabulary is one more.
         Only the M predicting positions go through the head, a chunk at a time.
         """
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
@@ -134,6 +142,11 @@ class PolicyModel(nn.Module):
         if cut is not None:
             targets = targets[cut.own]
         targets = targets.to(states.device)
+        kl: Tensor | None = None
+        if with_full_kl:
+            assert self.reference is not None, "the reference is told before a KL from it is asked"
+            inputs = HeadInputs(states, head.weight, head.bias, self.transform)
+            kl = full_kl(inputs, self.reference(packed), temperature)
         chunk_step = 1
         if self.exact is not None:
             states = self.exact.pad_rows(states)
@@ -153,9 +166,22 @@ class PolicyModel(nn.Module):
         )
         if self.exact is not None:
             outputs = outputs.first(packed.targets.shape[0])
+        outputs = outputs._replace(full_kl=kl)
         if cut is not None:
             outputs = cut.gather_outputs(outputs)
         return outputs
+
+    @torch.no_grad()
+    def head_inputs(self, packed: PackedBatch) -> HeadInputs:
+        """Return what the distributions of `packed.targets` follow from, those of this rank under a cut."""
+        cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
+        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact)
+        weight = self.head.weight.detach()
+        bias = None if self.head.bias is None else self.head.bias.detach()
+        if self.is_sharded:  # the gathered head is freed after this call
+            weight = weight.clone()
+            bias = None if bias is None else bias.clone()
+        return HeadInputs(states, weight, bias, self.transform)
 
     def follow_routes(self) -> Routing:
         """Let routes be recorded and replayed from now on; ModelError for a model without routers."""

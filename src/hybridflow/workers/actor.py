@@ -7,6 +7,7 @@ from collections.abc import Set
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.masked import masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.needs import wants_full_kl
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.exact import ExactMode
@@ -123,7 +124,12 @@ class ActorWorker(StatefulWorker):
         loss = policy_loss(self.config, scale, self.loss)
         if watch is not None:
             loss = watched(loss, watch, keeps_entropy=wants_entropy)
-        ask = Ask(log_probs=True, entropy=wants_entropy or watch is not None, temperature=self.temperature)
+        ask = Ask(
+            log_probs=True,
+            entropy=wants_entropy or watch is not None,
+            full_kl=wants_full_kl(self.config),
+            temperature=self.temperature,
+        )
         return self.engine.train_mini_batch(batch, ask, loss, self.limits)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate
 from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.masked import zero_outside
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.arguments import argument_values
 from hybridflow.config.critic import CriticConfig
+from hybridflow.config.needs import wants_full_kl
 from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
 from hybridflow.errors import ConfigError
@@ -38,6 +40,8 @@ LOSS_SHARES = (
 """Metrics that micro-batches and ranks add up to the loss of a mini-batch."""
 
 
+FULL_KL_ANSWER = "full_kl"
+"""The name by which an engine answers `Ask(full_kl=True)`."""
 TRAJECTORY_COLUMNS = ("trajectory_id", "trajectory_rows")
 """Columns by which the losses of every update count trajectories, where the batch has them."""
 
@@ -110,7 +114,10 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
             total = total - config.entropy_coeff * entropy
             metrics.add_sum("actor/entropy_loss", entropy.detach())
         if config.use_kl_loss:
-            estimate = kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type, mask)
+            if wants_full_kl(config):
+                estimate = zero_outside(outputs[FULL_KL_ANSWER], mask)
+            else:
+                estimate = kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type, mask)
             kl = aggregate(estimate, mask, mode, shares, config.loss_scale_factor)
             total = total + config.kl_loss_coef * kl
             metrics.add_sum("actor/kl_loss", kl.detach())

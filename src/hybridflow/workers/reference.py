@@ -13,7 +13,10 @@ from contextlib import nullcontext
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.errors import ModelError
+from hybridflow.models.full_kl import HeadInputs
+from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -71,6 +74,30 @@ class ReferenceWorker(StatefulWorker):
         with self.engine.without_adapters() if self.without_adapters else nullcontext():
             outputs = self.engine.forward(batch, self.ask, self.limits)
         return DataProto.from_dict({self.column: outputs["log_probs"]})
+
+
+class ReferenceHead:
+    """The reference's states and head for packed rows, which an update of the actor in this process asks for.
+
+    With `adapted` the engine is the actor's own, whose base is the reference; it is called inside a forward
+    pass of the actor then, where its parameters are gathered.
+    """
+
+    def __init__(self, engine: TrainEngine, *, adapted: bool = False) -> None:
+        self.engine = engine
+        self.adapted = adapted
+
+    def __call__(self, packed: PackedBatch) -> HeadInputs:
+        """Return what the reference's distributions of `packed.targets` follow from, without gradients."""
+        policy = self.engine.policy
+        if self.adapted:
+            with self.engine.without_adapters():
+                return PolicyModel.head_inputs(policy, packed)
+        self.engine.onload()
+        try:
+            return policy.head_inputs(packed)
+        finally:
+            self.engine.offload()
 
 
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):

@@ -152,7 +152,20 @@ BAD = [
     (["critic.enable=false"], "needs the critic"),
     (["algorithm.kl_penalty=k4"], "algorithm.kl_penalty=k4: there is no such estimator; there are kl, k1"),
     (["algorithm.kl_penalty=k3+"], "has no gradient"),
-    (["actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
+    (
+        ["algorithm.kl_penalty=full"],
+        "kl_penalty=full: the KL over the whole vocabulary is",
+    ),
+    (["actor_rollout_ref.actor.kl_loss_type=full+"], "kl_loss_type=full+: the KL over the whole"),
+    (
+        [
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.kl_loss_type=full",
+            "trainer.resource_pools={a: [1], b: [1]}",
+            "trainer.placement={reference: b}",
+        ],
+        "computes the reference in the actor's processes, and trainer.placement puts it on b",
+    ),
     (["actor_rollout_ref.actor.clip_ratio_low=1.5"], "fall below 0"),
     (
         ["actor_rollout_ref.rollout.val_kwargs.do_sample=true"],

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.checks.correction import correction_problems
-from hybridflow.config.needs import estimator_facts, loss_facts
+from hybridflow.config.needs import estimator_facts, loss_facts, wants_full_kl
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -32,6 +32,8 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
     yield from _clip_bounds(config)
     yield from _kl_estimator("algorithm.kl_penalty", algorithm.kl_penalty, gradient=False)
     yield from _kl_estimator(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, gradient=True)
+    if wants_full_kl(actor):
+        yield from _full_kl(config)
     yield from _dynamic_sampling(config)
     yield from _overlong(config)
     yield from correction_problems(config)
@@ -169,15 +171,44 @@ def _clip_bounds(config: PPOConfig) -> Iterator[str]:
 
 def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
     base = name.removesuffix("+")
-    if base == "full":
+    if base == "full" and not (gradient and name == base):
         yield (
-            f"{path}=full needs the reference's whole distribution, which this version does not keep: use "
-            "low_var_kl"
+            f"{path}={name}: the KL over the whole vocabulary is a term of the loss alone, and has its own "
+            f"gradient: set {ACTOR}.use_kl_loss=true and {ACTOR}.kl_loss_type=full, or low_var_kl here"
         )
+    elif base == "full":
+        return
     elif base not in KL_ESTIMATORS:
         yield f"{path}={name}: there is no such estimator; there are {', '.join(KL_ESTIMATORS)}"
     elif name.endswith("+") and not gradient:
         yield f"{path}={name}: a KL in the reward has no gradient, so + means nothing there: use {base}"
+
+
+def _full_kl(config: PPOConfig) -> Iterator[str]:
+    """The actor's update computes the reference's distributions, so both are spread over ranks alike."""
+    path = f"{ACTOR}.kl_loss_type=full"
+    placed = config.trainer.placement
+    if placed.get("reference", "") != placed.get("actor", ""):
+        yield (
+            f"{path} computes the reference in the actor's processes, and trainer.placement puts it on "
+            f"{placed.get('reference', 'another pool')}: leave it out of trainer.placement, or set "
+            "low_var_kl"
+        )
+    roles = config.actor_rollout_ref
+    for role, block in (("actor", roles.actor), ("ref", roles.ref)):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(block.fsdp_config, name) > 1:
+                yield (
+                    f"{path} with actor_rollout_ref.{role}.fsdp_config.{name}="
+                    f"{getattr(block.fsdp_config, name)}: the head is not whole on each rank; set it to 1, "
+                    "or set low_var_kl"
+                )
+    theirs = roles.ref.ulysses_sequence_parallel_size
+    if theirs not in (None, roles.actor.ulysses_sequence_parallel_size):
+        yield (
+            f"{path} with actor_rollout_ref.ref.ulysses_sequence_parallel_size={theirs}: the reference has "
+            f"to cut rows as the actor does; set {roles.actor.ulysses_sequence_parallel_size}"
+        )
 
 
 def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:

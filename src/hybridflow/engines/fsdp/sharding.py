@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Shard
 
@@ -86,6 +87,8 @@ def shard(
         group(head, config.reshard_after_forward, torch.promote_types(compute, torch.float32))
     root = root or module
     group(root, False, compute)
+    if hasattr(root, "head_inputs"):
+        register_fsdp_forward_method(root, "head_inputs")
     for part in sharded_modules(root):
         part.set_gradient_divide_factor(1.0)
         # else the factor asks for an operation that only NCCL has

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.config.needs import has_own_reference
+from hybridflow.config.needs import has_own_reference, wants_full_kl
 from hybridflow.config.roles import engine_keys
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from hybridflow.workers import (
     RewardModelWorker,
     RolloutWorker,
 )
-from hybridflow.workers.reference import TEACHER_COLUMN
+from hybridflow.workers.reference import TEACHER_COLUMN, ReferenceHead
 from hybridflow.workers.rollout_build import build_rollout_worker
 
 
@@ -92,11 +92,15 @@ class RoleBuilders:
         own = has_own_reference(self.config)
         adapters = LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None
         if adapters and not own and self.process.has("actor"):
+            if wants_full_kl(self.config.actor_rollout_ref.actor):
+                self._actor_engine().policy.reference = ReferenceHead(self._actor_engine(), adapted=True)
             return ReferenceWorker(
                 self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True
             )
         engine = self._engine("policy", "reference", None, 0, None)
         self._check_vocabulary(engine, "actor_rollout_ref.ref.model")
+        if wants_full_kl(self.config.actor_rollout_ref.actor):
+            self._tell_reference(engine)
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
     def critic(self, info: RankInfo) -> CriticWorker:
@@ -173,6 +177,17 @@ class RoleBuilders:
     @property
     def _token_cap(self) -> int:
         return self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+
+    def _tell_reference(self, engine: TrainEngine) -> None:
+        """Give the actor's updates the reference's distributions; ModelError for another vocabulary."""
+        actor = self._actor_engine()
+        if actor.vocabulary != engine.vocabulary:
+            raise ModelError(
+                f"actor_rollout_ref.actor.kl_loss_type=full compares whole distributions, and the heads have "
+                f"{actor.vocabulary} and {engine.vocabulary} rows: set low_var_kl, or take a reference with "
+                "as large a head"
+            )
+        actor.policy.reference = ReferenceHead(engine)
 
     def _actor_engine(self) -> TrainEngine:
         worker = self.process.worker("actor")

@@ -31,6 +31,7 @@ from hybridflow.config.thresholds import parse_rejection
 from hybridflow.explain.equations import AGGREGATIONS, DRAWN, EQUATIONS, ICEPOP, KL, PAIR_LOSSES, RESAMPLING
 from hybridflow.explain.formula import Formula, Number, formula_of, own_formula, shown
 from hybridflow.explain.numbers import ACTOR, PRM, ROLLOUT, Run
+from hybridflow.models.full_kl import full_kl
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.workers.losses import find_policy_loss
 
@@ -126,6 +127,9 @@ def _kl_in_reward(run: Run) -> list[Formula]:
 
 def _kl_estimator(run: Run, key: str) -> Formula:
     kind = run[key]
+    if kind == "full":
+        text = "kl = Σ_v π(v)·(log π(v) − log π_ref(v))"
+        return formula_of(full_kl, text, [run.number("", key)], name="exact KL over the vocabulary")
     notes: tuple[str, ...] = ()
     if kind.endswith("+"):
         notes = ("its gradient is that of k2: ½(x − y)²",)

@@ -38,6 +38,7 @@ from hybridflow.explain.equations import (
 )
 from hybridflow.explain.formula import Number, own_formula, place, shown, written
 from hybridflow.explain.numbers import Run
+from hybridflow.models.full_kl import full_kl
 from hybridflow.trainer.ppo.columns import apply_kl_penalty
 from hybridflow.workers.losses import loss_parameters
 
@@ -132,6 +133,13 @@ def test_every_other_formula_is_in_the_docstring_of_its_function(equation: Equat
     numbers = [Number(name, 1, "a.key", symbols.get(name, "")) for name in names]
     assert written(equation.formula, numbers, with_values=False) in documented(equation.function)
     assert all(paper in documented(equation.function) for paper in equation.papers)
+
+
+def test_the_exact_kl_is_explained() -> None:
+    parts = sections(f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
+    formulas = parts["further terms of the loss"].formulas
+    (exact,) = [formula for formula in formulas if formula.name == "exact KL over the vocabulary"]
+    assert exact.equation.removeprefix("kl = ") in documented(full_kl)
 
 
 def test_alternatives_are_those_of_their_functions() -> None:
@@ -382,7 +390,7 @@ def test_neither_model_nor_data_is_needed_and_nothing_is_written(
     [
         (["algorithm.adv_estimator=grpo"], "rollout.n"),
         (["algorithm.adv_estimator=grop"], "there are gae, grpo"),
-        ([f"{ACTOR}.kl_loss_type=full"], "low_var_kl"),
+        ([f"{ACTOR}.kl_loss_type=full+"], "low_var_kl"),
         (["algorithm.gama=1"], "algorithm.gamma"),
         (["algorithm.adv_estimator=none.py:mine"], "there is no file none.py"),
     ],

@@ -18,6 +18,10 @@ from hybridflow.planner.model_shape import ModelShape
 
 STATE_BYTES = 16
 """Bytes of a trained parameter in a checkpoint and between steps: weights, masters and moments."""
+STEP_BYTES = 100
+"""Bytes that an optimizer step moves for each trained parameter: AdamW by separate operations on float32, the
+norm of the gradient and its scaling.
+"""
 DISK = 2e9
 """Bytes a second that a node writes to its disk or to the network's."""
 SAMPLING_BYTES = 32
@@ -50,9 +54,9 @@ class Efficiency:
 
 
 CPU_EFFICIENCY = Efficiency(
-    mfu=0.5, sparse_mfu=0.3, decode_bandwidth=0.5, decode_layer=3e-4, update=0.0, pass_layer=1e-3, links=1.0
+    mfu=1.0, sparse_mfu=0.5, decode_bandwidth=0.3, decode_layer=1.5e-3, update=0.0, pass_layer=4e-3, links=1.0
 )
-"""A first guess for a process on a CPU, which the first step of a run corrects."""
+"""A guess for a process on a CPU, whose peak is itself measured; the first step of a run corrects it."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class Costs:
         one = self._passes(shape, rows.tokens * share, rows.square * share, training, forwards, 2.0)
         trained = 0.02 if training.lora else 1.0
         held = shape.parameters / training.layout.world_size * training.layout.dp_replicate * trained
-        stepping = 2 * held * STATE_BYTES / self.cluster.hardware.bandwidth + self.efficiency.update
+        stepping = held * STEP_BYTES / self.cluster.hardware.bandwidth + self.efficiency.update
         return optimizer_steps * (one + stepping) + self._host(shape, training, STATE_BYTES)
 
     def _host(self, shape: ModelShape, training: Training, each: int) -> float:

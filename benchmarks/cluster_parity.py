@@ -383,11 +383,11 @@ def main() -> int:
             row = with_share(compare(algorithm, spread, model, folder, base[key], rollouts, options.steps))
             rows.append(row)
             problems += missed(row, options.steps)
+            if options.only and options.keep:
+                keep(row)
             sys.stdout.write(table([row]).splitlines()[-1] + "\n")
             sys.stdout.flush()
     sys.stdout.write(table(rows) + "\n" + "\n".join(problems or ["every bar is met"]) + "\n")
-    if options.only and options.keep:
-        return keep(rows)
     if options.only:
         return 1 if problems else 0
     return write(
@@ -402,14 +402,14 @@ def main() -> int:
     )
 
 
-def keep(rows: Sequence[dict[str, Any]]) -> int:
-    """Put rows, with their date, into the committed figures; 1 where a bar is missed."""
+def keep(row: dict[str, Any]) -> None:
+    """Put a row, with its date, into the committed figures."""
     result = json.loads(RESULT.read_text())
-    today = datetime.date.today().isoformat()
+    dated = {**row, "date": datetime.date.today().isoformat()}
     found = {(row["algorithm"], row["spread"]): row for row in result["cells"]}
-    found |= {(row["algorithm"], row["spread"]): {**row, "date": today} for row in rows}
+    found[row["algorithm"], row["spread"]] = dated
     result["cells"] = [found[cell] for cell in cells(()) if cell in found]
-    return write(result)
+    write(result)
 
 
 def write(result: dict[str, Any]) -> int:

@@ -88,6 +88,20 @@ class ParallelLayout:
         """Return the number of the part of the rows that `rank` computes; equal for ranks with equal rows."""
         return rank // (self.cp * self.tp) % self.data
 
+    def place(self, rank: int) -> str:
+        """Return what `rank` holds of the model, in words: `stage 2 of 2, shard 1 of 4`."""
+        within = rank % self.stage_size
+        shard = within // self.tp % self.dp_shard
+        named = (
+            ("stage", rank // self.stage_size, self.pp),
+            ("copy", within // (self.tp * self.dp_shard), self.dp_replicate),
+            ("shard", shard, self.dp_shard),
+            ("experts", shard % self.ep, self.ep),
+            ("slice", within % self.tp, self.tp),
+        )
+        parts = [f"{name} {number + 1} of {size}" for name, number, size in named if size > 1]
+        return ", ".join(parts) or "the whole model"
+
     def returns(self, rank: int) -> bool:
         """Return whether `rank` is the one of those with equal rows whose answers and loss count.
 

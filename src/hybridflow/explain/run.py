@@ -19,6 +19,7 @@ from hybridflow.config.preference import rows_per_item
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
+from hybridflow.explain.layout import layout_lines
 from hybridflow.explain.schedule import schedule_lines
 from hybridflow.models.build import resolve_dtype, shape_of
 from hybridflow.models.in_force import in_force
@@ -159,10 +160,13 @@ def _processes(plan: Plan) -> Iterator[Line]:
             f"{pool.world_size:,} processes",
             f"{', '.join(where.roles(pool.name))}; on its nodes: {nodes}",
         )
-    for engine in plan.engines.values():
+    for role, engine in plan.engines.items():
         spread = engine.layout
         keys = f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.cp}, tensor_parallel_size={spread.tp}"
+        if spread.pp > 1:
+            keys += f", pipeline_parallel_size={spread.pp}"
         yield Line(f"{engine.role} is spread over", str(spread), keys)
+        yield from layout_lines(engine, role)
     if "reference" not in plan.engines and "reference" in where.pools_of_role:
         yield Line(
             "reference is",

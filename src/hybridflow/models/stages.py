@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from hybridflow.config.model import ModelConfig
 from hybridflow.errors import ModelError
 from hybridflow.models.answer import answer
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.blocks import decoder_blocks
+from hybridflow.models.build import shape_of
 from hybridflow.models.experts import experts_per_token, num_experts
 from hybridflow.models.policy import PolicyModel, all_states, device_of, sequence_cut
 from hybridflow.models.sequence_parallel import SequenceCut
@@ -257,6 +260,20 @@ def cut_layers(costs: Sequence[float], first: float, last: float, parts: int) ->
             for stop in range(min(best) + 1, count + 1)
         }
     return [range(start, stop) for start, stop in pairwise(best[count][1])]
+
+
+def layers_of_parts(config: ModelConfig, parts: int, *, is_value: bool) -> list[range]:
+    """Return the numbers of the layers of each part of a policy or a value model; no weights are read.
+
+    Raises ModelError as making a `Stage` would.
+    """
+    shape = shape_of(config)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(
+            shape, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+        )
+        model: Model = ValueModel(hf) if is_value else PolicyModel(hf)
+    return [part.layers for part in Stage(model, stage=0, stages=1, parts=parts).parts]
 
 
 def _check_complete(model: Model, modules: Sequence[nn.Module]) -> None:

@@ -177,7 +177,8 @@ def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     """Return the bytes that a pass of a sharded model gathers, those of their whole gradients, and how."""
     tensor = engine.layout.tp
     reduce = max(BYTES[engine.fsdp.mixed_precision.reduce_dtype], size.itemsize)
-    whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
+    root, block = (count.on_rank(tensor) for count in (size.root, size.block))
+    whole = size.whole.on_rank(tensor, engine.layout.pp)
     if engine.trained and not engine.fsdp.reshard_after_forward:
         return (
             whole.all * size.itemsize,

@@ -23,6 +23,7 @@ MEGATRON_ALIASES: tuple[tuple[str, str], ...] = (
     (ROLES + r"pipeline_model_parallel_size", r"\1.fsdp_config.pipeline_parallel_size"),
     (ROLES + r"virtual_pipeline_model_parallel_size", r"\1.fsdp_config.virtual_pipeline_parallel_size"),
     (ROLES + r"context_parallel_size", r"\1.ulysses_sequence_parallel_size"),
+    (ROLES + r"expert_model_parallel_size", r"\1.fsdp_config.expert_parallel_size"),
     (ROLES + r"(param_offload|optimizer_offload|use_torch_compile)", r"\1.fsdp_config.\2"),
     (ROLES + r"dtype", r"\1.fsdp_config.mixed_precision.param_dtype"),
 )
@@ -30,7 +31,12 @@ MEGATRON_ALIASES: tuple[tuple[str, str], ...] = (
 MEGATRON_VALUES: Mapping[str, Mapping[Any, Any]] = {
     f"{block}.fsdp_config.{name}": {None: 1}
     for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size")
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "virtual_pipeline_parallel_size",
+        "expert_parallel_size",
+    )
 }
 
 _KEY = r".+\.megatron\."
@@ -52,13 +58,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     ),
     only(r"model_engine", (None, "dp", "megatron"), f"the engine is {ENGINE}"),
     Rule(
-        _KEY + r"expert_model_parallel_size",
-        OFF_OR_ONE,
-        "experts are divided as all parameters are",
-        "FSDP2 shards the experts too: leave it out",
-    ),
-    Rule(
-        _KEY + r"(tensor_model_parallel|pipeline_model_parallel|context_parallel)_size",
+        _KEY + r"(tensor_model|pipeline_model|expert_model|context)_parallel_size",
         OFF_OR_ONE,
         "this model is divided as the actor is",
         "this model is divided as the actor is: set the size in actor_rollout_ref.actor.megatron",

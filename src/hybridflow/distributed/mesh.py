@@ -68,7 +68,7 @@ class EngineMesh:
         assert dist.get_world_size() == layout.world_size, (
             f"the layout is for {layout.world_size} ranks and the process group has {dist.get_world_size()}"
         )
-        assert layout.ep == 1 or layout.tp == layout.pp == 1, f"{layout}: experts go with shards and copies"
+        assert layout.ep == 1 or layout.tp == 1, f"{layout}: layers with experts are not cut into slices"
         self.layout = layout
         self.rank = dist.get_rank()
         named = [
@@ -108,11 +108,11 @@ def _expert_meshes(layout: ParallelLayout, device_type: str) -> tuple[DeviceMesh
     if layout.ep == 1:
         return None, None
     rest = layout.dp_shard // layout.ep
-    sizes = [("copy", layout.dp_replicate), ("rest", rest), ("ep", layout.ep)]
-    sizes = [axis for axis in sizes if axis[0] != "copy" or axis[1] > 1]
+    sizes = [("pp", layout.pp), ("copy", layout.dp_replicate), ("rest", rest), ("ep", layout.ep)]
+    sizes = [axis for axis in sizes if axis[0] in ("rest", "ep") or axis[1] > 1]
     names = tuple(name for name, _ in sizes)
     whole = init_device_mesh(device_type, tuple(size for _, size in sizes), mesh_dim_names=names)
-    return whole["ep"], whole[names[:-1]]
+    return whole["ep"], whole[tuple(name for name in names if name not in ("pp", "ep"))]
 
 
 _known: dict[tuple[ParallelLayout, str], tuple[object, EngineMesh]] = {}

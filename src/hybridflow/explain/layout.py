@@ -1,4 +1,4 @@
-"""The layout of a model over the ranks of its pool, drawn rank by rank: what each holds, and which rows it has.
+"""The layout of a model over the ranks of its pool, rank by rank: what each holds, and which rows it has.
 
 actor rank 2: stage 2 of 2, shard 1 of 2 │ rows of part 1 of 2 │ layers 12 to 23, last norm and head
 """
@@ -17,7 +17,7 @@ MOST_RANKS = 16
 
 
 def layout_lines(engine: Engine, role: str) -> Iterator[Line]:
-    """Yield a line for each rank of a model that is divided in more than one way, or in one that is no shard."""
+    """Yield a line for each rank of a model that is divided otherwise than into shards alone."""
     layout = engine.layout
     if layout.world_size == layout.dp_shard and layout.cp == layout.ep == 1:
         return
@@ -46,10 +46,16 @@ def _layers(engine: Engine, role: str) -> list[str]:
     ranges = layers_of_parts(engine.model, parts, is_value=is_value)
     words = []
     for stage in range(layout.pp):
-        some = [f"layers {each[0]} to {each[-1]}" for each in ranges[stage :: layout.pp]]
+        some = [_named(each) for each in ranges[stage :: layout.pp]]
         if stage == 0:
             some.insert(0, "embeddings")
         if stage == layout.pp - 1:
             some.append("last norm and head")
         words.append(", ".join(some))
     return words
+
+
+def _named(layers: range) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    return f"layers {layers[0]} to {layers[-1]}"

@@ -31,7 +31,7 @@ trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.save_freq=-1 trainer.test_fre
 MOE_GRPO = """
 algorithm.adv_estimator=grpo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1
 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
-actor_rollout_ref.actor.megatron.expert_model_parallel_size=1
+actor_rollout_ref.actor.megatron.expert_model_parallel_size=2
 actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
 actor_rollout_ref.actor.megatron.use_dist_checkpointing=True actor_rollout_ref.actor.megatron.use_mbridge=True
 actor_rollout_ref.actor.megatron.param_offload=True actor_rollout_ref.actor.megatron.optimizer_offload=True
@@ -90,7 +90,7 @@ def test_the_dense_command() -> None:
 def test_the_command_of_a_mixture_of_experts() -> None:
     config, notes = loaded(MOE_GRPO, *FLAGS)
     actor = config.actor_rollout_ref.actor
-    assert sizes(actor) == (1, 2, 1)
+    assert sizes(actor) == (1, 2, 1) and actor.fsdp_config.expert_parallel_size == 2
     assert actor.fsdp_config.param_offload and actor.fsdp_config.optimizer_offload
     assert config.actor_rollout_ref.ref.fsdp_config.param_offload
     assert any("recompute_granularity=full has no effect: model.enable_gradient" in note for note in notes)

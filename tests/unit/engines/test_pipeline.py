@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sharded_runs import Run, save_tiny, train
+from engine_zoo import training_rows
+from sharded_runs import Run, ask, build, loss_of, save_tiny, train, weights_of, whole
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.engines import BatchLimits
+from hybridflow.distributed.shards import is_absent
+from hybridflow.engines import Ask, BatchLimits
 from hybridflow.engines.pipeline.schedule import Pass, one_forward_one_backward
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.stages import Stage, check_stages, cut_layers
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import ROUTES
 from ranks import Ranks
 
 ALL = (tuple(range(7)),)
@@ -151,6 +157,42 @@ def test_float64_weights_after_a_step(
         folders["tied"], sizes=sizes, deal=deal, model={"dtype": "float64"}, dtype=torch.float64, steps=1
     )
     compare(run, four_ranks.run(train, run, 4), alone(run), bound=1e-10)
+
+
+def replays(rank: int, run: Run, world_size: int, routes: Tensor) -> dict[str, Any]:
+    """A step that replays routes, as `train` reports it."""
+    engine = build(run, world_size)
+    engine.policy.follow_routes()
+    part = range(7) if world_size == 1 else run.deal[engine.layout.data_rank(rank)]
+    rows = training_rows(dtype=torch.float32)
+    routed = rows | DataProto.from_dict({ROUTES: routes})
+    batch = routed.select_idxs(list(part))
+    before = engine.forward(batch, ask(run), run.limits)
+    metrics = engine.train_mini_batch(batch, ask(run), loss_of(run, rows), run.limits).to_floats()
+    state = engine.state_dict()["optimizer"]
+    return {
+        "rows": list(part),
+        "before": before,
+        "losses": [],
+        "metrics": [metrics],
+        "weights": weights_of(engine),
+        "state": {
+            name: {key: whole(value) for key, value in entry.items()}
+            for name, entry in state.items()
+            if not is_absent(entry["exp_avg"])
+        },
+    }
+
+
+@pytest.mark.slow
+def test_stages_of_a_mixture_of_experts_share_them(four_ranks: Ranks, tmp_path: Path) -> None:
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    folder = create_tiny_model(tmp_path / "experts", experts=4, **sizes)
+    run = Run(str(folder), sizes={"pipeline": 2, "experts": 2}, deal=((0, 2, 4, 6), (1, 3, 5)), steps=1)
+    alone = replace(run, sizes={})
+    routes = build(alone, 1).forward(training_rows(), Ask(log_probs=True, routes=True), run.limits)["routes"]
+    ranks = four_ranks.run(replays, run, 4, routes)
+    compare(run, ranks, replays(0, alone, 1, routes), bound=1e-5)
 
 
 def test_adapters_train_in_stages(two_ranks: Ranks, folders: dict[str, str]) -> None:

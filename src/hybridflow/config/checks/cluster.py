@@ -137,11 +137,6 @@ class RoleLayout:
                 f"{key} with {here}tensor_parallel_size={self.fsdp.tensor_parallel_size}: layers with "
                 "experts are not split; set tensor_parallel_size=1"
             )
-        if self.fsdp.pipeline_parallel_size > 1:
-            yield (
-                f"{key} with {here}pipeline_parallel_size={self.fsdp.pipeline_parallel_size}: stages have "
-                "all of their experts on each rank; set one of them to 1"
-            )
         if self.fsdp.use_torch_compile:
             yield (
                 f"{key} with {here}use_torch_compile=true: ranks exchange as many tokens as a pass wants, "

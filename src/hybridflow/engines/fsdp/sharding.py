@@ -5,7 +5,7 @@ Gradients are summed over ranks, not averaged: a loss share is normalised by the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 import torch
@@ -40,7 +40,7 @@ def shard(
     *,
     experts: Sequence[nn.Module] = (),
     root: nn.Module | None = None,
-    absent: Collection[nn.Parameter] = (),
+    absent: Set[nn.Parameter] = frozenset(),
 ) -> None:
     """Shard parameters over the ranks of `mesh`: each block is a group, the rest one with the root.
 
@@ -77,8 +77,9 @@ def shard(
         )
 
     if mesh.expert_fsdp is not None:
-        _check_even(experts, mesh.expert_fsdp.size(-1))
-        for each in experts:
+        here = [each for each in experts if absent.isdisjoint(each.parameters())]
+        _check_even(here, mesh.expert_fsdp.size(-1))
+        for each in here:
             group(each, config.reshard_after_forward, compute, mesh.expert_fsdp)
     for block in blocks:
         group(block, config.reshard_after_forward, compute)

@@ -22,7 +22,7 @@ from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.shards import local
 from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.fsdp.engine import FSDPEngine
-from hybridflow.engines.fsdp.sharding import choose_reduction, reshard
+from hybridflow.engines.fsdp.sharding import choose_reduction, reshard, sharded_modules
 from hybridflow.engines.micro_batch_engine import Accumulated
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.pipeline.channels import Channels, Receipt
@@ -94,8 +94,7 @@ class PipelineEngine(FSDPEngine):
 
     def before_backward(self, part: Part, *, last: bool) -> None:
         """Choose which gradients a part's backward pass reduces over the ranks of the stage."""
-        blocks = self.stage.layers_of(part)
-        modules: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        modules = [each for block in self.stage.layers_of(part) for each in sharded_modules(block)]
         if part.is_first or part.is_last:
             head = getattr(self.module, "head", None)
             modules += [each for each in (self.stage, head) if isinstance(each, FSDPModule)]

@@ -1,0 +1,51 @@
+"""The layout that is drawn: each rank, what it holds, and which rows it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.explain.layout import MOST_RANKS, layout_lines
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.planner.memory import Engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    sizes = {"hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 1}
+    return ModelConfig(path=str(create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", **sizes)))
+
+
+def drawn(layout: ParallelLayout, model: ModelConfig, fsdp: FSDPConfig | None = None) -> list[str]:
+    engine = Engine("actor", layout, fsdp or FSDPConfig(), model)
+    return [": ".join(line) for line in layout_lines(engine, "actor")]
+
+
+def test_stages_of_shards(model: ModelConfig) -> None:
+    assert drawn(ParallelLayout(pp=2, dp_shard=2), model) == [
+        "actor rank 0: stage 1 of 2, shard 1 of 2: rows of part 1 of 2; embeddings, layer 0",
+        "actor rank 1: stage 1 of 2, shard 2 of 2: rows of part 2 of 2; embeddings, layer 0",
+        "actor rank 2: stage 2 of 2, shard 1 of 2: rows of part 1 of 2; layer 1, last norm and head",
+        "actor rank 3: stage 2 of 2, shard 2 of 2: rows of part 2 of 2; layer 1, last norm and head",
+    ]
+
+
+def test_slices_share_rows_and_copies_do_not(model: ModelConfig) -> None:
+    lines = drawn(ParallelLayout(dp_replicate=2, tp=2), model)
+    assert lines[1] == "actor rank 1: copy 1 of 2, slice 2 of 2: rows of part 1 of 2"
+    assert lines[2] == "actor rank 2: copy 2 of 2, slice 1 of 2: rows of part 2 of 2"
+
+
+def test_experts_and_shared_tokens(model: ModelConfig) -> None:
+    lines = drawn(ParallelLayout(dp_shard=4, ep=2, cp=2), model)
+    assert lines[3].startswith(
+        "actor rank 3: shard 4 of 4, experts 2 of 2: rows of part 2 of 2, every 2 ranks"
+    )
+
+
+def test_shards_alone_need_no_drawing_and_many_ranks_are_cut_short(model: ModelConfig) -> None:
+    assert drawn(ParallelLayout(dp_shard=8), model) == []
+    many = drawn(ParallelLayout(dp_shard=32, dp_replicate=2), model)
+    assert len(many) == MOST_RANKS + 1 and many[-1].startswith("actor ranks 16 to 63: go on")

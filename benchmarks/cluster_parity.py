@@ -135,6 +135,7 @@ def overrides(
     if processes > 1:
         keys += [
             f"trainer.n_gpus_per_node={processes}",
+            f"ray_kwargs.ray_init.num_cpus={processes}",
             *(key for key in SPREADS[spread] if algorithm == "ppo" or not key.startswith(CRITIC)),
         ]
     return keys

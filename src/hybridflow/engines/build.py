@@ -167,6 +167,8 @@ def _shard(
     module.sequence_ring = fsdp.context_parallel == "ring"
     if isinstance(module, PolicyModel):
         module.is_sharded = True
+    if stage is not None and trained:
+        stage.check_trained()
     compute_dtypes = widen_trained(module)
     absent: set[nn.Parameter] = set()
     if stage is not None:

@@ -101,6 +101,17 @@ class Stage(nn.Module):
         here = {parameter for module in self._held for parameter in module.parameters()}
         return {parameter for parameter in self.model.parameters() if parameter not in here}
 
+    def check_trained(self) -> None:
+        """Raise ModelError where nothing in this stage is trained, as with adapters on a few layers."""
+        absent = self.absent
+        if any(each.requires_grad for each in self.model.parameters() if each not in absent):
+            return
+        layers = ", ".join(str(number) for part in self.own for number in part.layers)
+        raise ModelError(
+            f"nothing is trained in the stage of the layers {layers}: set model.target_modules to modules "
+            f"that each stage has, or {KEY}=1"
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the hidden states between two parts."""

@@ -287,3 +287,12 @@ def test_stages_that_hold_a_tie_agree_on_it() -> None:
     stages = [Stage(policy, stage=number, stages=2, parts=2) for number in range(2)]
     assert all(policy.head.weight not in stage.absent for stage in stages) and tied.shape == (64, 32)
     assert all(stage.tied for stage in stages)
+
+
+def test_a_stage_with_nothing_to_train_is_refused() -> None:
+    policy = _tiny("llama", tie_word_embeddings=False)
+    policy.requires_grad_(False)
+    policy.hf.base_model.layers[0].requires_grad_(True)
+    Stage(policy, stage=0, stages=2, parts=2).check_trained()
+    with pytest.raises(ModelError, match=r"stage of the layers 1: set model.target_modules"):
+        Stage(policy, stage=1, stages=2, parts=2).check_trained()

@@ -47,10 +47,9 @@ class PipelineEngine(FSDPEngine):
         self.column = mesh.column
         self.channels = Channels(mesh.column, self.device)
         self.tied_name: str | None = None
-        tied = getattr(stage.model, "head", None)
-        if stage.tied and tied is not None and self.optimizer is not None:
+        if stage.tied and self.optimizer is not None:
             named = self.optimizer.parameters.items()
-            self.tied_name = next((name for name, p in named if p is tied.weight), None)
+            self.tied_name = next((name for name, p in named if p is stage.model.head.weight), None)
         if self.tied_name is not None and self.column.stage > 0:
             self.counted_elsewhere = frozenset({self.tied_name})
 
@@ -96,8 +95,8 @@ class PipelineEngine(FSDPEngine):
         """Choose which gradients a part's backward pass reduces over the ranks of the stage."""
         modules = [each for block in self.stage.layers_of(part) for each in sharded_modules(block)]
         if part.is_first or part.is_last:
-            head = getattr(self.module, "head", None)
-            modules += [each for each in (self.stage, head) if isinstance(each, FSDPModule)]
+            ends = (self.stage, self.stage.model.head)
+            modules += [each for each in ends if isinstance(each, FSDPModule)]
         choose_reduction(modules, last=last, keep_gathered=not self.fsdp.reshard_after_forward, recurse=False)
 
 

@@ -81,6 +81,11 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def has_media(self) -> bool:
+        """Whether a row that is kept has pictures or videos."""
+        return bool(self._with_media)
+
     def __getitem__(self, position: int) -> PromptRow:
         index = self._kept[position]
         row = complete_row(self.rows[index], index, self.config)

@@ -187,7 +187,7 @@ class PolicyModel(nn.Module):
     def head_inputs(self, packed: PackedBatch) -> HeadInputs:
         """Return what the distributions of `packed.targets` follow from, those of this rank under a cut."""
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
-        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact)
+        states = packed_hidden(self.text, packed, self.device, cut, self.exact, vision=self.vision)
         weight = self.head.weight.detach()
         bias = None if self.head.bias is None else self.head.bias.detach()
         if self.is_sharded:  # the gathered head is freed after this call

@@ -153,6 +153,16 @@ def test_log_probs_have_finite_gradients_without_the_placeholders() -> None:
     assert all(bool(parameter.grad.isfinite().all()) for parameter in policy.parameters())
 
 
+def test_the_exact_kl_from_itself_is_nothing() -> None:
+    policy = picture_policy()
+    packed = pack(rows(policy, 1, 2))
+    policy.reference = policy.head_inputs
+    kl = policy(packed, with_full_kl=True).full_kl
+    assert kl.abs().max() < 1e-5
+    kl.sum().backward()
+    assert bool(policy.head.weight.grad.isfinite().all())
+
+
 def test_a_picture_with_another_number_of_features_is_refused() -> None:
     policy = picture_policy()
     prompt = picture_prompt(policy, 1)

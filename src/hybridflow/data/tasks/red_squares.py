@@ -3,7 +3,7 @@
     4 × 4 places, some of them with a square ──draw──► picture of 16 × 16 pixels, and "red ?" ──► "3"
 
 Every answer is about as frequent. A hash of the colours decides the split of a picture: splits share none.
-With `shuffled`, the control, each picture comes with the answer of another.
+With `shuffled`, the control, each picture of training comes with the answer of another.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RedSquares:
     def _row(self, split: Split, index: int) -> dict[str, Any]:
         colours = self._draw(split, index, "picture")
         counted = colours
-        if self.shuffled:
+        if self.shuffled and split == "train":
             counted = self._draw(split, index, "answer")
         count = str(counted.count(RED))
         user = {"role": "user", "content": QUESTION}

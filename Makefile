@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task preference reward-models real bench bench-gpu driver-bytes row-stores exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes row-stores exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -49,6 +49,9 @@ schedules: setup  ## rules of asynchronous schedules in a simulation, in seconds
 
 code-task: setup  ## a tiny model learns to write functions that pass hidden test cases in the sandbox; writes benchmarks/results/code_task.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/code_task.py
+
+red-squares: setup  ## a tiny model that reads pictures learns to count red squares, beside a control; writes benchmarks/results/red_squares.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/red_squares.py
 
 real: $(VENV)/.real  ## GRPO on SmolLM2-135M-Instruct: seeds, a control, a kill and a resume; each seed about 40 minutes on one busy thread, resumable (PARTS="before run:0" for some); writes benchmarks/results/real.md
 	$(BIN)/python benchmarks/real.py $(if $(PARTS),--parts $(PARTS))

@@ -131,4 +131,11 @@ def write_splits(
         print(f"{len(rows):>7} rows  {target}")
         if options.hdfs_dir:
             print(f"{'copied to':>12}  {copy_to(options.hdfs_dir, target)}")
-    print("first row:", json.dumps(rows[0], indent=2, ensure_ascii=False))
+    print("first row:", json.dumps(rows[0], indent=2, ensure_ascii=False, default=_shown))
+
+
+def _shown(value: Any) -> str:
+    """Return a value that JSON does not know in words."""
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return repr(value)

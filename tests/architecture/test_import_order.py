@@ -37,7 +37,7 @@ DOORS = {
     "sglang": ("rollout.sglang",),
     "megatron": ("engines.megatron",),
     "peft": ("models.lora",),
-    "transformers": ("models", "data.tokenizer", "rollout.hf"),
+    "transformers": ("models", "data.tokenizer", "data.processor", "rollout.hf"),
     "wandb": ("observability.trackers.wandb",),
     "mlflow": ("observability.trackers.mlflow",),
     "swanlab": ("observability.trackers.swanlab",),

@@ -38,7 +38,7 @@ class Episode:
     @property
     def prompt(self) -> Prompt:
         """The data row's own prompt."""
-        return Prompt(tuple(self.row.prompt_token_ids))
+        return self.row.prompt
 
     @property
     def facts(self) -> dict[str, Any]:

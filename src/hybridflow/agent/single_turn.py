@@ -14,7 +14,6 @@ from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import (
     FINISHED,
@@ -53,7 +52,7 @@ class RequestBatch:
 
     def trajectory(self, place: int, output: GenerationOutput, tokenizer: Tokenizer) -> Trajectory:
         """Return what came of the request at `place`, with its text and the facts that a reward reads."""
-        prompt = Prompt(self.requests[place].prompt_token_ids)
+        prompt = self.requests[place].prompt
         # a response without tokens is a row all the same: it is an answer, and is scored like others
         lineages = rows_of([Call(prompt, output)]) or (Lineage(prompt),)
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
@@ -109,10 +108,11 @@ def build_requests(
     samples = []
     first_group = step * GROUPS_PER_STEP + first_row // n
     for index, prompt in enumerate(prompts):
+        read = prompt.prompt
         for sample in range(n):
             row = first_row + index * n + sample
             key = derive_seed(seed, purpose, step, row)
-            requests.append(GenerationRequest(row, Prompt(tuple(prompt.prompt_token_ids)), sampling, key))
+            requests.append(GenerationRequest(row, read, sampling, key))
             rows.append(prompt)
             groups.append(first_group + index)
             samples.append(sample)

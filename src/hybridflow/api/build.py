@@ -27,8 +27,9 @@ def load_trained(checkpoint: Path) -> tuple[Any, Any]:
 
 def save_loaded(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a loaded model and its tokenizer into a folder."""
+    from hybridflow.data.tokenizer import save_tokenizer
     from hybridflow.models.progress import without_progress_bars
 
     with without_progress_bars():
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)

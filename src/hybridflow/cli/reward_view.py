@@ -15,6 +15,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.needs import uses_agents
 from hybridflow.data.files import Row, Rows, as_list, load_rows
+from hybridflow.data.messages import media_keys
 from hybridflow.data.row_schema import PLAIN_PROMPTS, PROMPT_HINT, complete_row, require_prompts
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
@@ -86,7 +87,7 @@ def first_rows(config: PPOConfig, count: int) -> list[Row]:
     else:
         rows = load_rows(as_list(data.train_files), data.cache_dir)
         require_prompts(rows, data)
-        rows.refuse_media()
+        rows.refuse_media("no key names it", read=media_keys(data))
     found = _usable(rows, count, data)
     if isinstance(found[0]["raw_prompt"], str):
         logger.warning(PLAIN_PROMPTS, rows.source, "go to the model")

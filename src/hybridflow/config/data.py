@@ -76,6 +76,19 @@ class BaseDataConfig:
     cache_dir: str | None = key(
         None, "Folder in which copies of remote files are kept; null: ~/.cache/hybridflow."
     )
+    image_key: str | None = key(
+        "images",
+        "Column with the pictures of a row, each in the place of an <image> of its messages; null: none is "
+        "read.",
+    )
+    video_key: str | None = key(
+        "videos",
+        "Column with the videos of a row, each in the place of a <video> of its messages; null: none is "
+        "read.",
+    )
+    fetch_media: bool = key(
+        False, "Fetch pictures and videos that are given as http addresses; otherwise such rows are left out."
+    )
 
 
 @dataclass(frozen=True)

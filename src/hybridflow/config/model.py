@@ -45,6 +45,9 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = key(
         "auto", "Dtype of the parameters; auto: float32 on a CPU, bfloat16 on CUDA."
     )
+    freeze_vision_tower: bool = key(
+        False, "Leave the weights of the part that reads pictures as they are, in a model that has one."
+    )
     lora_rank: int = key(
         0,
         "Train low-rank adapters (LoRA) of this rank and leave the model's own weights as they are; 0: "

@@ -114,12 +114,6 @@ MODEL: tuple[Rule, ...] = (
     ignored(r".+\.tiled_mlp\..+", "it is read only with tiled_mlp.enabled, which is off"),
     off(r".+\.custom_chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
     off(r".+\.(hf_config_path|generation_config_path)", "put the file into the model's folder"),
-    Rule(
-        r".+\.freeze_vision_tower",
-        OFF,
-        "models are text models",
-        "vision models come in a later version: leave it out",
-    ),
     off(r".+\.mtp\.(enable|enable_train|enable_rollout)", LATER),
     ignored(r".+\.mtp\..+", "it is read only with mtp.enable, which is off"),
     off(
@@ -211,7 +205,7 @@ ROLLOUTS: tuple[Rule, ...] = (
         "no response is started to be dropped: leave it out; trainer.schedule=fully_async trains on the "
         "groups that are done while slow ones go on",
     ),
-    off(ROLLOUT + r"limit_images", "models are text models in this version: leave it out"),
+    off(ROLLOUT + r"limit_images", "a row has as many pictures as its data gives it: leave it out"),
     only(
         ROLLOUT + r"multi_turn\.use_inference_chat_template",
         OFF,
@@ -239,22 +233,18 @@ ROLLOUTS: tuple[Rule, ...] = (
 )
 
 
-def _column(name: str, default: str) -> Rule:
-    why = "models are text models in this version, and such a column is not read"
-    return only(rf"data\.{name}", (*OFF, default), why)
-
-
 DATA: tuple[Rule, ...] = (
     ignored(
         r"data\.(return_raw_input_ids|return_raw_chat|return_full_prompt|return_multi_modal_inputs)",
         "rows always keep their messages and their token ids",
     ),
     ignored(r"data\.(filter_overlong_prompts_workers|use_shm)", RESULTS_SAME),
-    _column("image_key", "images"),
-    _column("video_key", "videos"),
-    _column("audio_key", "audios"),
-    ignored(r"data\.image_patch_size", "models are text models in this version"),
-    off(r"data\.mm_processor_kwargs(\..+)?", "models are text models in this version: leave it out"),
+    only(r"data\.audio_key", (*OFF, "audios"), "no model that is supported hears, and no sound is read"),
+    ignored(r"data\.image_patch_size", "the size of patches is in the processor's file of the model"),
+    off(
+        r"data\.mm_processor_kwargs(\..+)?",
+        "set it in preprocessor_config.json of the model's folder, which every engine reads",
+    ),
     off(
         r"data\.datagen\.(path|name)",
         "data that is made during the run comes in a later version; data.custom_cls and data.sampler take "

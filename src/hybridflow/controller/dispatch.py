@@ -21,6 +21,7 @@ from hybridflow.controller.dealing import PerRank, cut_rows, plan_rows, undo_row
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.prompt import MEDIA
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,6 +113,11 @@ class Registration:
     """The columns of which it returns some; None where any may come back."""
     lane: Lane = "ordered"
 
+    @property
+    def reads_with_tokens(self) -> tuple[str, ...]:
+        """The columns that it reads with the tokens of rows, where a batch has them: media."""
+        return (MEDIA,) if "input_ids" in (self.reads or ()) else ()
+
     def columns_read(
         self, batch: DataProto, also: Sequence[str] = (), stored: Set[str] = frozenset()
     ) -> DataProto:
@@ -122,7 +128,7 @@ class Registration:
         """
         if self.reads is None:
             return batch
-        more = [name for name in ("row_id", *also) if name in batch]
+        more = [name for name in ("row_id", *self.reads_with_tokens, *also) if name in batch]
         needed = [name for name in self.reads if name in batch or name not in stored]
         names = dict.fromkeys([*needed, *more])
         objects = [name for name in names if name in batch.non_tensor_batch]

@@ -57,8 +57,9 @@ class RowStore:
                 places.update((row, (part, number, name)) for number, row in enumerate(rows))
 
     def keep_collected(self, batch: DataProto, names: Sequence[str]) -> None:
-        """Store these columns of the rows of `batch`, which are where its `stored_at` says; they are read
-        with the widths of this batch.
+        """Store those of these columns that the rows of `batch` have where its `stored_at` says.
+
+        They are read with the widths of this batch.
         """
         rows = batch.batch["row_id"].tolist()
         places = list(batch.non_tensor_batch[STORED_AT])
@@ -66,7 +67,8 @@ class RowStore:
             self._widths = widths_of(batch)
             for row, at in zip(rows, places, strict=True):
                 for name in names:
-                    self._places.setdefault(name, {})[row] = (at.shard, at.row, name)
+                    if name in at.names:
+                        self._places.setdefault(name, {})[row] = (at.shard, at.row, name)
         self.watch(rows, batch.select([name for name in names if name in batch], []))
 
     def alias(self, batch: DataProto, name: str, column: str) -> None:

@@ -188,7 +188,12 @@ class WorkerGroup(Generic[W]):
         if not dispatch.deals_rows:
             return dispatch.split(call, self.mesh)
         dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
-        further = (*(registration_of(method).reads or ()), *self._also_read.get(method.__name__, ()))
+        found = registration_of(method)
+        further = (
+            *(found.reads or ()),
+            *found.reads_with_tokens,
+            *self._also_read.get(method.__name__, ()),
+        )
         by_reference = partial(self.backend.rows.by_reference, further=further)
         made: dict[tuple[int, int], Call] = {}
         calls: list[Call | None] = []

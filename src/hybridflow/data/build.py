@@ -46,6 +46,13 @@ class PromptData:
         }
 
     @property
+    def has_media(self) -> bool:
+        """Whether a row of a built-in dataset has pictures or videos."""
+        loader = self.train_loader
+        datasets = [self.val_dataset, loader.dataset if loader is not None else None]
+        return any(dataset.has_media for dataset in datasets if isinstance(dataset, PromptDataset))
+
+    @property
     def reads_batches(self) -> bool:
         """Whether a curriculum sampler is given the finished batches."""
         return self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler)

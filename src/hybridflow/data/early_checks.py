@@ -9,6 +9,7 @@ beyond the first. Nothing is checked for a user's own dataset class, which reads
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ from hybridflow.data.files import (
     refuse_no_bytes,
     unreadable_parquet,
 )
-from hybridflow.data.messages import check_messages, messages_column, prompt_of
+from hybridflow.data.messages import check_messages, media_keys, messages_column, prompt_of
 from hybridflow.data.remote import local_file
 from hybridflow.data.row_schema import (
     complete_row,
@@ -117,7 +118,7 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
             require_conversations(whole, data)
         without_truth = {}
         for look in looks:
-            look.rows.refuse_media()
+            look.rows.refuse_media(*_unread_media(config))
             _check_first_rows(look.rows, data)
             if isinstance(data, DataConfig) and not _has_truth(look.rows, data):
                 without_truth[look.rows.source] = _sources(look.rows[:FIRST_ROWS], data)
@@ -126,6 +127,26 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         sources = list(dict.fromkeys(name for look in looks for name in look.sources))
         found.append(SplitFacts(key, source, columns, sources, without_truth))
     return found
+
+
+def _unread_media(config: PPOConfig | SFTConfig) -> tuple[str, tuple[str, ...]]:
+    """Return what leaves pictures and videos out, and the columns of them that are read all the same.
+
+    A hub's model, or one whose folder cannot be read, may read them: the datasets know.
+    """
+    if isinstance(config, PPOConfig):
+        path = config.actor_rollout_ref.model.path
+    else:
+        path = config.model.path
+    try:
+        shape = json.loads((Path(path or "").expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        shape = {"vision_config": {}}
+    if isinstance(shape, dict) and "vision_config" not in shape:
+        return f"the model {path} reads text only", ()
+    if isinstance(config.data, PreferenceDataConfig):
+        return "answers are compared by their text alone", ()
+    return "no key names it", media_keys(config.data)
 
 
 def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:
@@ -216,10 +237,10 @@ def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> No
         return
     column = messages_column(columns, data.messages_key, data.prompt_key, data.response_key)
     if column is not None:
-        check_messages(row[column])
+        check_messages(row[column], media=True)
         return
     if row[data.prompt_key] != "":
-        prompt_of(row[data.prompt_key], wrap=data.wrap_prompts)
+        prompt_of(row[data.prompt_key], wrap=data.wrap_prompts, media=True)
     response = row[data.response_key]
     if not isinstance(response, str):
         raise TypeError(f"{data.response_key} is {type(response).__name__}, wanted a string")

@@ -103,13 +103,15 @@ class Rows(Sequence[Row]):
                 parts.append([part[place] for place in local])
         return Rows(parts, self.source)
 
-    def refuse_media(self) -> None:
-        """Raise DataError where a row has images or videos: they would be left out without a word."""
+    def refuse_media(self, why: str, read: Sequence[str] = ()) -> None:
+        """Raise DataError where a row has images or videos that nothing reads: they would be left out without
+        a word. `read` are the columns that are read, and `why` says what leaves the others out.
+        """
         for column in MEDIA:
-            if column in self.columns:
+            if column in self.columns and column not in read:
                 row = self._first_filled(column)
                 if row is not None:
-                    raise DataError(media_message(self.source, column, row))
+                    raise DataError(media_message(self.source, column, row, why))
 
     def _first_filled(self, column: str) -> int | None:
         """The first row whose value in `column` is neither null nor empty."""

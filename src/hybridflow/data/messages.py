@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
+
+from hybridflow.config.data import BaseDataConfig
 
 Message = Mapping[str, Any]
 
@@ -34,23 +36,30 @@ ROLES = {
 MEDIA = ("images", "videos", "image", "video")
 """Columns of data sets that are not text alone."""
 
-TEXT_ONLY = "this version trains on text only"
+MEDIA_PARTS: Mapping[str, Literal["image", "video"]] = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+}
+"""Types of parts of a content that are pictures or videos."""
 
 
-def check_messages(messages: object) -> list[Message]:
+def check_messages(messages: object, *, media: bool = False) -> list[Message]:
     """`messages` as chat messages, without keys that are null.
 
     Raises TypeError or ValueError where it is not a non-empty list of objects with a role and a content (or
-    with ShareGPT's `from` and `value`), or where a content holds something other than text.
+    with ShareGPT's `from` and `value`), or where a content holds something other than text and, with `media`,
+    pictures and videos.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"got {type(messages).__name__}, wanted a list of messages or a templated string")
     if not messages:
         raise ValueError("the list of messages is empty")
-    return [_checked(number, message) for number, message in enumerate(messages)]
+    return [_checked(number, message, media) for number, message in enumerate(messages)]
 
 
-def _checked(number: int, message: object) -> Message:
+def _checked(number: int, message: object, media: bool) -> Message:
     if not isinstance(message, dict):
         raise TypeError(
             f"message {number} is {type(message).__name__}, wanted an object with role and content"
@@ -67,9 +76,13 @@ def _checked(number: int, message: object) -> Message:
         )
     if isinstance(content, list):
         for part in content:
-            if isinstance(part, dict) and part.get("type", "text") != "text":
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text" and not (media and kind in MEDIA_PARTS):
+                known = "text"
+                if media:
+                    known = f"text, {', '.join(MEDIA_PARTS)}"
                 raise ValueError(
-                    f"message {number} ({role}) has a part of type {part['type']!r}: {TEXT_ONLY}"
+                    f"message {number} ({role}) has a part of type {kind!r}, and what is read here is {known}"
                 )
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
@@ -145,11 +158,12 @@ def messages_column(
     return None
 
 
-def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
+def prompt_of(value: object, *, wrap: bool, media: bool = False) -> str | list[Message]:
     """The prompt in a row's prompt column: messages, or a string.
 
     With `wrap` a string becomes a user's message. A ShareGPT conversation that ends in an answer is the
-    prompt up to that answer. Raises TypeError or ValueError where the value is neither a string nor messages.
+    prompt up to that answer. `media`: as in `check_messages`. Raises TypeError or ValueError where the value
+    is neither a string nor messages.
     """
     if isinstance(value, str):
         if not value:
@@ -157,7 +171,7 @@ def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
         if wrap:
             return [{"role": "user", "content": value}]
         return value
-    messages = check_messages(value)
+    messages = check_messages(value, media=media)
     if is_sharegpt(value) and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
         if not messages:
@@ -165,9 +179,14 @@ def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
     return messages
 
 
-def media_message(source: str, column: str, row: int) -> str:
-    """The message for data that is not text alone."""
+def media_message(source: str, column: str, row: int, why: str) -> str:
+    """The message for data with pictures or videos that would be left out; `why` says by what."""
     return (
-        f"{source} has a column {column}, filled in row {row}: {TEXT_ONLY}; use another data set, or take "
-        "the column out to train on the text without it"
+        f"{source} has a column {column}, filled in row {row}, and {why}: use a model that reads pictures "
+        "with data.image_key or data.video_key, or take the column out to train on the text without it"
     )
+
+
+def media_keys(config: BaseDataConfig) -> tuple[str, ...]:
+    """Return the columns of pictures and videos that a run reads."""
+    return tuple(key for key in (config.image_key, config.video_key) if key)

@@ -5,7 +5,7 @@
 
 Every row is tokenised once, while the dataset is built: rows that fail and prompts that are too long are
 known, counted and shown before anything trains. The token ids are kept (four bytes each); the rest of a row
-is read again from the table on access.
+is read again from the table on access, and its pictures are made into tensors then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from dataclasses import dataclass
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.media import MediaReader, no_media
 from hybridflow.data.messages import Message, check_messages, choose_column
+from hybridflow.data.pictures import MediaError
+from hybridflow.data.processor import Expanded
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import complete_row, note_missing_columns, require_prompts
 from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_chat
 from hybridflow.errors import DataError
+from hybridflow.protocol.prompt import Medium, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,13 @@ class PromptRow:
     index: int | str
     demonstration_token_ids: list[int] | None = None
     """The data's own answer with its end token, where the run learns from it (`data/demonstrations.py`)."""
+    media: tuple[Medium, ...] = ()
+    """The pictures and videos among the tokens."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The token ids and media that a response continues."""
+        return Prompt(tuple(self.prompt_token_ids), self.media)
 
 
 class PromptDataset:
@@ -61,6 +72,8 @@ class PromptDataset:
         """Names in the column `agent_name`."""
         self._kept: list[int] = []
         self._ids = RaggedInts()
+        self._with_media: set[int] = set()
+        self.reader: MediaReader | None = None
         self._check_columns()
         self.report = RowReport(self.rows.source, len(self.rows))
         self._encode_all()
@@ -68,10 +81,24 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def has_media(self) -> bool:
+        """Whether a row that is kept has pictures or videos."""
+        return bool(self._with_media)
+
     def __getitem__(self, position: int) -> PromptRow:
         index = self._kept[position]
         row = complete_row(self.rows[index], index, self.config)
-        return PromptRow(self._ids[position % len(self)], row, row["index"])
+        ids = self._ids[position % len(self)]
+        media: tuple[Medium, ...] = ()
+        if index in self._with_media:
+            try:
+                media = self._encode_row(row).media
+            except MediaError as error:
+                raise DataError(
+                    f"row {index} of {self.rows.source} was read before, and now: {error}"
+                ) from error
+        return PromptRow(ids, row, row["index"], media=media)
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids of one prompt.
@@ -85,18 +112,31 @@ class PromptDataset:
             return encode_prompt(self.tokenizer, prompt)
         text = render_chat(
             self.tokenizer,
-            check_messages(prompt),
+            check_messages(prompt, media=self.reader is not None),
             self.config.apply_chat_template_kwargs,
             add_generation_prompt=True,
         )
         return encode_rendered(self.tokenizer, text)
+
+    def _encode_row(self, row: Row) -> Expanded:
+        """Return the token ids and media of a complete row; raises what `encode` does, and MediaError."""
+        prompt = row["raw_prompt"]
+        if self.reader is None:
+            if not isinstance(prompt, str):
+                no_media(prompt)
+            ids = self.encode(prompt)
+            return Expanded(ids, (), list(range(len(ids))))
+        if isinstance(prompt, str):
+            return self.reader.expand(self.encode(prompt), self.reader.of_text(row))
+        messages, sources = self.reader.in_parts(prompt, row)
+        return self.reader.expand(self.encode(messages), sources)
 
     def _check_columns(self) -> None:
         config = self.config
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
         require_prompts(self.rows, config)
-        self.rows.refuse_media()
+        self.reader = MediaReader.for_rows(self.rows, self.tokenizer, config)
         note_missing_columns(self.rows.source, self.rows.columns, config)
         first = self.rows[0].get(choose_column(self.rows.columns, config.prompt_key))
         check_template(
@@ -107,16 +147,26 @@ class PromptDataset:
         limit = self.config.max_prompt_length
         report = self.report
 
-        def encode(index: int, row: Row) -> list[int]:
+        def encode(index: int, row: Row) -> Expanded:
             if row.get("agent_name"):
                 self.agent_names.add(str(row["agent_name"]))
-            return self.encode(complete_row(row, index, self.config)["raw_prompt"])
+            return self._encode_row(complete_row(row, index, self.config))
 
-        for index, ids in report.encoded(self.rows, encode):
+        for index, encoded in report.encoded(self.rows, encode):
+            ids = encoded.token_ids
             if report.is_overlong(index, len(ids), limit):
                 if self.config.filter_overlong_prompts:
                     continue
+                if encoded.media and self.config.truncation != "error":
+                    raise DataError(
+                        f"row {index} of {self.rows.source} has pictures and {len(ids)} tokens with them, "
+                        f"more than data.max_prompt_length={limit}, and "
+                        f"data.truncation={self.config.truncation} would cut the places of pictures: "
+                        "raise data.max_prompt_length, or set data.filter_overlong_prompts=true"
+                    )
                 ids = truncate(ids, limit, self.config.truncation)
+            if encoded.media:
+                self._with_media.add(index)
             self._kept.append(index)
             self._ids.append(ids)
         self.num_overlong = len(report.overlong)

@@ -57,13 +57,13 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     if extra_info is not None and not isinstance(extra_info, dict):
         raise TypeError(f"extra_info is {type(extra_info).__name__}, wanted an object")
     prompt_column = choose_column(row, config.prompt_key)
-    read = (*READ_BY_THE_RUN, config.reward_fn_key, prompt_column)
+    read = (*READ_BY_THE_RUN, config.reward_fn_key, prompt_column, config.image_key, config.video_key)
     columns = {name: value for name, value in row.items() if name not in read}
     extra_info = {**columns, **(extra_info or {})}
     if extra_info.get("index") is None:
         extra_info["index"] = index
     row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
-    row["raw_prompt"] = prompt_of(row[prompt_column], wrap=config.wrap_prompts)
+    row["raw_prompt"] = prompt_of(row[prompt_column], wrap=config.wrap_prompts, media=True)
     return row
 
 

@@ -20,13 +20,16 @@ from typing import Any
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.chat_template import ChatTemplate, Tools
 from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.media import MediaReader, Source
 from hybridflow.data.messages import Message, check_messages, check_tools, prompt_of
+from hybridflow.data.pictures import MediaError
 from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import require_conversations
 from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered
 from hybridflow.errors import DataError
+from hybridflow.protocol.prompt import Medium
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ class SFTRow:
     input_ids: list[int]
     loss_mask: list[int]
     index: int
+    media: tuple[Medium, ...] = ()
+    """The pictures and videos among the tokens."""
 
 
 Encoded = tuple[list[int], list[int]]
@@ -62,7 +67,8 @@ class SFTDataset:
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
         column = require_conversations(self.rows, config)
-        encoder = ConversationEncoder(self.rows, tokenizer, config, column)
+        encoder = ConversationEncoder(self.rows, tokenizer, config, column, media=True)
+        self.encoder = encoder
         self.report = RowReport(self.rows.source, len(self.rows))
         for index, [(ids, mask)] in usable_rows(self.rows, self.report, encoder.encode_alone, config):
             self._kept.append(index)
@@ -74,7 +80,12 @@ class SFTDataset:
         return len(self._kept)
 
     def __getitem__(self, position: int) -> SFTRow:
-        return SFTRow(self._ids[position], self._mask[position], self._kept[position])
+        ids = self._ids[position]
+        index = self._kept[position]
+        media: tuple[Medium, ...] = ()
+        if self.encoder.has_media(ids):
+            media = self.encoder.media(self.rows[index])
+        return SFTRow(ids, self._mask[position], index, media)
 
 
 def usable_rows(
@@ -122,18 +133,29 @@ def _say_overlong(text: str, config: SFTDataConfig, num_kept: int) -> None:
 
 class ConversationEncoder:
     """Makes token ids and masks of the conversations in `rows`, which stand in `messages_column`; None: in
-    `data.prompt_key` and `data.response_key`.
+    `data.prompt_key` and `data.response_key`. Pictures and videos are read with `media`, else refused.
     """
 
     def __init__(
-        self, rows: Rows, tokenizer: Tokenizer, config: SFTDataConfig, messages_column: str | None
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        config: SFTDataConfig,
+        messages_column: str | None,
+        *,
+        media: bool = False,
     ) -> None:
         self.source = rows.source
         self.tokenizer = tokenizer
         self.config = config
         self.messages_column = messages_column
         self._ignores_tools = False
-        rows.refuse_media()
+        self.reader: MediaReader | None = None
+        self._media: tuple[Medium, ...] = ()  # of the conversation that was encoded last
+        if media:
+            self.reader = MediaReader.for_rows(rows, tokenizer, config)
+        else:
+            rows.refuse_media("answers are compared by their text alone")
         first = rows[0].get(config.prompt_key)
         wrap = config.wrap_prompts or messages_column is not None
         check_template(tokenizer, rows.source, first, wrap=wrap, use="are learned")
@@ -142,11 +164,20 @@ class ConversationEncoder:
         """Return the one conversation of a row."""
         return [self.encode(row)]
 
+    def has_media(self, ids: Sequence[int]) -> bool:
+        """Return whether a conversation has pictures or videos, by its token ids."""
+        return self.reader is not None and not self.reader.processor.placeholders.isdisjoint(ids)
+
+    def media(self, row: Row) -> tuple[Medium, ...]:
+        """Return the pictures and videos of a row's conversation; MediaError as `encode`."""
+        self.encode(row)
+        return self._media
+
     def encode(self, row: Row) -> Encoded:
         """Return token ids and loss mask of a row; TypeError or ValueError where it is no conversation."""
         config = self.config
         if self.messages_column is not None:
-            return self.conversation(check_messages(row[self.messages_column]), row)
+            return self.conversation(check_messages(row[self.messages_column], media=self._reads), row)
         response = row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
@@ -157,9 +188,10 @@ class ConversationEncoder:
         config = self.config
         if row[config.prompt_key] == "" and not config.wrap_prompts:
             return encode_pair(self.tokenizer, "", response)
-        prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts)
+        prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts, media=self._reads)
         if isinstance(prompt, str):
-            return encode_pair(self.tokenizer, prompt, response)
+            pair = encode_pair(self.tokenizer, prompt, response)
+            return self._with_media(*pair, self.reader.of_text(row) if self.reader else [])
         return self.conversation([*prompt, {"role": "assistant", "content": response}], row)
 
     def conversation(self, messages: Sequence[Message], row: Row) -> Encoded:
@@ -168,7 +200,33 @@ class ConversationEncoder:
         thinking = row.get(self.config.enable_thinking_key)
         if thinking is not None:
             options["enable_thinking"] = bool(thinking)
-        return encode_conversation(ChatTemplate(self.tokenizer, options), messages, self._tools(row))
+        sources: list[Source] = []
+        if self.reader is not None:
+            messages, sources = self.reader.in_parts(messages, row)
+        template = ChatTemplate(self.tokenizer, options)
+        ids, mask = encode_conversation(template, messages, self._tools(row))
+        return self._with_media(ids, mask, sources)
+
+    @property
+    def _reads(self) -> bool:
+        return self.reader is not None
+
+    def _with_media(self, ids: list[int], mask: list[int], sources: Sequence[Source]) -> Encoded:
+        """Return ids and mask with the tokens of pictures, which are never learned."""
+        if self.reader is None:
+            return ids, mask
+        expanded = self.reader.expand(ids, sources)
+        mask = expanded.spread(mask)
+        self._media = expanded.media
+        if any(mask[medium.start] for medium in expanded.media):
+            raise MediaError("the assistant writes a picture or a video, and only texts are learned")
+        long = len(expanded.token_ids)
+        if expanded.media and long > self.config.max_length and self.config.truncation in ("left", "right"):
+            raise MediaError(
+                f"it has {long} tokens with its pictures, and data.truncation={self.config.truncation} would "
+                "cut the places of pictures: raise data.max_length"
+            )
+        return expanded.token_ids, mask
 
     def _tools(self, row: Row) -> list[dict[str, Any]]:
         """Return the tools of a row; a text that is no JSON counts where the user has named its column."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from hybridflow.config.checks.model import TOKENIZER_FILES
 from hybridflow.config.checks.paths import is_written_as_path
@@ -25,6 +27,9 @@ from hybridflow.errors import DataError, ModelError
 logger = logging.getLogger(__name__)
 
 Tokenizer = PreTrainedTokenizerBase
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model that reads pictures, by which they become tensors."""
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -53,6 +58,24 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
             "the tokenizer of %s has no pad token; padding with its end token %r", path, tokenizer.eos_token
         )
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Write a tokenizer into a folder, with the files beside it by which pictures and videos are read."""
+    tokenizer.save_pretrained(folder)
+    if not tokenizer.name_or_path:
+        return
+    where = hub_folder(str(tokenizer.name_or_path))
+    for name in PROCESSOR_FILES:
+        found = cached_file(
+            where,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None and Path(found).resolve() != (Path(folder) / name).resolve():
+            shutil.copyfile(found, Path(folder) / name)
 
 
 def _check_folder(path: str) -> None:

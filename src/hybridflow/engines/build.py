@@ -61,6 +61,7 @@ def build_engine(
     layout: ParallelLayout = ParallelLayout(),  # noqa: B008
     activation_offload: bool = False,
     lora: LoraSettings | None = None,
+    freeze_vision_tower: bool = False,
 ) -> FSDPEngine:
     """Build the engine of a policy, a value model or a reward model.
 
@@ -70,9 +71,7 @@ def build_engine(
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
-    dtype = fsdp.mixed_precision.param_dtype
-    if dtype == "auto":
-        dtype = model.get("dtype", "auto")
+    dtype = _dtype_of(model, fsdp)
     mesh: EngineMesh | None = None
     if layout.world_size > 1:
         mesh = engine_mesh(layout, device.type)
@@ -81,6 +80,7 @@ def build_engine(
     stage: Stage | None = None
     if mesh is None:
         module = _BUILDERS[kind](device=device, dtype=dtype, **settings)
+        settle_tower(module, freeze=freeze_vision_tower)
         if lora is not None:
             add_lora(module, lora)
         if optim is None:
@@ -90,6 +90,7 @@ def build_engine(
     else:
         meta = _probed_meta(kind, resolve_dtype(dtype, device), device, mesh, settings)
         module = meta.module
+        settle_tower(module, freeze=freeze_vision_tower, always_reads=True)
         stage = _stage_of(module, mesh, fsdp)
         blocks = decoder_blocks(module) if stage is None else stage.layers
         trained = optim is not None
@@ -197,6 +198,29 @@ def _probed_meta(
         asked = {name: bool(settings.get(name, False)) for name in ("trust_remote_code", "use_liger")}
         _probe_together(meta, device, mesh, **asked)
     return meta
+
+
+def _dtype_of(model: dict[str, Any], fsdp: FSDPConfig) -> str:
+    """Return the name of the compute dtype: that of mixed precision, else the model's."""
+    if fsdp.mixed_precision.param_dtype != "auto":
+        return fsdp.mixed_precision.param_dtype
+    return str(model.get("dtype", "auto"))
+
+
+def settle_tower(module: PolicyModel | ValueModel, *, freeze: bool, always_reads: bool = False) -> None:
+    """Freeze the part that reads pictures, and let it read in every pass, as ranks that share gradients need.
+
+    ModelError for a model of text that has nothing to freeze.
+    """
+    if module.vision is not None:
+        module.vision.always_reads = always_reads
+        if freeze:
+            module.vision.freeze()
+    elif freeze:
+        raise ModelError(
+            "model.freeze_vision_tower=true, and the model reads text alone "
+            f"({type(module.config).__name__}): leave the key out"
+        )
 
 
 def _probe_together(

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, attention
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.policy import PolicyModel, choose_attention
 from hybridflow.models.value import ValueModel
 
 _UNCOMPILED = f"{ATTENTION_NAME}_uncompiled"
@@ -21,11 +21,7 @@ _UNCOMPILED = f"{ATTENTION_NAME}_uncompiled"
 
 def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
     """Return the blocks in the order of the forward pass; ModelError for an architecture without a list."""
-    backbone: Any
-    if isinstance(model, PolicyModel):
-        backbone = model.hf.base_model
-    else:
-        backbone = model.backbone
+    backbone: Any = model.text  # a tower has blocks too, perhaps as many
     whole = {str(name) for name in getattr(backbone, "_no_split_modules", None) or ()}
     lists = list(_lists(backbone, backbone.config.get_text_config().num_hidden_layers))
     for blocks in lists:
@@ -69,7 +65,7 @@ def compile_blocks(model: PolicyModel | ValueModel, blocks: Sequence[nn.Module])
         hf = model.hf
     else:
         hf = model.backbone
-    hf.set_attn_implementation(_UNCOMPILED)
+    choose_attention(hf, _UNCOMPILED)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
 

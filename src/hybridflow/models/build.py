@@ -36,6 +36,7 @@ from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars
 from hybridflow.models.score import HEAD_NAMES, ScoreModel, head_name, is_head
 from hybridflow.models.value import ValueModel
+from hybridflow.models.vision import language_class
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,17 @@ AUTO_CLASSES: dict[Kind, Any] = {
     "score": AutoModelForSequenceClassification,
     "token_score": AutoModelForTokenClassification,
 }
-"""The class of transformers that reads a model of each kind."""
+"""The class of transformers that reads a model of text of each kind; `auto_class` knows all models."""
+
+
+def auto_class(kind: Kind, config: PretrainedConfig) -> Any:
+    """Return the class of transformers that reads the model of a configuration as `kind`.
+
+    ModelError where it reads pictures in a way that is not known here.
+    """
+    if kind in ("policy", "value"):
+        return language_class(config)
+    return AUTO_CLASSES[kind]
 
 
 def wrap(kind: Kind, hf: PreTrainedModel) -> PolicyModel | ValueModel:
@@ -197,7 +208,7 @@ def generation_end_tokens(path: str | Path, *, trust_remote_code: bool = False) 
 def count_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
     """Count the parameters of the causal LM that `config` describes, shared ones once, without allocating."""
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        hf = auto_class("policy", config).from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in hf.parameters())
 
 
@@ -231,8 +242,8 @@ def checked_config(
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     for reader, meant in (
-        (AutoModelForCausalLM, "causal language model"),
-        (AUTO_CLASSES[kind], "classifier"),
+        (auto_class("policy", config), "causal language model"),
+        (auto_class(kind, config), "classifier"),
     ):
         if type(config) not in reader._model_mapping and reader.__name__ not in (
             getattr(config, "auto_map", None) or {}
@@ -274,7 +285,7 @@ def load_whole(
     before = source_dtype(config, where)
     try:
         with without_progress_bars():
-            loaded: Any = AUTO_CLASSES[kind].from_pretrained(
+            loaded: Any = auto_class(kind, config).from_pretrained(
                 where,
                 config=config,
                 dtype=dtype,
@@ -312,12 +323,13 @@ def load_saved(folder: Path) -> PreTrainedModel:
 
     Raises ModelError where it cannot be loaded.
     """
-    architecture = "".join(load_config(str(folder)).architectures or ())
+    config = load_config(str(folder))
+    architecture = "".join(config.architectures or ())
     kinds: dict[str, Kind] = {"SequenceClassification": "score", "TokenClassification": "token_score"}
     kind: Kind = next((kind for ending, kind in kinds.items() if ending in architecture), "policy")
     try:
         with without_progress_bars():
-            model: PreTrainedModel = AUTO_CLASSES[kind].from_pretrained(folder, use_safetensors=True)
+            model: PreTrainedModel = auto_class(kind, config).from_pretrained(folder, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot load model {str(folder)!r}: {_first_lines(error)}") from error
     return model
@@ -328,7 +340,7 @@ def _head_names(kind: Kind, config: PretrainedConfig, trust_remote_code: bool) -
     if kind not in ("score", "token_score"):
         return None
     with torch.device("meta"):
-        hf = AUTO_CLASSES[kind].from_config(config, trust_remote_code=trust_remote_code)
+        hf = auto_class(kind, config).from_config(config, trust_remote_code=trust_remote_code)
     own = head_name(hf)
     return {rf"^{re.escape(name)}\.(weight|bias)$": rf"{own}.\1" for name in HEAD_NAMES if name != own}
 

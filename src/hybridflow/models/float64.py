@@ -48,7 +48,7 @@ def compute_in_float64(hf: PreTrainedModel) -> None:
     if hf._can_set_experts_implementation():
         hf.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64 kernel
     for module in hf.modules():
-        if module is hf.base_model or isinstance(module, GradientCheckpointingLayer):
+        if isinstance(module, (PreTrainedModel, GradientCheckpointingLayer)) and module is not hf:
             _wrap(module)
 
 

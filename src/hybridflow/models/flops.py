@@ -8,24 +8,28 @@ sampling are left out, as is usual for MFU.
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.experts import experts_per_token, num_experts
+from hybridflow.models.vision import Vision, language_class
 from hybridflow.protocol import Workload
 
 
 def matmul_parameters(hf: PreTrainedModel) -> int:
     """Return the number of parameters that a token is multiplied with.
 
-    The input embedding does not count, and of experts only those that a token is routed to.
+    The input embedding does not count, of experts only those that a token is routed to, and nothing of a
+    tower, which reads pictures and no tokens.
     """
     config = hf.config.get_text_config()
     table = hf.get_input_embeddings().weight
     head = hf.get_output_embeddings()
     experts = num_experts(config)
+    vision = Vision.of(hf.base_model)
+    outside = set() if vision is None else set(map(id, vision.outside_parameters()))
     total = 0.0
     for name, parameter in hf.named_parameters():
-        if parameter is table:
+        if parameter is table or id(parameter) in outside:
             continue
         if experts and ".experts." in name:
             total += parameter.numel() * experts_per_token(config) / experts
@@ -40,7 +44,7 @@ def active_parameters(config: PretrainedConfig, *, trust_remote_code: bool = Fal
     """Return `matmul_parameters` of the causal LM that `config` describes, without allocating it."""
     with torch.device("meta"):
         return matmul_parameters(
-            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            language_class(config).from_config(config, trust_remote_code=trust_remote_code)
         )
 
 

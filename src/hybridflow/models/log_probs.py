@@ -41,10 +41,16 @@ class TokenOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """The transform that some models apply to the head's output: x -> softcap·tanh(scale·x / softcap)."""
+    """The transform of the head's output: x -> softcap·tanh(scale·x / softcap), as some models have it, and
+    -inf for tokens that are never sampled.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
+    forbidden: tuple[int, ...] = ()
+    """Token ids without probability: those that stand for pictures in a prompt. Sampled, they would be read
+    as placeholders without a picture.
+    """
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LogitTransform:
@@ -64,9 +70,11 @@ class LogitTransform:
         logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
-        if self.softcap is None:
-            return logits
-        return torch.tanh(logits / self.softcap) * self.softcap
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        for token in self.forbidden:
+            logits[..., token] = -float("inf")
+        return logits
 
 
 def log_probs_from_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -94,6 +102,7 @@ def token_log_probs(
     with_sum_pi_squared: bool = False,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    forbidden: tuple[int, ...] = (),
     chunk_bytes: int | None = None,
     chunk_step: int = 1,
 ) -> TokenOutputs:
@@ -109,7 +118,8 @@ def token_log_probs(
     assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
         f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not match"
     )
-    transform = LogitTransform(logit_scale, softcap)
+    assert softcap is None or not forbidden, "the slope of a capped logit of -inf would be NaN"
+    transform = LogitTransform(logit_scale, softcap, forbidden)
     chunk_bytes = chunk_bytes or features(hidden.device.type).logits_bytes
     chunk = max(1, chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes) // chunk_step) * chunk_step
     wanted = (with_entropy, with_sum_pi_squared)

@@ -104,6 +104,9 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         )
     root, prefix = _root(model)
     layers = _linear_layers(root, prefix)
+    if model.vision is not None:  # the tower has none
+        inside = set(model.text.modules())
+        layers = {name: layer for name, layer in layers.items() if layer in inside}
     sizes: dict[str, Any] = {"r": settings.rank, "lora_alpha": settings.alpha}
     if settings.adapter_path is None:
         chosen = _targets(layers, settings)

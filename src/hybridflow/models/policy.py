@@ -6,7 +6,8 @@ rollout engine calls `hidden` and `logits` with another layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,14 @@ from hybridflow.models.rope import check_lengths, rotate_rows_alone
 from hybridflow.models.routing import RouteTape, Routing
 from hybridflow.models.sequence_parallel import SequenceCut
 from hybridflow.models.shared_tokens import SharedTokens
+from hybridflow.models.vision import TextInputs, Vision, placeholder_ids, reads_media
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.distributed.mesh import Column
-    from hybridflow.protocol.packing import PackedBatch
+    from hybridflow.protocol.packing import PackedBatch, PlacedMedium
 
 
 _ROWS_APART = "actor.use_prefix_grouper=false, or algorithm.share_prompts=false"
@@ -66,7 +68,8 @@ class PolicyModel(nn.Module):
             raise ModelError(
                 f"{type(hf).__name__} has no output head with a weight matrix: it is no causal language model"
             )
-        self.transform = LogitTransform.from_config(hf.config)
+        self.vision = Vision.of(hf.base_model)
+        self.transform = replace(LogitTransform.from_config(hf.config), forbidden=placeholder_ids(hf.config))
         if self.dtype == torch.float64:
             compute_in_float64(hf)
         self._flat: FlatDecoder | None = None
@@ -112,6 +115,14 @@ class PolicyModel(nn.Module):
         return head
 
     @property
+    def text(self) -> nn.Module:
+        """The base model that reads tokens; of a model that reads pictures the part without the tower."""
+        if self.vision is not None:
+            return self.vision.text
+        text: nn.Module = self.hf.base_model
+        return text
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, tied ones counted once."""
         return sum(p.numel() for p in self.parameters())
@@ -136,7 +147,7 @@ class PolicyModel(nn.Module):
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
         if self.routing is not None:
             self.tape = self.routing.tape(packed, cut)
-        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact, self.tape)
+        states = packed_hidden(self.text, packed, self.device, cut, self.exact, self.tape, self.vision)
         head = self.head
         targets = packed.targets
         if cut is not None:
@@ -162,6 +173,7 @@ class PolicyModel(nn.Module):
             with_sum_pi_squared=with_sum_pi_squared,
             softcap=self.transform.softcap,
             logit_scale=self.transform.scale,
+            forbidden=self.transform.forbidden,
             chunk_step=chunk_step,
         )
         if self.exact is not None:
@@ -175,7 +187,7 @@ class PolicyModel(nn.Module):
     def head_inputs(self, packed: PackedBatch) -> HeadInputs:
         """Return what the distributions of `packed.targets` follow from, those of this rank under a cut."""
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
-        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact)
+        states = packed_hidden(self.text, packed, self.device, cut, self.exact, vision=self.vision)
         weight = self.head.weight.detach()
         bias = None if self.head.bias is None else self.head.bias.detach()
         if self.is_sharded:  # the gathered head is freed after this call
@@ -198,9 +210,15 @@ class PolicyModel(nn.Module):
             routes = cut.gather_rows(routes.int()).to(torch.int16)
         return routes
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Return last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
-        return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, layout: Layout, media: Sequence[PlacedMedium] = ()
+    ) -> Tensor:
+        """Return last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`.
+
+        Media are read among packed tokens only; position_ids are then [1, N] or [3, 1, N].
+        """
+        seen = see(self.vision, input_ids, media, self.exact)
+        return run_backbone(self.text, input_ids, position_ids, layout, self.exact, seen)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [B, 1, H] of a new token of each row, with the bits of `hidden`.
@@ -223,8 +241,8 @@ class PolicyModel(nn.Module):
         """Decode by the modules and by the faster path, which is kept if the states are equal."""
         self._flat_tried = True
         seen = ScoresSeen(layout)
-        states = run_backbone(self.hf.base_model, input_ids, position_ids, seen)
-        flat = FlatDecoder.of(self.hf.base_model, seen.of_layer)
+        states = run_backbone(self.text, input_ids, position_ids, seen)
+        flat = FlatDecoder.of(self.text, seen.of_layer)
         if flat is None:
             if self.compiles_decoding:
                 say_plain(f"{type(self.hf).__name__} is not built like Llama, Mistral, Qwen 2 or 3")
@@ -236,13 +254,13 @@ class PolicyModel(nn.Module):
                 return self._first_compiled(input_ids, position_ids, layout)
             return states
         # once more: the cache now has what the other path has stored
-        return run_backbone(self.hf.base_model, input_ids, position_ids, layout)
+        return run_backbone(self.text, input_ids, position_ids, layout)
 
     def _first_compiled(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Decode by the faster path and by its compiled functions, which are kept if they fit the model."""
         assert self._flat is not None, "the faster path comes first"
         states = self._flat(input_ids, position_ids, layout)
-        self._compiled = CompiledDecoder.of(self.hf.base_model, self._flat)
+        self._compiled = CompiledDecoder.of(self.text, self._flat)
         self.compiles_decoding = self._compiled is not None
         if self._compiled is not None:
             self._compiled.check(self._compiled(input_ids, position_ids, layout), states)
@@ -270,8 +288,33 @@ def use_attention(hf: PreTrainedModel) -> None:
             "chosen, so rows cannot be packed: it is not supported. Use an attention-only causal language "
             "model such as Llama, Qwen, Mistral, Gemma or Phi"
         )
-    hf.set_attn_implementation(ATTENTION_NAME)
+    choose_attention(hf, ATTENTION_NAME)
     rotate_rows_alone(hf)
+
+
+def choose_attention(hf: PreTrainedModel, name: str) -> None:
+    """Let the layers that read tokens use the attention `name`; a tower uses PyTorch's own."""
+    if reads_media(hf.config):
+        hf.set_attn_implementation({"": name, "text_config": name, "vision_config": "sdpa"})
+    else:
+        hf.set_attn_implementation(name)
+
+
+def see(
+    vision: Vision | None, input_ids: Tensor, media: Sequence[PlacedMedium], exact: ExactMode | None
+) -> TextInputs | None:
+    """Return what a text model reads in the place of input_ids [1, N]; None: these.
+
+    ModelError for media that a model of text is given.
+    """
+    if vision is not None:
+        return vision.inputs(input_ids, media, one_at_a_time=exact is not None)
+    if media:
+        raise ModelError(
+            "rows have pictures, and this model reads text only: give every role that reads rows (actor, "
+            "reference, critic, reward model) a model that reads pictures, or leave them out of the data"
+        )
+    return None
 
 
 def run_backbone(
@@ -280,13 +323,20 @@ def run_backbone(
     position_ids: Tensor,
     layout: Layout,
     exact: ExactMode | None = None,
+    seen: TextInputs | None = None,
 ) -> Tensor:
-    """Return a Hugging Face base model's last hidden states under `layout`, without its cache and mask."""
+    """Return a Hugging Face base model's last hidden states under `layout`, without its cache and mask.
+
+    What was `seen` is read in the place of the token ids.
+    """
     batch, length = input_ids.shape
     if exact is not None:
         input_ids, position_ids, layout = exact.pad_tokens(input_ids, position_ids, layout)
+    read: dict[str, Any] = {"input_ids": input_ids}
+    if seen is not None:
+        read = seen.padded(input_ids.shape[1])
     outputs: Any = backbone(
-        input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout
+        **read, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout
     )
     states: Tensor = outputs.last_hidden_state
     if exact is None:
@@ -301,6 +351,11 @@ def sequence_cut(
     if group is None or group.size() == 1:
         return None
     assert packed.places is None, "rows share no tokens where ranks share rows"
+    if packed.media:
+        raise ModelError(
+            "ranks that share the tokens of a row (ulysses_sequence_parallel_size above 1) cannot read "
+            "pictures yet: set it to 1, and shard the model over more ranks where memory is short"
+        )
     check_lengths(config, max(packed.lengths), "ulysses_sequence_parallel_size=1")
     return SequenceCut(packed, group, ring=ring)
 
@@ -312,6 +367,7 @@ def all_states(
     cut: SequenceCut | None = None,
     exact: ExactMode | None = None,
     routes: RouteTape | None = None,
+    vision: Vision | None = None,
 ) -> Tensor:
     """Return hidden states [1, N, H] of all tokens of `packed`; under a cut, those of this rank's part."""
     if packed.places is not None:
@@ -326,7 +382,9 @@ def all_states(
         layout.routes = routes
         input_ids = cut.tokens(input_ids)
         position_ids = cut.tokens(position_ids)
-    return run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
+    tokens = input_ids.to(device)[None]
+    seen = see(vision, tokens, packed.media, exact)
+    return run_backbone(backbone, tokens, position_ids.to(device)[..., None, :], layout, exact, seen)
 
 
 def packed_hidden(
@@ -336,9 +394,10 @@ def packed_hidden(
     cut: SequenceCut | None = None,
     exact: ExactMode | None = None,
     routes: RouteTape | None = None,
+    vision: Vision | None = None,
 ) -> Tensor:
     """Return hidden states [M, H] that predict `packed.targets`; under a cut, this rank's, `cut.own`."""
-    states = all_states(backbone, packed, device, cut, exact, routes)
+    states = all_states(backbone, packed, device, cut, exact, routes, vision)
     index = packed.predict_index
     if cut is not None:
         index = cut.predict_index

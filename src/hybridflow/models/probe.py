@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, PackedLayout, kernel_of
+from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, kernel_of
 from hybridflow.models.flat_decoder import ScoresSeen
 from hybridflow.models.kv_cache import LayerShape, SlotCache
-from hybridflow.models.policy import PolicyModel, run_backbone
+from hybridflow.models.policy import PolicyModel, choose_attention, run_backbone
 from hybridflow.models.scores import Scores
 from hybridflow.models.span_layout import SpanLayout
+from hybridflow.models.vision import placeholder_ids
+from hybridflow.protocol.packing import PlacedMedium
+from hybridflow.protocol.prompt import Medium, make_position_ids
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +56,12 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
     the vocabulary: a logit of 20 is itself rounded by 0.06, and among a hundred thousand of them the worst of
     a healthy model exceeds any limit that would find a wrong one.
     """
-    was_training = policy.training
-    policy.eval()
-    try:
+    kernels: dict[str, list[int]] = {}
+    with _probing(policy):
         rows = _rows(policy)
-        kernels: dict[str, list[int]] = {}
         packed = _packed(policy, rows, kernels)
         cached = _cached(policy, rows)
         alone = _alone(policy, rows)
-    finally:
-        policy.train(was_training)
     by_kernel = (f"{kernel} in layers {_ranges(layers)}" for kernel, layers in kernels.items())
     logger.info("%s: attention by %s", type(policy.hf).__name__, "; ".join(by_kernel))
     if not all(bool(row.isfinite().all()) for row in alone):
@@ -95,18 +98,28 @@ def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, S
     """Return what each layer stores per token, and how it scores keys, as seen in a pass over one token."""
     seen = ScoresSeen(PackedLayout.build([1], policy.device))
     token = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
-    run_backbone(policy.hf.base_model, token, token, seen)
+    run_backbone(policy.text, token, token, seen)
     return seen.shapes, seen.of_layer
 
 
 @torch.no_grad()
 def probe_log_probs(policy: PolicyModel) -> Tensor:
     """Return packed log-probs [tokens, V] of the probe's rows, to compare two copies of a model."""
-    was_training = policy.training
-    policy.eval()
-    try:
+    with _probing(policy):
         return torch.cat(_packed(policy, _rows(policy)))
+
+
+@contextmanager
+def _probing(policy: PolicyModel) -> Iterator[None]:
+    """Compute without dropout, and with all tokens: transformers knows none that is never sampled."""
+    was_training = policy.training
+    transform = policy.transform
+    policy.eval()
+    policy.transform = replace(transform, forbidden=())
+    try:
+        yield
     finally:
+        policy.transform = transform
         policy.train(was_training)
 
 
@@ -126,28 +139,71 @@ def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
     return float(apart.max())
 
 
-def _rows(policy: PolicyModel) -> list[Tensor]:
-    """Return token ids that differ from row to row and cover the vocabulary, without random numbers."""
+@dataclass(frozen=True)
+class _Row:
+    """Token ids, [length] int64 on the model's device, and the media among them."""
+
+    ids: Tensor
+    media: tuple[Medium, ...] = ()
+
+    def first(self, count: int) -> _Row:
+        """Return the row's first tokens."""
+        return _Row(self.ids[:count], self.media)
+
+
+def _rows(policy: PolicyModel) -> list[_Row]:
+    """Return rows that differ and cover the vocabulary, without random numbers.
+
+    The second has a picture, where the model reads pictures.
+    """
     vocabulary = policy.head.weight.shape[0]
-    ids = [
-        [(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)]
+    rows = [
+        _Row(
+            torch.tensor(
+                [(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)],
+                device=policy.device,
+            )
+        )
         for row, length in enumerate(_LENGTHS)
     ]
-    return [torch.tensor(row, device=policy.device) for row in ids]
+    if policy.vision is not None:
+        medium = policy.vision.sample(start=2)
+        text = rows[1].ids
+        text = torch.where(torch.isin(text, text.new_tensor(placeholder_ids(policy.config))), 0, text)
+        picture = text.new_full((medium.length,), policy.vision.placeholder)
+        rows[1] = _Row(torch.cat([text[:2], picture, text[2:]]), (medium,))
+    return rows
+
+
+def _hidden(policy: PolicyModel, rows: Sequence[_Row], layout: Layout) -> Tensor:
+    """Return last hidden states [1, N, H] of packed rows."""
+    starts = [0, *accumulate(len(row.ids) for row in rows)]
+    media = [
+        PlacedMedium(start + medium.start, medium, 0, medium.length)
+        for start, row in zip(starts, rows)
+        for medium in row.media
+    ]
+    positions = [make_position_ids(len(row.ids), row.media) for row in rows]
+    if any(each.dim() == 2 for each in positions):
+        positions = [each.expand(3, -1) for each in positions]
+    ids = torch.cat([row.ids for row in rows])
+    together = torch.cat(positions, -1).to(policy.device)
+    return policy.hidden(ids[None], together[..., None, :], layout, media)
 
 
 def _packed(
-    policy: PolicyModel, rows: list[Tensor], kernels: dict[str, list[int]] | None = None
+    policy: PolicyModel, rows: list[_Row], kernels: dict[str, list[int]] | None = None
 ) -> list[Tensor]:
     """Return packed log-probs [length, V] of each row; ModelError if a layer avoids our attention.
 
     `kernels` is given the layers of each kernel.
     """
-    layout = _CountingLayout.build(_LENGTHS, policy.device)
+    lengths = [len(row.ids) for row in rows]
+    layout = _CountingLayout.build(lengths, policy.device)
     assert isinstance(layout, _CountingLayout)
     layout.calls = Counter()
     layout.kernels = {} if kernels is None else kernels
-    hidden = policy.hidden(torch.cat(rows)[None], _positions(rows), layout)
+    hidden = _hidden(policy, rows, layout)
     wanted = policy.config.get_text_config().num_hidden_layers
     if len(layout.calls) != wanted or set(layout.calls.values()) != {1}:
         raise ModelError(
@@ -155,7 +211,7 @@ def _packed(
             f"(calls by layer: {dict(layout.calls)}). Recurrent and linear-attention layers mix rows when "
             "packed, so this model cannot be trained here"
         )
-    return list(policy.logits(hidden)[0].log_softmax(-1).split(_LENGTHS))
+    return list(policy.logits(hidden)[0].log_softmax(-1).split(lengths))
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -169,29 +225,41 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _cached(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
+def _cached(policy: PolicyModel, rows: list[_Row]) -> list[Tensor]:
     """Return log-probs [V] after each row, whose last token is decoded over cached keys and values."""
-    prompts = [row[:-1] for row in rows]
-    lengths = [len(row) for row in prompts]
-    cache = SlotCache(layer_facts(policy)[0], len(rows), max(_LENGTHS), policy.device)
+    prompts = [row.first(len(row.ids) - 1) for row in rows]
+    lengths = [len(row.ids) for row in prompts]
+    cache = SlotCache(layer_facts(policy)[0], len(rows), 1 + max(lengths), policy.device)
     whole = SpanLayout.packed(cache, range(len(rows)), [0] * len(rows), lengths)
-    policy.hidden(torch.cat(prompts)[None], _positions(prompts), whole)
-    last = torch.stack([row[-1] for row in rows])[:, None]
+    _hidden(policy, prompts, whole)
+    last = torch.stack([row.ids[-1] for row in rows])[:, None]
     place = torch.tensor(lengths, device=policy.device)
-    hidden = policy.hidden(last, place[:, None], SpanLayout.decoding(cache, place, max(lengths)))
+    shifts = torch.tensor([sum(medium.shift for medium in row.media) for row in rows], device=policy.device)
+    layout = SpanLayout.decoding(cache, place, max(lengths))
+    hidden = policy.hidden(last, (place + shifts)[:, None], layout)
     return list(policy.logits(hidden)[:, 0].log_softmax(-1))
 
 
-def _positions(rows: list[Tensor]) -> Tensor:
-    """Return position ids [1, N], from 0 in each row."""
-    return torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
-
-
-def _alone(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
+def _alone(policy: PolicyModel, rows: list[_Row]) -> list[Tensor]:
     """Return log-probs [length, V] of each row, run alone with transformers' eager attention."""
-    policy.hf.set_attn_implementation("eager")
+    choose_attention(policy.hf, "eager")
     try:
-        logits = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        logits = [
+            policy.hf(input_ids=row.ids[None], use_cache=False, **_pictures(policy, row)).logits[0]
+            for row in rows
+        ]
     finally:
-        policy.hf.set_attn_implementation(ATTENTION_NAME)
+        choose_attention(policy.hf, ATTENTION_NAME)
     return [x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in logits]
+
+
+def _pictures(policy: PolicyModel, row: _Row) -> dict[str, Tensor]:
+    """Return the arguments by which transformers reads the picture of a row."""
+    if policy.vision is None or not row.media:
+        return {}
+    return {
+        name: value.to(row.ids.device)
+        for name, value in policy.vision.family.arguments(
+            row.ids, policy.vision.placeholder, row.media[0]
+        ).items()
+    }

@@ -11,10 +11,10 @@ import copy
 import logging
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridflow.distributed.accelerators import is_accelerator
-from hybridflow.models.build import count_parameters
+from hybridflow.models.build import auto_class, count_parameters
 from hybridflow.models.liger import use_liger_kernels
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
@@ -52,9 +52,13 @@ def probe_twin(
     kind = next((each.type for each in devices), "cuda")
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(
-            twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
-        ).to(device)
+        hf = (
+            auto_class("policy", twin)
+            .from_config(
+                twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+            .to(device)
+        )
     policy = PolicyModel(hf.eval())
     if use_liger:
         use_liger_kernels(policy)

@@ -84,7 +84,7 @@ class ScoreModel(ValueModel):
         index = on_cpu.to(packed.predict_index.device)
         read = replace(packed, predict_index=index, predict_index_on_cpu=on_cpu, targets=index)
         cut = sequence_cut(read, self.sequence_group, self.config, self.sequence_ring)
-        states = packed_hidden(self.backbone, read, self.device, cut)
+        states = packed_hidden(self.text, read, self.device, cut, vision=self.vision)
         numbers: Tensor = self.head(states.to(self.head.weight.dtype))
         scores = numbers[:, -1].clone()  # FSDP warns of modules that return views
         if numbers.shape[1] == 2:

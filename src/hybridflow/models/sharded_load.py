@@ -27,8 +27,8 @@ from transformers.utils.hub import cached_file
 from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError
 from hybridflow.models.build import (
-    AUTO_CLASSES,
     Kind,
+    auto_class,
     checked_config,
     enable_gradient_checkpointing,
     load_whole,
@@ -86,7 +86,7 @@ def meta_model(
     )
     before = source_dtype(config, where)
     with parameters_on_meta():
-        hf = AUTO_CLASSES[kind].from_config(
+        hf = auto_class(kind, config).from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     hf.eval()

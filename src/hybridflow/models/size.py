@@ -7,11 +7,10 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.models.blocks import decoder_blocks
-from hybridflow.models.build import resolve_dtype, shape_of
+from hybridflow.models.build import auto_class, resolve_dtype, shape_of
 from hybridflow.models.experts import experts_per_token, mlp_width, num_experts
 from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.lora import LoraSettings, add_lora
@@ -50,7 +49,7 @@ def size_of(
     shape = shape_of(config)
     compute = resolve_dtype(dtype, device)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(
+        hf = auto_class(kind, shape).from_config(
             shape, dtype=compute, attn_implementation="eager", trust_remote_code=config.trust_remote_code
         )
         active = matmul_parameters(hf)

@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
+from hybridflow.models.vision import reads_media
 
 Style = Literal["colwise", "rowwise", "colwise_gather", "rowwise_split", "partial_norm"]
 """The way a module is cut: its outputs; its inputs; outputs that are gathered at once; inputs that come
@@ -77,6 +78,8 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
     prefix = ""
     if backbone is not hf:
         prefix = next(name for name, module in hf.named_modules() if module is backbone) + "."
+    if reads_media(hf.config):
+        raise _cannot(backbone, "it reads pictures, and only models of text are cut so far")
     plan = _published_plan(backbone)
     modules = {name: module for name, module in backbone.named_modules() if _generic(name) in plan}
     styles: dict[str, Style] = {}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.policy import device_of, packed_hidden, sequence_cut, use_attention
+from hybridflow.models.vision import Vision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,6 +37,7 @@ class ValueModel(nn.Module):
         super().__init__()
         use_attention(hf)
         self.backbone: Any = hf.base_model
+        self.vision = Vision.of(hf.base_model)
         if self.dtype == torch.float64:
             compute_in_float64(hf)
         kind = torch.promote_types(self.dtype, torch.float32)
@@ -63,10 +65,18 @@ class ValueModel(nn.Module):
         dtype: torch.dtype = next(self.backbone.parameters()).dtype
         return dtype
 
+    @property
+    def text(self) -> nn.Module:
+        """The part of the backbone that reads tokens, all of it in a model of text."""
+        text: nn.Module = self.backbone
+        if self.vision is not None:
+            text = self.vision.text
+        return text
+
     def forward(self, packed: PackedBatch) -> Tensor:
         """Return values [M] of the predicted tokens, in reward units, float32 or better."""
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
-        states = packed_hidden(self.backbone, packed, self.device, cut)
+        states = packed_hidden(self.text, packed, self.device, cut, vision=self.vision)
         # FSDP warns of modules that return views
         values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0].clone()
         if cut is not None:

@@ -15,6 +15,20 @@ from torch import Tensor
 
 from hybridflow.protocol.columns import BatchError
 from hybridflow.protocol.data_proto import DataProto
+from hybridflow.protocol.prompt import MEDIA, Medium, make_position_ids
+
+
+@dataclass(frozen=True)
+class PlacedMedium:
+    """A medium, or a part of it, among the tokens of a forward pass."""
+
+    place: int
+    """Which of the N tokens stands for its token number `first`."""
+    medium: Medium
+    first: int
+    count: int
+    """Number of its tokens that are there."""
+
 
 ROUTES = "routed_experts"
 """The column of the experts that tokens went to; see the field table."""
@@ -32,7 +46,7 @@ class PackedBatch:
     input_ids: Tensor
     """[N] int64."""
     position_ids: Tensor
-    """[N] int64, from 0 in each row."""
+    """[N] int64, from 0 in each row; [3, N] where media have three positions for each token."""
     lengths: tuple[int, ...]
     """Tokens of each row; their sum is N, unless rows share a prompt."""
     prompt_lengths: tuple[int, ...]
@@ -55,6 +69,8 @@ class PackedBatch:
     """
     routes: Tensor | None = None
     """[N, W] int16: the experts of each token as the column `routed_experts` has them; None without it."""
+    media: tuple[PlacedMedium, ...] = ()
+    """The media of all rows, with their values on the CPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -128,9 +144,13 @@ def pack(batch: DataProto) -> PackedBatch:
     routes = None
     if ROUTES in batch:
         routes = batch.batch[ROUTES][attended]
+    position_ids = in_row[attended]
+    placed: tuple[PlacedMedium, ...] = ()
+    if MEDIA in batch:
+        position_ids, placed = _with_media(list(batch.non_tensor_batch[MEDIA]), lengths, position_ids)
     return PackedBatch(
         input_ids=input_ids[attended],
-        position_ids=in_row[attended],
+        position_ids=position_ids,
         lengths=lengths,
         prompt_lengths=tuple(attended[:, :start].sum(dim=1).tolist()),
         predict_index=predict_index,
@@ -140,7 +160,25 @@ def pack(batch: DataProto) -> PackedBatch:
         columns=columns,
         shape=(num_rows, width),
         routes=routes,
+        media=placed,
     )
+
+
+def _with_media(
+    column: Sequence[tuple[Medium, ...] | None], lengths: Sequence[int], position_ids: Tensor
+) -> tuple[Tensor, tuple[PlacedMedium, ...]]:
+    """Return the positions of packed rows, [N] or [3, N], and their media among the N tokens."""
+    placed = []
+    start = 0
+    of_rows = [media or () for media in column]
+    for media, length in zip(of_rows, lengths, strict=True):
+        placed += [PlacedMedium(start + medium.start, medium, 0, medium.length) for medium in media]
+        start += length
+    if any(each.medium.positions is not None for each in placed):
+        rows = zip(of_rows, lengths, strict=True)
+        parts = [make_position_ids(length, media).expand(3, -1) for media, length in rows]
+        position_ids = torch.cat(parts, dim=1)
+    return position_ids, tuple(placed)
 
 
 def share_prompts(packed: PackedBatch) -> PackedBatch:
@@ -150,14 +188,16 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     share a prompt. It works on the CPU, before `to`.
     """
     ids = packed.input_ids.numpy()
-    known: dict[bytes, int] = {}
+    digests = sorted((each.place, each.medium.digest) for each in packed.media)
+    known: dict[object, int] = {}
     places = torch.empty(packed.num_tokens, dtype=torch.int64)
     kept = []
     start = 0
     num_kept = 0
     for length, prompt in zip(packed.lengths, packed.prompt_lengths, strict=True):
         end = start + length
-        first = known.get(key := ids[start : start + prompt].tobytes())
+        pictures = tuple((at - start, name) for at, name in digests if start <= at < end)
+        first = known.get(key := (ids[start : start + prompt].tobytes(), pictures))
         own = start if first is None else start + prompt
         if first is None:
             known[key] = num_kept
@@ -171,11 +211,15 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
         return packed
     keep = torch.cat(kept)
     input_ids = packed.input_ids[keep]
-    position_ids = packed.position_ids[keep]
+    position_ids = packed.position_ids[..., keep]
     predict_index = places[packed.predict_index]
     routes = None
     if packed.routes is not None:
         routes = packed.routes[keep]
+    kept_places = set(keep.tolist())
+    media = [
+        replace(each, place=int(places[each.place])) for each in packed.media if each.place in kept_places
+    ]
     return replace(
         packed,
         routes=routes,
@@ -184,19 +228,27 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
         predict_index=predict_index,
         predict_index_on_cpu=predict_index,
         places=places,
+        media=tuple(media),
     )
 
 
 def prompt_groups(batch: DataProto) -> list[int]:
-    """A number for each row, the same for rows that begin with the same prompt, in order of appearance."""
+    """A number for each row, the same for rows that begin with the same prompt, in order of appearance.
+
+    Prompts of equal tokens are the same only with equal media.
+    """
     width = batch.batch["response_mask"].shape[1]
     prompts, attended = (
         batch.batch[name][:, : batch.batch["input_ids"].shape[1] - width]
         for name in ("input_ids", "attention_mask")
     )
-    numbers: dict[tuple[bytes, bytes], int] = {}
-    rows = zip(prompts.cpu().numpy(), attended.cpu().bool().numpy(), strict=True)
-    return [numbers.setdefault((ids.tobytes(), mask.tobytes()), len(numbers)) for ids, mask in rows]
+    media = batch.non_tensor_batch.get(MEDIA, [()] * len(batch))
+    numbers: dict[object, int] = {}
+    rows = zip(prompts.cpu().numpy(), attended.cpu().bool().numpy(), media, strict=True)
+    return [
+        numbers.setdefault((ids.tobytes(), mask.tobytes(), own or ()), len(numbers))
+        for ids, mask, own in rows
+    ]
 
 
 def make_rows(

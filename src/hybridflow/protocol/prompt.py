@@ -1,14 +1,17 @@
 """Prompts: token ids and the media that stand in for some of them, with the one identity of both.
 
 token ids, media ──► key: one unit for each token ──► prompts with equal keys are grouped, dealt and shared
-                                                  └──► prefixes are shared as far as their units are equal
+                 │                                └──► prefixes are shared as far as their units are equal
+                 └─► make_position_ids: the place of each token for the rotary embedding
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hybridflow.errors import DataError
@@ -20,9 +23,19 @@ place inside of it).
 Units = tuple[Unit, ...]
 
 
+MediumKind = Literal["image", "video"]
+MEDIA = "media"
+"""The object column of the media of each row, a tuple of `Medium`; rows of one prompt share these objects."""
+
+
 @dataclass(frozen=True)
 class Medium:
-    """A picture, a video or a sound, whose placeholder tokens are neighbours in the prompt."""
+    """A picture, a part of one, or a part of a video, whose placeholder tokens are neighbours in the prompt.
+
+    Example: a picture of 4 × 4 patches, of which each 2 × 2 become one token, has 4 placeholders. In a model
+    with three positions for each token they are `[[0 0 0 0] [0 0 1 1] [0 1 0 1]]` (time, row, column), and
+    the next token is 2 further on: `advance=2`.
+    """
 
     start: int
     """Place of its first placeholder in the prompt's token ids."""
@@ -32,6 +45,20 @@ class Medium:
     """Digest of what the model reads; media with equal digests are taken for equal."""
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """What the model reads besides the placeholders, as its processor made it."""
+    kind: MediumKind = "image"
+    positions: Tensor | None = field(default=None, compare=False, repr=False)
+    """[3, length] int64: positions of the placeholders, counted from that of the first, where the model gives
+    each token three (M-RoPE); None: its placeholders are counted like other tokens.
+    """
+    advance: int | None = None
+    """Positions from its first placeholder to the next token after it; None: `length`."""
+
+    @property
+    def shift(self) -> int:
+        """How much further the positions of later tokens are than their places; mostly below 0."""
+        if self.advance is None:
+            return 0
+        return self.advance - self.length
 
 
 @dataclass(frozen=True)
@@ -55,6 +82,25 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def make_position_ids(length: int, media: Sequence[Medium]) -> Tensor:
+    """Return the positions of a row of `length` tokens that begins with a prompt with these media.
+
+    They are [length] int64, or [3, length] where a medium has three for each token.
+    """
+    places = torch.arange(length)
+    if all(medium.positions is None for medium in media):
+        return places
+    positions = places.repeat(3, 1)
+    shift = 0
+    for medium in media:
+        stop = medium.start + medium.length
+        if medium.positions is not None:
+            positions[:, medium.start : stop] = medium.start + shift + medium.positions
+        shift += medium.shift
+        positions[:, stop:] = places[stop:] + shift
+    return positions
 
 
 def token_ids_of(units: Iterable[Unit]) -> list[int]:

@@ -6,7 +6,7 @@ Reading it cannot run code.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from hybridflow.errors import DataError
 from hybridflow.protocol.columns import BatchError
+from hybridflow.protocol.prompt import MEDIA, Medium
 
 _TENSORS = "tensors.safetensors"
 _META = "meta.json"
 _FORMAT = 1
+_FACTS = ("start", "length", "digest", "kind", "advance")
+_POSITIONS = "positions"
 
 
 def write(
@@ -33,6 +36,10 @@ def write(
     """Write both files, making the folder. Tuples and arrays become lists; BatchError names a field JSON
     cannot hold.
     """
+    if MEDIA in columns:
+        entries, values = _plain_media(columns[MEDIA])
+        columns = {**columns, MEDIA: entries}
+        tensors = {**tensors, **values}
     text = json.dumps(
         {
             "format": _FORMAT,
@@ -62,7 +69,41 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[Any]], dict[st
         raise DataError(f"the DataProto saved in {folder} is damaged: {error}") from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         raise DataError(f"{folder / _META} is not a DataProto of format {_FORMAT}")
-    return tensors, meta["non_tensor_batch"], meta["meta_info"], int(meta["num_rows"])
+    columns = meta["non_tensor_batch"]
+    if MEDIA in columns:
+        columns[MEDIA] = _media_of(columns[MEDIA], tensors)
+    return tensors, columns, meta["meta_info"], int(meta["num_rows"])
+
+
+def _plain_media(column: Sequence[tuple[Medium, ...] | None]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return the media of rows in JSON's types, and their tensors by name, those of equal media once."""
+    tensors: dict[str, Tensor] = {}
+    for medium in {each.digest: each for media in column for each in media or ()}.values():
+        parts = dict(medium.values)
+        if medium.positions is not None:
+            parts[_POSITIONS] = medium.positions
+        tensors |= {f"{MEDIA}/{medium.digest}/{name}": tensor for name, tensor in parts.items()}
+    entries = [[[getattr(each, name) for name in _FACTS] for each in media or ()] for media in column]
+    return entries, tensors
+
+
+def _media_of(entries: Sequence[Any], tensors: dict[str, Tensor]) -> list[tuple[Medium, ...]]:
+    """Return the media that `_plain_media` took apart, and take their tensors out of `tensors`."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key in [key for key in tensors if key.startswith(f"{MEDIA}/")]:
+        _, digest, name = key.split("/")
+        parts.setdefault(digest, {})[name] = tensors.pop(key)
+    positions = {digest: values.pop(_POSITIONS, None) for digest, values in parts.items()}
+    known: dict[str, tuple[Medium, ...]] = {}  # rows of one prompt share their media again
+    rows = []
+    for media in entries:
+        facts = [dict(zip(_FACTS, fact, strict=True)) for fact in media]
+        made = tuple(
+            Medium(**fact, values=parts[fact["digest"]], positions=positions[fact["digest"]])
+            for fact in facts
+        )
+        rows.append(known.setdefault(json.dumps(media), made))
+    return rows
 
 
 def plain(value: Any, where: str) -> Any:

@@ -57,6 +57,7 @@ DATA_SOURCES: dict[str, str] = {
     "hiyouga/geometry3k": "geometry3k",
     **dict.fromkeys(("code", "codecontests", "apps", "codeforces", "taco"), "code"),
     "arithmetic_chain": "arithmetic_chain",
+    "red_squares": "exact_match",
     "reasoning_gym": "reasoning_gym",
 }
 PREFIXES: dict[str, str] = {

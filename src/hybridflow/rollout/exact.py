@@ -16,9 +16,10 @@ import torch
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.rope import longest_generated
+from hybridflow.models.vision import Vision
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
-from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.prompt import MEDIA, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 
 SMALL_MODEL = 20_000_000
@@ -53,7 +54,7 @@ def choose_exact_mode(
     before = policy.exact
     found = None
     try:
-        for mode in ExactMode.choices(policy.hf.base_model, longest):
+        for mode in ExactMode.choices(policy.text, longest):
             policy.exact = mode
             found = self_check(engine, policy, longest=longest, temperature=temperature)
             if found is None:
@@ -155,8 +156,20 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
         length = max(1, min(wanted, room - max(answers)))
         ids = tuple((1 + 7919 * (prompt + 1) * (place + 1)) % vocabulary for place in range(length))
         sampling = SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)
-        requests.append(GenerationRequest(row, Prompt(ids), sampling, seed=1000 + row))
+        read = Prompt(ids)
+        if policy.vision is not None and prompt % 3 == 0:
+            read = _with_picture(policy.vision, ids, room - max(answers))
+        requests.append(GenerationRequest(row, read, sampling, seed=1000 + row))
     return requests
+
+
+def _with_picture(vision: Vision, ids: tuple[int, ...], room: int) -> Prompt:
+    """Return the prompt of these tokens behind a picture, where both fit into so many tokens."""
+    medium = vision.sample()
+    if medium.length + 1 > room:
+        return Prompt(ids)
+    placeholders = (vision.placeholder,) * medium.length
+    return Prompt(placeholders + ids[: room - medium.length], (medium,))
 
 
 def _generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[int, GenerationOutput]:
@@ -173,7 +186,8 @@ def _score(
     """Return the log-probs of the responses as an update computes them, these rows in one micro-batch."""
     prompts = [request.prompt_token_ids for request in requests]
     responses = [output.token_ids for output in outputs]
-    packed = pack(DataProto.from_dict(make_rows(prompts, responses, pad_id=0)))
+    media = {MEDIA: [request.prompt.media for request in requests]}
+    packed = pack(DataProto.from_dict(make_rows(prompts, responses, pad_id=0), media))
     with torch.set_grad_enabled(policy.training):
         log_probs = policy(packed, temperature=temperature).log_probs.detach()
     return [part.tolist() for part in log_probs.split([len(response) for response in responses])]

@@ -12,7 +12,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 
 
 def request_problem(
-    request: GenerationRequest, *, vocabulary: int | None, positions: int | None
+    request: GenerationRequest, *, vocabulary: int | None, positions: int | None, reads_media: bool = False
 ) -> str | None:
     """Return why a model of this vocabulary (None: unknown) and number of positions (None: no limit) cannot
     serve the request, or None where it can.
@@ -21,10 +21,10 @@ def request_problem(
     sampling = request.sampling
     if not prompt:
         return "the prompt is empty; at least one token is needed to predict the next"
-    if request.prompt.media:
+    if request.prompt.media and not reads_media:
         return (
-            f"the prompt has {len(request.prompt.media)} media, and this engine reads token ids only: leave "
-            "pictures, videos and sounds out of the data"
+            f"the prompt has {len(request.prompt.media)} media, and this engine or its model reads token ids "
+            "only: use rollout.name=native with a model that reads pictures, or leave them out of the data"
         )
     begun = request.begun
     named = {"prompt": prompt, "begun": begun.token_ids, "stop_token_ids": sampling.stop_token_ids}

@@ -22,7 +22,7 @@ from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.config.tree import to_tree
 from hybridflow.controller.build import Start, hosting
 from hybridflow.data.loader import StatefulLoader
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, save_tokenizer
 from hybridflow.distributed.device import set_threads
 from hybridflow.errors import Stopped
 from hybridflow.observability.progress import progress
@@ -139,6 +139,6 @@ def huggingface_writer(group: StatefulGroup[Any], tokenizer: Tokenizer) -> Calla
 
     def write(target: Path, with_weights: bool) -> None:
         group.write_huggingface(target, with_weights=with_weights)
-        tokenizer.save_pretrained(target)
+        save_tokenizer(tokenizer, target)
 
     return write

@@ -328,7 +328,7 @@ BAD = [
     ),
     (
         ["data.train_files=[]", "data.task.name=chess"],
-        "data.task.name=chess: there is arithmetic_chain, arithmetic_preferences, one_liners, reasoning_gym:",
+        "data.task.name=chess: there is arithmetic_chain, arithmetic_preferences, one_liners, red_squares, ",
     ),
     (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
     (["actor_rollout_ref.model.path=/no/model"], "there is no folder /no/model"),

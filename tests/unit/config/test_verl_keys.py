@@ -402,7 +402,7 @@ MUST_BE_REFUSED = [
     "distillation.distillation_loss.use_task_rewards=True",
     "distillation.enable_resource_pool=True",
     # data that would not be read
-    "data.image_key=pictures",
+    "data.audio_key=sounds",
     "data.mm_processor_kwargs.do_resize=true",
     # memory that was asked for
     "actor_rollout_ref.model.tiled_mlp.enabled=True",

@@ -73,9 +73,9 @@ def test_good_files_pass_and_their_sources_are_known(tmp_path: Path, suffix: str
         ({}, {"reward_fn_key": "src"}, DataError, "no column src;.*set data.reward_fn_key"),
         ({"prompt": 3}, {}, DataError, "none of the first 3 rows can be used; row 0: got int, wanted a list"),
         ({"extra_info": "x"}, {}, DataError, "row 0: extra_info is str"),
-        ({"images": ["a.png"]}, {}, DataError, "column images, filled in row 0: .*trains on text only"),
-        ({"videos": ["a.mp4"]}, {}, DataError, "column videos"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, {}, DataError, "'image'.*text only"),
+        ({"images": ["a.png"]}, {"image_key": "x"}, DataError, "column images, filled in row 0, and no key"),
+        ({"videos": ["a.mp4"]}, {"video_key": None}, DataError, "column videos, filled in row 0, and no key"),
+        ({"prompt": [{"role": "user", "content": [{"type": "sound"}]}]}, {}, DataError, "'sound'.*is text"),
         ({}, {"train_batch_size": 4}, DataError, "3 rows, fewer than data.train_batch_size=4"),
         ({"reward_model": None}, {"drop": True}, RewardError, "no.*ground truth|ground_truth"),
     ],
@@ -149,6 +149,17 @@ def test_a_single_row_without_ground_truth_passes(tmp_path: Path) -> None:
     check(ppo(write(tmp_path / "a.jsonl", [NULL_TRUTH, ROW])))
 
 
+def test_pictures_for_a_model_of_text_are_refused_at_once(tmp_path: Path) -> None:
+    config = ppo(write(tmp_path / "a.jsonl", [{**ROW, "images": ["a.png"]}] * 2))
+    config = with_values(config, {"actor_rollout_ref.model.path": str(tmp_path)})
+    check(config)  # nothing is known of the model
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
+    check(config)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(DataError, match=r"column images, filled in row 0, and the model .* reads text only"):
+        check(config)
+
+
 def test_empty_image_columns_and_some_bad_rows_pass(tmp_path: Path) -> None:
     rows = [{**ROW, "images": []}, {**ROW, "images": None}, {**ROW, "images": []}]
     for suffix in ("parquet", "jsonl"):
@@ -168,7 +179,7 @@ def test_data_that_is_not_read_here(tmp_path: Path) -> None:
         ({"text": "x"}, "no column prompt, response;.*data.messages_key=messages"),
         ({"messages": [{"role": "user"}]}, "message 0 .user. has content of type NoneType"),
         ({"prompt": "a", "response": 3}, "response is int, wanted a string"),
-        ({**SFT_ROW, "images": ["a"]}, "trains on text only"),
+        ({**SFT_ROW, "image": "a"}, "column image, filled in row 0, and no key names it"),
         ({"conversations": [{"from": "someone", "value": "x"}]}, "from 'someone', wanted one of human"),
     ],
 )

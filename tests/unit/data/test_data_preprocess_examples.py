@@ -4,6 +4,7 @@ said.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -20,6 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import load_rows
 from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.tokenizer import load_tokenizer
+from picture_models import picture_model, squares
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "data_preprocess"
 
@@ -61,6 +64,21 @@ def test_gsm8k_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokeniz
     assert dataset[0].row["data_source"] == "openai/gsm8k" and "How many?" in characters.decode(
         dataset[0].prompt_token_ids
     )
+
+
+def test_geometry_has_its_pictures(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    squares((255, 0, 0)).save(file, "PNG")
+    raw = [{"problem": "<image>Find x.", "images": [{"bytes": file.getvalue(), "path": "a"}], "answer": "3"}]
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(raw), tmp_path / f"{split}.parquet")
+    words = ("--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out"))
+    done = run("geo3k.py", *words)
+    assert done.returncode == 0, done.stderr
+    tokenizer = load_tokenizer(picture_model())
+    (item,) = PromptDataset(load_rows(str(tmp_path / "out" / "train.parquet")), tokenizer, DataConfig())
+    assert len(item.media) == 1 and item.row["data_source"] == "hiyouga/geometry3k"
+    assert item.row["reward_model"]["ground_truth"] == "3"
 
 
 def test_math_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokenizerFast) -> None:

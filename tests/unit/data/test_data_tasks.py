@@ -90,7 +90,7 @@ def test_build_task_by_name_and_from_a_file(tmp_path: Path) -> None:
     [
         (
             TaskConfig(name="arithmetic"),
-            "wanted arithmetic_chain, arithmetic_preferences, one_liners, reasoning_gym:NAME",
+            "wanted arithmetic_chain, arithmetic_preferences, one_liners, red_squares, reasoning_gym:NAME",
         ),
         (TaskConfig(name="arithmetic_chain", options={"hop": 2}), r"data\.task\.options=.*hop"),
         (TaskConfig(name="arithmetic_chain", options={"hops": 0}), "at least 1"),

@@ -12,6 +12,7 @@ AGREED = {
     ("B,R", "int64"): {"responses"},
     ("B,T", "int64"): {"input_ids"},
     ("B,T", "bool"): {"attention_mask"},
+    ("B,T", "int16"): {"routed_experts"},
     ("B,R", "bool"): {"response_mask", "loss_mask"},
     ("B,R", "int32"): {"policy_version", "call"},
     ("B", "int64"): {"trajectory_id", "trajectory_rows", "lineage", "row_id", "group_ids", "preference"},
@@ -21,7 +22,7 @@ AGREED = {
     ("B,K", "float32"): {"reward_components"},
     ("B", "object"): {
         *("uid", "finish_reason", "data_source", "reward_model", "extra_info"),
-        *("solution_str", "overlong_reward"),
+        *("solution_str", "overlong_reward", "media"),
     },
     ("B,R", "float32"): {
         *("rollout_log_probs", "token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_prob"),

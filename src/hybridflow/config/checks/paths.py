@@ -15,7 +15,7 @@ from hybridflow.config.data import BaseDataConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
-TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners")
+TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners", "red_squares")
 
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s]*@")

@@ -14,9 +14,10 @@ from hybridflow.data.tasks.base import Split, Task
 from hybridflow.data.tasks.environment import EnvironmentTask
 from hybridflow.data.tasks.one_liners import OneLiners
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask
+from hybridflow.data.tasks.red_squares import RedSquares
 from hybridflow.errors import ConfigError
 
-__all__ = ["ArithmeticChain", "ReasoningGymTask", "Split", "Task", "build_task"]
+__all__ = ["ArithmeticChain", "ReasoningGymTask", "RedSquares", "Split", "Task", "build_task"]
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -33,6 +34,8 @@ def build_task(config: TaskConfig) -> Task:
             return OneLiners(seed=config.seed, **config.options)
         if name == "arithmetic_preferences":
             return ArithmeticPreferences(seed=config.seed, **config.options)
+        if name == "red_squares":
+            return RedSquares(seed=config.seed, **config.options)
         if name.startswith("environment:"):
             return EnvironmentTask(name.removeprefix("environment:"), seed=config.seed, **config.options)
         if name.startswith("reasoning_gym:"):
@@ -45,7 +48,7 @@ def build_task(config: TaskConfig) -> Task:
         if ":" not in name:
             raise ConfigError(
                 f"data.task.name: got {name!r}, wanted arithmetic_chain, arithmetic_preferences, one_liners, "
-                "reasoning_gym:NAME, environment:NAME or path/to/file.py:factory"
+                "red_squares, reasoning_gym:NAME, environment:NAME or path/to/file.py:factory"
             )
         factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)

@@ -183,7 +183,12 @@ class NativeEngine(SessionEngine):
         vocabulary = self.policy.head.weight.shape[0]
         try:
             ends = end_tokens(sampling, self.eos_token_ids, vocabulary)
-            problem = request_problem(request, vocabulary=vocabulary, positions=self._positions)
+            problem = request_problem(
+                request,
+                vocabulary=vocabulary,
+                positions=self._positions,
+                reads_media=self.policy.vision is not None,
+            )
             problem = problem or sampling_problem(
                 sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
             )

@@ -155,8 +155,8 @@ class GraphDecoder:
         self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
         self._place: int | None = None  # of the cache when addresses were compared
         self._addresses: list[int] = []
-        self._tokens, self._lengths = torch.zeros(
-            2, self.sizes[-1], dtype=torch.int64, device=policy.device
+        self._tokens, self._lengths, self._shifts = torch.zeros(
+            3, self.sizes[-1], dtype=torch.int64, device=policy.device
         ).unbind()
 
     @property
@@ -164,7 +164,9 @@ class GraphDecoder:
         """Number of graphs that are kept now."""
         return len(self._graphs)
 
-    def __call__(self, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    def __call__(
+        self, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int, shifts: Tensor | None = None
+    ) -> Tensor:
         """Arguments and result of `decode_rows`; the result is overwritten by the next call.
 
         `lengths` may go on behind the rows that decode, with one whose prompt is in chunked prefill: what a
@@ -172,7 +174,7 @@ class GraphDecoder:
         """
         count = len(tokens)
         if count > self.sizes[-1] or self.problem is not None or self.policy.exact is not None:
-            return decode_rows(self.policy, cache, tokens, lengths[:count], longest)
+            return decode_rows(self.policy, cache, tokens, lengths[:count], longest, shifts=shifts)
         self._drop_stale(cache)
         rows = min(next(size for size in self.sizes if size >= count), cache.num_slots)
         keys = cache.capacity
@@ -182,16 +184,22 @@ class GraphDecoder:
         self._tokens[:count].copy_(tokens)
         self._lengths[:used].copy_(lengths[:used])
         self._lengths[used:rows] = 0
+        kept_shifts = None
+        if shifts is not None:
+            kept_shifts = self._shifts[:rows]
+            kept_shifts[:count].copy_(shifts)
+            kept_shifts[count:] = 0
         replay = self._graphs.get((rows, keys))
         if replay is not None:
             self._graphs.move_to_end((rows, keys))
             return replay()[:count]
 
         def eager() -> Tensor:
-            return decode_rows(self.policy, cache, tokens, lengths[:count], longest)
+            return decode_rows(self.policy, cache, tokens, lengths[:count], longest, shifts=shifts)
 
         def run() -> Tensor:
-            return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1, keys)
+            own = (self._tokens[:rows], self._lengths[:rows])
+            return decode_rows(self.policy, cache, *own, keys - 1, keys, kept_shifts)
 
         return self._record((rows, keys), run, eager)
 

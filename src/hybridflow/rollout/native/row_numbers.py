@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 
 SEED_BITS = (1 << 63) - 1
-INTEGERS = ("prompt_length", "generated", "stream", "top_k", "min_tokens", "greedy")
+INTEGERS = ("prompt_length", "generated", "stream", "top_k", "min_tokens", "greedy", "shift")
 REALS = ("temperature", "top_p", "min_p", "penalty")
 """Columns of numbers that a request brings, in the order of `RowNumbers`."""
 
@@ -57,6 +57,7 @@ def row_numbers(request: GenerationRequest, eos_token_ids: Sequence[int], vocabu
         top_k,
         params.min_tokens,
         params.takes_argmax,
+        sum(medium.shift for medium in request.prompt.media),
     )
     reals = (temperature, *kept, params.repetition_penalty)
     stops = array("q", end_tokens(params, eos_token_ids, vocabulary))

@@ -74,6 +74,7 @@ class RowTable:
         self.penalty = column(kind=dtype)  # for tokens that are in the prompt or the response
         self.history = column(0)  # those tokens, once a request has such a penalty
         self.prompt_length = column()
+        self.shift = column()  # how much further positions are than places, behind media
         self.bias_token = column(0)  # filled up with token 0, whose bias there is 0
         self.bias = column(0, kind=dtype)
 

@@ -299,7 +299,8 @@ class Session:
         for source, one in zip(sources, batch):
             if source is not None:
                 self.cache.copy(source, [row], one.start)
-            spans.append(Span(row, one.start, token_ids_of(one.context[one.start : one.stop])))
+            tokens = token_ids_of(one.context[one.start : one.stop])
+            spans.append(Span(row, one.start, tokens, one.requests[0].prompt.media))
             row += len(one.requests)
         del source, sources
         for span, one in zip(spans, batch):
@@ -367,10 +368,13 @@ class Session:
         tokens = self.rows.last_token[:count]
         lengths = self.rows.length[:count]
         longest = self.rows.longest
+        shifts = None
+        if self.policy.vision is not None:
+            shifts = self.rows.shift[:count]
         if self._graphs is None:
-            hidden = decode_rows(self.policy, self.cache, tokens, lengths, longest)
+            hidden = decode_rows(self.policy, self.cache, tokens, lengths, longest, None, shifts)
         else:
-            hidden = self._graphs(self.cache, tokens, self.rows.length[: self.rows.count], longest)
+            hidden = self._graphs(self.cache, tokens, self.rows.length[: self.rows.count], longest, shifts)
         lengths += 1
         self._stats.decode_steps += 1
         self._choose(0, hidden)

@@ -18,6 +18,8 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.routing import RouteTape, Routing
 from hybridflow.models.span_layout import SpanLayout
 from hybridflow.models.transfers import to_device
+from hybridflow.protocol.packing import PlacedMedium
+from hybridflow.protocol.prompt import Medium, make_position_ids
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.native.responses import Row
 
@@ -32,19 +34,48 @@ class Span(NamedTuple):
     start: int
     """Place of the first of them in the row, whose earlier tokens are in the cache."""
     tokens: Sequence[int]
+    media: tuple[Medium, ...] = ()
+    """The media of the row's prompt."""
 
 
 def prefill(policy: PolicyModel, cache: KVCache, spans: Sequence[Span]) -> Tensor:
     """Run one packed pass over prompts and chunks of prompts; the last hidden state of each, [n, H]."""
     device = policy.device
-    rows, starts, tokens = zip(*spans)
+    rows, starts, tokens, _ = zip(*spans)
     counts = [len(own) for own in tokens]
     layout = SpanLayout.packed(cache, rows, starts, counts)
     input_ids = to_device([[token for own in tokens for token in own]], device)
     recording = record_routes(policy, cache, layout, input_ids.shape[1])
-    hidden = policy.hidden(input_ids, layout.places.positions[None], layout)[0]
+    positions = layout.places.positions
+    if any(medium.positions is not None for span in spans for medium in span.media):
+        positions = to_device(torch.cat([_positions(span) for span in spans], dim=1), device)
+    hidden = policy.hidden(input_ids, positions[..., None, :], layout, placed_media(spans))[0]
     recording()
     return hidden.index_select(0, to_device([stop - 1 for stop in accumulate(counts)], device))
+
+
+def _positions(span: Span) -> Tensor:
+    """Return the positions [3, n] of a span's tokens, which may end inside of a medium."""
+    stop = span.start + len(span.tokens)
+    ends = [medium.start + medium.length for medium in span.media]
+    whole = make_position_ids(max(stop, *ends, 0), span.media)
+    return whole[..., span.start : stop].expand(3, -1)
+
+
+def placed_media(spans: Sequence[Span]) -> list[PlacedMedium]:
+    """Return the media, and the parts of media, among the tokens of spans."""
+    placed = []
+    offset = 0
+    for span in spans:
+        stop = span.start + len(span.tokens)
+        for medium in span.media:
+            first = max(medium.start, span.start)
+            count = min(medium.start + medium.length, stop) - first
+            if count > 0:
+                place = offset + first - span.start
+                placed.append(PlacedMedium(place, medium, first - medium.start, count))
+        offset += len(span.tokens)
+    return placed
 
 
 def decode_rows(
@@ -54,14 +85,19 @@ def decode_rows(
     lengths: Tensor,
     longest: int,
     num_keys: int | None = None,
+    shifts: Tensor | None = None,
 ) -> Tensor:
     """Run a pass over one new token [B] int64 of each of the first B rows, which have `lengths` [B] tokens.
 
-    Returns hidden states [B, H]. `longest` and `num_keys` are as `SpanLayout.decoding` has them.
+    Returns hidden states [B, H]. `longest` and `num_keys` are as `SpanLayout.decoding` has them. `shifts` [B]
+    say how much further positions are than places, behind media.
     """
     layout = SpanLayout.decoding(cache, lengths, longest, num_keys)
+    positions = lengths
+    if shifts is not None:
+        positions = lengths + shifts
     recording = record_routes(policy, cache, layout, len(tokens))
-    hidden = policy.decode(tokens[:, None], lengths[:, None], layout)[:, 0]
+    hidden = policy.decode(tokens[:, None], positions[:, None], layout)[:, 0]
     recording()
     return hidden
 

@@ -15,7 +15,7 @@ from hybridflow.agent.agents import Agents
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import CheckpointContentsConfig
-from hybridflow.config.needs import replayed_steps
+from hybridflow.config.needs import replayed_steps, uses_agents
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
@@ -98,6 +98,23 @@ def build(
             yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
 
 
+def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
+    """Raise ConfigError where rows have pictures and what generates reads text alone."""
+    if not data.has_media:
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "native":
+        raise ConfigError(
+            f"the data has pictures, and actor_rollout_ref.rollout.name={rollout.name} is given token ids "
+            "alone: set it to native"
+        )
+    if uses_agents(config) or data.agent_names - {"single_turn_agent"}:
+        raise ConfigError(
+            "the data has pictures, and agents, tools and environments read the text of a row alone: leave "
+            "them out, or the pictures"
+        )
+
+
 def _trainer(
     config: PPOConfig,
     run: Run,
@@ -109,6 +126,7 @@ def _trainer(
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
+    _refuse_pictures(config, data)
     total_steps = _num_steps(config, data.train_loader)
     _fixed_order(config, data.train_loader.sampler)
     more = collector_factories(config, data.agent_names)

@@ -237,4 +237,5 @@ class RoleBuilders:
                 layout=sizes(self.config, role, self.process.place.world_size),
                 activation_offload=model.enable_activation_offload,
                 lora=lora,
+                freeze_vision_tower=model.freeze_vision_tower and optim is not None,
             )

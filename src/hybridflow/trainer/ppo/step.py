@@ -18,6 +18,7 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.packing import ROUTES
+from hybridflow.protocol.prompt import MEDIA
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.collector import REPETITION, whole
 from hybridflow.trainer.ppo.columns import (
@@ -43,7 +44,7 @@ from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
-STORED_COLUMNS = (*POLICY_COLUMNS, "rollout_log_probs", ROUTES)
+STORED_COLUMNS = (*POLICY_COLUMNS, MEDIA, "rollout_log_probs", ROUTES)
 """The columns that workers of several roles or in several calls read."""
 
 
@@ -187,7 +188,8 @@ class PPOStep:
         there = self.row_store.names(rows)
         names = [name for name in STORED_COLUMNS if name in rows and name not in there]
         if names:
-            self.row_store.put(ids, rows.select(names, [], []))
+            tensors = [name for name in names if name != MEDIA]
+            self.row_store.put(ids, rows.select(tensors, [MEDIA] if MEDIA in names else [], []))
 
     def _clear_tokens(self) -> None:
         """Forget the rows of the step; with a buffer all but what later steps read again of its rows."""

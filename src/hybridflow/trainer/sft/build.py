@@ -181,6 +181,7 @@ def _factories(
                 layout=sizes(config, process.place.world_size),
                 activation_offload=config.model.enable_activation_offload,
                 lora=lora,
+                freeze_vision_tower=config.model.freeze_vision_tower,
             )
         limits = BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
         return kind.make_worker(config, engine, limits)

@@ -12,6 +12,7 @@ from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.sft import SFTRow
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
+from hybridflow.protocol.prompt import MEDIA
 from hybridflow.trainer.source import LoaderSource, TrainBatch
 
 Item = TypeVar("Item")
@@ -30,7 +31,10 @@ def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
         pad_id,
         response_masks=[example.loss_mask[start:] for example, start in zip(examples, starts, strict=True)],
     )
-    return DataProto.from_dict(columns | {"loss_mask": columns["response_mask"].clone()})
+    others = {}
+    if any(example.media for example in examples):
+        others[MEDIA] = [example.media for example in examples]
+    return DataProto.from_dict(columns | {"loss_mask": columns["response_mask"].clone()}, others)
 
 
 class RowSource(LoaderSource[Item]):

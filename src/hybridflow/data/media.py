@@ -1,0 +1,154 @@
+"""The pictures and videos of a row: from its columns and messages to media among its token ids.
+
+row {images: […], prompt: "<image>Count"} ──in_parts──► messages whose contents are lists of parts
+                     │                                          └──chat template──► token ids
+                     └──found──► pictures ──processor──► expand: token ids and media
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hybridflow.config.data import BaseDataConfig
+from hybridflow.data.files import Row, Rows
+from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
+from hybridflow.data.pictures import MediaError, read_picture, read_video
+from hybridflow.data.processor import Expanded, MediaProcessor, Read, load_processor
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+from hybridflow.protocol.prompt import MediumKind
+
+_MARK = re.compile(r"(<image>|<video>)")
+
+
+class Source(NamedTuple):
+    """A picture or a video of a row, as the data has it."""
+
+    kind: MediumKind
+    value: Any
+
+
+class MediaReader:
+    """Reads the media of rows for one model."""
+
+    def __init__(self, processor: MediaProcessor, config: BaseDataConfig) -> None:
+        self.processor = processor
+        self.config = config
+
+    @classmethod
+    def for_rows(cls, rows: Rows, tokenizer: Tokenizer, config: BaseDataConfig) -> MediaReader | None:
+        """Return the reader of a dataset; None for a model that reads text alone.
+
+        Raises DataError for rows with media that the model, or the keys, leave out, and where a key names a
+        column that is not there.
+        """
+        defaults = BaseDataConfig()
+        for name in ("image_key", "video_key"):
+            key = getattr(config, name)
+            if key != getattr(defaults, name) and key:
+                rows.require(key, hint=f"set data.{name} to the column of the pictures or videos")
+        processor = load_processor(tokenizer, trust_remote_code=config.trust_remote_code)
+        if processor is None:
+            rows.refuse_media(f"the model beside the tokenizer {tokenizer.name_or_path} reads text only")
+            return None
+        rows.refuse_media("data.image_key and data.video_key name other columns", read=media_keys(config))
+        return cls(processor, config)
+
+    def in_parts(self, messages: Sequence[Message], row: Row) -> tuple[list[Message], list[Source]]:
+        """Return the messages with lists of parts as contents, and the media in the order of their places.
+
+        A place is <image> or <video> in a text, or a part of type image or video, which may hold its picture
+        itself. MediaError where a row has more or fewer media in its columns than places without their own.
+        """
+        waiting = {kind: self._column(kind, row) for kind in ("image", "video")}
+        marked = any(waiting.values())
+        found: list[Source] = []
+        ready = []
+        for message in messages:
+            content = message.get("content")
+            if content is None:
+                ready.append(message)
+                continue
+            parts: list[dict[str, Any]] = []
+            for part in _parts_of(content, marked):
+                parts.append(self._place(part, waiting, found))
+            ready.append({**message, "content": parts})
+        left = sum(map(len, waiting.values()))
+        if left:
+            raise MediaError(
+                f"the row has {left} more pictures or videos than its messages have places for: write "
+                "<image> or <video> where each belongs"
+            )
+        return ready, found
+
+    def of_text(self, row: Row) -> list[Source]:
+        """Return the media of a row whose prompt is a text with the model's own placeholders."""
+        kinds: tuple[MediumKind, ...] = ("image", "video")
+        return [Source(kind, value) for kind in kinds for value in self._column(kind, row)]
+
+    def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> Expanded:
+        """Return token ids with media; MediaError for one that cannot be read, which it names by number."""
+        reads = [self._read(number, source) for number, source in enumerate(sources)]
+        return self.processor.expand(token_ids, [source.kind for source in sources], reads)
+
+    def _read(self, number: int, source: Source) -> Read:
+        fetch = self.config.fetch_media
+        try:
+            if source.kind == "image":
+                return self.processor.picture(read_picture(source.value, fetch=fetch))
+            return self.processor.video(*read_video(source.value, fetch=fetch))
+        except MediaError as error:
+            raise MediaError(f"{source.kind} {number}: {error}") from error
+
+    def _column(self, kind: str, row: Row) -> list[Any]:
+        key = getattr(self.config, f"{kind}_key")
+        value = row.get(key) if key else None
+        if value is None:
+            return []
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        return [value]
+
+    def _place(
+        self, part: Mapping[str, Any], waiting: dict[str, list[Any]], found: list[Source]
+    ) -> dict[str, Any]:
+        """Return a part as the template takes it, and note its picture."""
+        kind = MEDIA_PARTS.get(str(part.get("type", "text")))
+        if kind is None:
+            return {"type": "text", "text": part.get("text", "")}
+        held = {name: value for name, value in part.items() if name not in ("type", "text") and value}
+        if not held:
+            if not waiting[kind]:
+                raise MediaError(f"there are more places for an {kind} than the row has in data.{kind}_key")
+            held = waiting[kind].pop(0)
+        found.append(Source(kind, held))
+        return {"type": kind}
+
+
+def _parts_of(content: str | Sequence[Any], marked: bool) -> list[Mapping[str, Any]]:
+    """Return a content as parts; <image> and <video> are places in rows that have pictures or videos."""
+    if not isinstance(content, str):
+        return [
+            each if isinstance(each, Mapping) else {"type": "text", "text": str(each)} for each in content
+        ]
+    if not marked:
+        return [{"type": "text", "text": content}]
+    kinds = {"<image>": "image", "<video>": "video"}
+    return [
+        {"type": kinds[text]} if text in kinds else {"type": "text", "text": text}
+        for text in _MARK.split(content)
+        if text
+    ]
+
+
+def no_media(messages: Sequence[Message]) -> None:
+    """Raise DataError where a message has a picture or a video, and the model reads text alone."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if isinstance(part, Mapping) and str(part.get("type", "text")) in MEDIA_PARTS:
+                raise DataError(
+                    f"message {number} has a part of type {part['type']!r}, and the model reads text only"
+                )

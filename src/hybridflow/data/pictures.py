@@ -1,0 +1,129 @@
+"""Pictures and videos as rows of data hold them: files, bytes, data URLs, or dictionaries of these.
+
+path │ bytes │ data:image/png;base64,… │ PIL │ {bytes, path} │ {image: …}  ──read_picture──► RGB picture
+list of pictures │ a file with several, such as GIF │ {video: …, fps}      ──read_video────► frames, fps
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageSequence, UnidentifiedImageError
+
+from hybridflow.errors import DataError
+
+Picture = Image.Image
+
+FPS = 2.0
+"""Frames in a second of a video that does not say how many it has."""
+FETCH_KEY = "data.fetch_media"
+MOST_BYTES = 64 * 2**20
+"""Most bytes of a picture that is fetched from an address."""
+FETCH_SECONDS = 30.0
+_NAMES = ("image", "image_url", "video", "video_url", "url", "bytes", "path")
+"""Entries of a dictionary that hold the picture itself, in the order in which they count."""
+
+
+class MediaError(DataError, ValueError):
+    """A picture or a video that cannot be used, with its file or address."""
+
+
+def read_picture(value: Any, *, fetch: bool = False) -> Picture:
+    """Return a picture in RGB; MediaError says why that cannot be done.
+
+    Addresses (http, https) are read only with `fetch`. A picture with several frames gives its first.
+    """
+    picture, name = _open(value, fetch)
+    try:
+        return picture.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaError(f"{name} is damaged: {error}") from error
+
+
+def read_video(value: Any, *, fetch: bool = False) -> tuple[list[Picture], float]:
+    """Return the frames of a video in RGB and their number in a second; MediaError as `read_picture`."""
+    fps = FPS
+    if isinstance(value, Mapping):
+        fps = float(value.get("fps") or FPS)
+        value = _inside(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        if not value:
+            raise MediaError("a video has no frames")
+        return [read_picture(frame, fetch=fetch) for frame in value], fps
+    picture, name = _open(value, fetch)
+    try:
+        return [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)], fps
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaError(f"{name} is damaged: {error}") from error
+
+
+def _inside(value: Mapping[str, Any]) -> Any:
+    """Return what a dictionary holds; the bytes of {bytes, path} come before the path."""
+    found = [value[name] for name in _NAMES if value.get(name) is not None]
+    if not found:
+        raise MediaError(
+            f"an object with the entries {', '.join(value) or 'none'} is no picture: wanted one of "
+            f"{', '.join(_NAMES)}"
+        )
+    return found[0]
+
+
+def _open(value: Any, fetch: bool) -> tuple[Picture, str]:
+    """Return a picture, not decoded yet, and its name in messages."""
+    while isinstance(value, Mapping):
+        value = _inside(value)
+    if isinstance(value, Image.Image):
+        return value, "a picture"
+    name = "a picture given as bytes"
+    if isinstance(value, (str, Path)):
+        name = str(value)[:200]
+        value = _content(str(value), name, fetch)
+    if not isinstance(value, (bytes, bytearray)):
+        raise MediaError(
+            f"got {type(value).__name__}, wanted a path, bytes, a data URL or an object with one of them"
+        )
+    try:
+        return Image.open(io.BytesIO(value)), name
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        reason = "is no picture in a format that is known here"
+        if isinstance(error, Image.DecompressionBombError):
+            reason = "has too many pixels"
+        raise MediaError(
+            f"{name} {reason} ({len(value)} bytes); videos are given as lists of frames, or as GIF"
+        ) from error
+
+
+def _content(address: str, name: str, fetch: bool) -> bytes:
+    if address.startswith("data:"):
+        try:
+            return base64.b64decode(address.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise MediaError(f"the data URL {name[:40]}… is no base64: {error}") from error
+    if address.startswith(("http://", "https://")):
+        if not fetch:
+            raise MediaError(
+                f"{name} is an address, and nothing is fetched while training: download the pictures, or set "
+                f"{FETCH_KEY}=true"
+            )
+        return _fetched(address)
+    try:
+        return Path(address.removeprefix("file://")).expanduser().read_bytes()
+    except OSError as error:
+        raise MediaError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _fetched(address: str) -> bytes:
+    try:
+        with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
+            content: bytes = answer.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
+    if len(content) > MOST_BYTES:
+        raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
+    return content

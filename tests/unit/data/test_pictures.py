@@ -1,0 +1,103 @@
+"""Pictures of rows: every form that data sets use, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from hybridflow.data import pictures
+from hybridflow.data.pictures import MediaError, read_picture, read_video
+from picture_models import squares
+
+RED = (255, 0, 0)
+BLUE = (0, 0, 255)
+
+
+def png(*colours: tuple[int, int, int]) -> bytes:
+    file = io.BytesIO()
+    squares(*colours).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_every_form_gives_the_same_picture(tmp_path: Path) -> None:
+    content = png(RED, BLUE)
+    file = tmp_path / "a.png"
+    file.write_bytes(content)
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    forms = [
+        content,
+        str(file),
+        file,
+        f"file://{file}",
+        url,
+        squares(RED, BLUE),
+        {"bytes": content, "path": "gone.png"},
+        {"bytes": None, "path": str(file)},
+        {"image": str(file)},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    wanted = squares(RED, BLUE).tobytes()
+    for form in forms:
+        picture = read_picture(form)
+        assert picture.mode == "RGB" and picture.tobytes() == wanted, form
+
+
+def test_a_palette_and_transparency_become_rgb() -> None:
+    file = io.BytesIO()
+    squares(RED).convert("P").save(file, "GIF")
+    assert read_picture(file.getvalue()).mode == "RGB"
+    assert read_picture(squares(RED).convert("RGBA")).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("gone.png", "gone.png cannot be read: No such file"),
+        (b"no picture", "given as bytes is no picture in a format that is known"),
+        ("https://a.example/b.png", "is an address, and nothing is fetched.*data.fetch_media=true"),
+        ("data:image/png;base64,*", "is no base64"),
+        ({"width": 3}, "entries width is no picture: wanted one of image"),
+        (7, "got int, wanted a path"),
+        (png(RED)[:48], "is damaged"),
+    ],
+    ids=["gone", "no picture", "address", "url", "entries", "number", "damaged"],
+)
+def test_what_cannot_be_read_is_named(value: object, said: str) -> None:
+    with pytest.raises(MediaError, match=said):
+        read_picture(value)
+
+
+def test_an_address_is_fetched_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(address: str, timeout: float) -> io.BytesIO:
+        asked.append(address)
+        return io.BytesIO(png(RED))
+
+    monkeypatch.setattr(pictures.urllib.request, "urlopen", answer)
+    assert read_picture("http://a.example/b.png", fetch=True).size == (16, 16)
+    assert asked == ["http://a.example/b.png"]
+    monkeypatch.setattr(pictures, "MOST_BYTES", 10)
+    with pytest.raises(MediaError, match="more than 10 bytes"):
+        read_picture("http://a.example/b.png", fetch=True)
+
+
+def test_a_video_is_frames_or_a_file_with_several(tmp_path: Path) -> None:
+    file = tmp_path / "a.gif"
+    squares(RED).save(file, save_all=True, append_images=[squares(BLUE), squares(RED)])
+    frames, fps = read_video(str(file))
+    assert [frame.getpixel((0, 0)) for frame in frames] == [RED, BLUE, RED] and fps == 2.0
+    frames, fps = read_video({"video": [squares(RED), png(BLUE)], "fps": 4})
+    assert [frame.getpixel((0, 0)) for frame in frames] == [RED, BLUE] and fps == 4.0
+    with pytest.raises(MediaError, match="no frames"):
+        read_video([])
+
+
+def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(MediaError, match="too many pixels"):
+        read_picture(png(RED))

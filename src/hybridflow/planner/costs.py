@@ -127,6 +127,17 @@ class Costs:
             dense / self.efficiency.mfu + experts / self.efficiency.sparse_mfu
         ) / self.cluster.hardware.peak
 
+    def mfu(
+        self, shape: ModelShape, rows: Rows, seconds: float, devices: int, *, lora: bool = False
+    ) -> float:
+        """Return the part of the devices' peak that passes over the rows with gradients have used.
+
+        What is computed a second time for want of memory does not count.
+        """
+        once = 2.0 * shape.active * rows.tokens + shape.causal_flops(rows.tokens, rows.square)
+        passes = 2.0 if lora else 3.0
+        return passes * once / seconds / devices / self.cluster.hardware.peak
+
     def decode_step(self, shape: ModelShape, rows: float, context: float, tensor: int) -> float:
         """Return the seconds of one token for each of `rows` rows with `context` tokens before it, on
         `tensor` devices.

@@ -47,6 +47,7 @@ def healthy(step: int) -> Metrics:
         "agent/num_turns/mean": 3.0,
         "fully_async/rollouter/idle_ratio": 0.2,
         "fully_async/trainer/idle_ratio": 0.3,
+        "perf/mfu/actor": 0.35,
         **({"val-core/task/acc/mean@1": 0.4 + 0.3 * part} if step % 5 == 0 else {}),
     }
 
@@ -149,6 +150,11 @@ ILLNESSES: dict[str, tuple[str, Callable[[int, Metrics], Metrics], str]] = {
         "actor_rollout_ref.rollout.agent.deadline",
     ),
     "failed rewards": ("failures", lambda step, m: {"reward/num_errors": 20.0}, "reward.timeout"),
+    "low MFU": (
+        "mfu",
+        lambda step, m: {"perf/mfu/actor": 0.05},
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    ),
     "skipped steps": (
         "skipped_steps",
         lambda step, m: {"actor/num_skipped_steps": 1.0},

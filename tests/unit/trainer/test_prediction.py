@@ -10,6 +10,10 @@ import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.distributed.measure import measured_cpu, peak_since_asked
+from hybridflow.planner.costs import Costs, Rows
+from hybridflow.planner.hardware import HARDWARE, Cluster
+from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.model_shape import read_shape
 from hybridflow.planner.predict import Calibration
 
 
@@ -36,6 +40,30 @@ def test_the_first_step_corrects_the_later_ones() -> None:
     assert calibration.corrected({"gen": 4.0, "ref": 1.0}) == {"gen": 6.0, "ref": 1.0}
     calibration.learn({"gen": 4.0, "ref": 1.0}, {"gen": 40.0, "ref": 2.0})
     assert calibration.corrected({"gen": 4.0, "ref": 1.0}) == {"gen": 6.0, "ref": 2.0}
+
+
+def test_what_updates_use_of_an_accelerator() -> None:
+    """By hand: 3 passes of 2 FLOPs a parameter and token, and of attention over half of each square."""
+    shape = read_shape(
+        {
+            "model_type": "llama",
+            "vocab_size": 100,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+        },
+        "m",
+    )
+    rows = Rows(8, 10.0, Lengths.of([20.0] * 8), 2)
+    costs = Costs(Cluster(HARDWARE["H100"], 2))
+    attention = 2 * 2 * 4 * (4 + 4) * 8 * 30**2 / 2
+    once = 2 * shape.active * 8 * 30 + attention
+    found = costs.mfu(shape, rows, 0.5, 2)
+    assert found == pytest.approx(3 * once / 0.5 / 2 / HARDWARE["H100"].peak, rel=1e-3)
+    assert costs.mfu(shape, rows, 0.5, 2, lora=True) == pytest.approx(found * 2 / 3)
 
 
 def test_the_cpu_is_measured() -> None:

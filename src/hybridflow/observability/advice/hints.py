@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hybridflow.observability.advice.alarms import ROLLOUT
+from hybridflow.observability.advice.alarms import ACTOR, ROLLOUT
 from hybridflow.observability.advice.history import Advice, History, Rule
 
 MAX_IDLE = 0.5
 MAX_PREEMPTED = 0.1
 """Preemptions for each request."""
 MIN_PREFIX_HITS = 0.1
+MIN_MFU = 0.15
 
 
 def idle_rollout(run: History) -> Advice | None:
@@ -54,4 +55,17 @@ def cache_thrash(run: History) -> Advice | None:
     )
 
 
-HINTS: tuple[Rule, ...] = (idle_rollout, cache_thrash)
+def low_mfu(run: History) -> Advice | None:
+    """Find updates that use little of the devices."""
+    used = run.recent("perf/mfu/actor")
+    if used is None or used >= MIN_MFU:
+        return None
+    return Advice(
+        "mfu",
+        f"updates of the actor use {used:.0%} of what the devices can compute: put more tokens into a "
+        "forward pass, or shard over fewer ranks",
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.fsdp_config.fsdp_size"),
+    )
+
+
+HINTS: tuple[Rule, ...] = (idle_rollout, cache_thrash, low_mfu)

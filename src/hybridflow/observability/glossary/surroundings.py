@@ -246,6 +246,13 @@ SURROUNDINGS: dict[str, tuple[MetricEntry, ...]] = {
             "s",
         ),
         MetricEntry(
+            "perf/mfu/{role}",
+            "Part of the accelerators' peak that the updates of a role use (model FLOPs utilisation).",
+            "fraction",
+            "higher",
+            ("health",),
+        ),
+        MetricEntry(
             "perf/peak_memory",
             "Most memory of a process of the actor in the step: of its GPU, or main memory on a CPU.",
             "GiB",

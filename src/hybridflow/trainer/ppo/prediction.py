@@ -36,6 +36,9 @@ from hybridflow.trainer.ppo.roles import Roles
 
 logger = logging.getLogger(__name__)
 
+CPU = "CPU"
+"""Name of the hardware that was measured here."""
+
 
 class Predictor:
     """Gives the predicted time of each phase of a step, and predicted and measured peak memory."""
@@ -56,19 +59,36 @@ class Predictor:
             for name, seconds in measured.items()
             if name.startswith("timing_s/")
         }
-        raw = {
-            name: seconds for name, seconds in self.model.phases(rows_of(batch)).items() if name in timings
-        }
+        rows = rows_of(batch)
+        raw = {name: seconds for name, seconds in self.model.phases(rows).items() if name in timings}
         phases = self.calibration.corrected(raw)
         self.calibration.learn(raw, timings)
         found = {f"perf/predicted/{name}": seconds for name, seconds in phases.items()}
         found["perf/predicted/step"] = self.model.step(phases)
+        found |= self._mfu(rows, timings)
         peak = max(self.roles.actor.call_list(Worker.peak_memory))
         if peak:
             if self.calibration.memory is None:
                 self.calibration.memory = peak - self.memory
             found["perf/peak_memory"] = peak / 2**30
             found["perf/predicted/peak_memory"] = (self.memory + self.calibration.memory) / 2**30
+        return found
+
+    def _mfu(self, rows: Rows, timings: Mapping[str, float]) -> dict[str, float]:
+        """Return what updates use of the accelerators; on a CPU nobody looks for it."""
+        model = self.model
+        if model.costs.cluster.hardware.name == CPU:
+            return {}
+        config = model.job.config
+        epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
+        found = {}
+        for role, passes in epochs.items():
+            seconds = timings.get(f"update_{role}")
+            if seconds and role in model.trainings:
+                training = model.trainings[role]
+                devices = training.layout.world_size
+                once = model.costs.mfu(model.job.shapes[role], rows, seconds, devices, lora=training.lora)
+                found[f"perf/mfu/{role}"] = passes * once
         return found
 
 
@@ -92,9 +112,7 @@ def _device(config: PPOConfig) -> tuple[Hardware, Efficiency] | None:
     if device.type == "cpu":
         cpu = measured_cpu()
         rate = cpu.bandwidth
-        found = Hardware(
-            "CPU", cpu.peak, cpu.memory, rate, link=rate, network=rate, host=rate, overlaps=False
-        )
+        found = Hardware(CPU, cpu.peak, cpu.memory, rate, link=rate, network=rate, host=rate, overlaps=False)
         return found, CPU_EFFICIENCY
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -116,7 +134,7 @@ def make_predictor(config: PPOConfig, roles: Roles, placement: Placement) -> Pre
     if known is None:
         return None
     hardware, efficiency = known
-    on_cpu = hardware.name == "CPU"
+    on_cpu = hardware.name == CPU
     try:
         job = job_of(config, _shape, 1.0, 1.0)
     except ModelError as error:

@@ -91,6 +91,7 @@ def build(
                 dynamic_sampling=config.algorithm.filter_groups.enable,
                 demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
             )
+        _refuse_pictures(config, data)
         with (
             closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
             closing(Agents(config, tokenizer, data.agent_names)) as agents,
@@ -126,7 +127,6 @@ def _trainer(
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
-    _refuse_pictures(config, data)
     total_steps = _num_steps(config, data.train_loader)
     _fixed_order(config, data.train_loader.sampler)
     more = collector_factories(config, data.agent_names)

@@ -80,7 +80,8 @@ class Predictor:
         if model.costs.cluster.hardware.name == CPU:
             return {}
         config = model.job.config
-        epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
+        actors = config.actor_rollout_ref.actor.ppo_epochs
+        epochs = {"actor": actors, "critic": config.critic.ppo_epochs or actors}
         found = {}
         for role, passes in epochs.items():
             seconds = timings.get(f"update_{role}")

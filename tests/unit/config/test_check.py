@@ -289,8 +289,7 @@ BAD = [
             "algorithm.use_kl_in_reward=true",
             "algorithm.ref_update_freq=2",
         ],
-        "the actor has 2 processes with fsdp_size=-1, tensor_parallel_size=1, "
-        "pipeline_parallel_size=1 and the reference 1 processes",
+        "the actor has 2 processes with fsdp_size=-1, tensor_parallel_size=1 and the reference 1 processes",
     ),
     (["distillation.teacher_model.lora_rank=8"], "the teacher does not train"),
     (["actor_rollout_ref.rollout.stop=['Q:','']"], "rollout.stop=['Q:', ''] holds an empty text"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.load import prepare_config
+from hybridflow.config.load import load_config, prepare_config
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ConfigError
 
@@ -33,3 +33,10 @@ def test_ranks_of_experts_are_some_of_those_that_share_the_parameters() -> None:
     layout = ParallelLayout.from_keys(8, 4, experts=2)
     assert (layout.dp_replicate, layout.dp_shard, layout.ep, layout.data) == (2, 4, 2, 8)
     assert "experts 2" in str(layout)
+
+
+def test_megatrons_size_is_ours() -> None:
+    keys = ["actor_rollout_ref.actor.megatron.expert_model_parallel_size=2", "critic.strategy=megatron"]
+    more = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"]
+    config = load_config(PPOConfig, [*FOUR, "actor_rollout_ref.model.path=x", *keys, *more])[0]
+    assert config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size == 2

@@ -21,8 +21,9 @@ HEAD = """# Published runs beside predictions
 
 `hybridflow plan --check`
 
-The cost model of `hybridflow plan` was fitted to rows 10, 11 (on-policy), 22 and 26. Every other row is
-predicted unseen. A row that misses its bar stands here as one that missed.
+The numbers of the cost model of `hybridflow plan` were fitted to rows 10, 11 (on-policy), 22 and 26, and to no
+other row. Which costs the model has was decided with all published times known. A row that misses its bar
+stands here as one that missed.
 
 """
 

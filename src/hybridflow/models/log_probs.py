@@ -8,14 +8,16 @@ many chunks as `KEPT_BYTES` allow, and computes the others again, to the same bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import PretrainedConfig
 
 from hybridflow.distributed.accelerators import KEPT_BYTES, features
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LOWEST = -1e4
 """Least log-prob in nats that is computed with: exp of it is 0 in every dtype, and no product overflows."""

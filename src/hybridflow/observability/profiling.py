@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hybridflow.config.profiler import ProfilerTool
 from hybridflow.errors import ConfigError
 
@@ -71,6 +69,8 @@ class Profiler:
         self._settings = settings
         if settings is None:
             return
+        import torch  # not before it is needed: timings are read where there is no torch
+
         if settings.tool in ("torch_memory", "nsys") and not torch.cuda.is_available():
             self.active = False
             raise ConfigError(
@@ -101,6 +101,8 @@ class Profiler:
         settings = self._settings
         if settings is None:
             return
+        import torch
+
         if settings.tool == "torch":
             self._torch.stop()
             self._torch.export_chrome_trace(str(settings.folder / f"{settings.name}.torch.json"))
@@ -117,6 +119,8 @@ class Profiler:
         if not self.active:
             yield
             return
+        import torch
+
         start = time.time()
         try:
             with torch.profiler.record_function(name):

@@ -21,8 +21,8 @@ HEAD = """# Published runs beside predictions
 
 `hybridflow plan --check`
 
-The numbers of the cost model of `hybridflow plan` were fitted to rows 10, 11 (on-policy), 22 and 26, and to no
-other row. Which costs the model has was decided with all published times known. A row that misses its bar
+The numbers of the cost model of `hybridflow plan` were fitted to rows 10, 11 (on-policy), 22 and 26, and to
+no other row. Which costs the model has was decided with all published times known. A row that misses its bar
 stands here as one that missed.
 
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config import PPOConfig
+from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.build import check_trackers
 from hybridflow.trainer.run_folder import RunFolder
@@ -76,9 +76,9 @@ def test_commands_that_only_look_need_no_model_library() -> None:
 
 def test_the_default_trackers_may_lack_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    check_trackers(PPOConfig().trainer.logger)
+    check_trackers(TrainerConfig())
     with pytest.raises(ConfigError, match="tensorboard is not installed"):
-        check_trackers(["tensorboard"])
+        check_trackers(TrainerConfig(logger=["tensorboard"]))
 
 
 def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:

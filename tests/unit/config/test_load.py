@@ -308,7 +308,7 @@ def test_prepared_runs_are_resolved_and_checked(tmp_path: Path) -> None:
     [
         ("actor_rollout_ref.actor.strategy=veomni", "actor_rollout_ref.actor.strategy=fsdp2"),
         ("actor.strategy=veomni", "actor_rollout_ref.actor.strategy=fsdp2"),
-        ("trainer.profile_steps=[1]", "trainer.profile_steps=null"),
+        ("trainer.npu_profile.options.level=1", "trainer.npu_profile.options.level=null"),
         ("actor_rollout_ref.actor.strategy=veomni", "~actor_rollout_ref.actor.strategy"),
         ("actor_rollout_ref.actor.strategy=veomni", "~actor_rollout_ref.actor"),
     ],

@@ -185,7 +185,7 @@ def test_merging_says_what_it_does(
     step = save(tmp_path / "run", trained(tiny_folder))
     with caplog.at_level("INFO", "hybridflow"):
         merge(step, tmp_path / "merged")
-    said = [record.getMessage() for record in caplog.records]
+    said = [each.getMessage() for each in caplog.records if each.name.startswith("hybridflow.merger")]
     wanted = [
         f"verifying {step / ACTOR}: ",
         "joining ",

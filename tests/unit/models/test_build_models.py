@@ -76,11 +76,13 @@ def test_override_config_and_dropout(folder: Path) -> None:
     policy = build_policy(
         folder,
         device="cpu",
-        override_config={"attention_dropout": 0.1, "rope_parameters": {"rope_theta": 5000.0}},
+        override_config={"attention_dropout": 0.0, "rope_parameters": {"rope_theta": 5000.0}},
     ).train()
     assert policy.config.rope_parameters["rope_theta"] == 5000.0
     packed = pack(DataProto.from_dict(make_rows([[2, 5, 9]], [[8, 7]], pad_id=1)))
     assert torch.equal(policy(packed).log_probs, policy(packed).log_probs)
+    with pytest.raises(ModelError, match=r"attention_dropout=0\.1: dropout is always 0 here"):
+        load_config(folder, override_config={"attention_dropout": 0.1})
     with pytest.raises(ModelError, match="no entry 'rope_tetha'"):
         load_config(folder, override_config={"rope_tetha": 1})
 

@@ -62,7 +62,7 @@ def test_values_and_gradients(
         hidden, weight, bias, targets = _inputs()
         used_bias = bias if with_bias else None
         if chunked:
-            log_probs, entropy, _ = token_log_probs(
+            log_probs, entropy, *_ = token_log_probs(
                 hidden, weight, used_bias, targets, temperature=temperature, with_entropy=True,
                 softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=rows_per_chunk * V * 8,
             )  # fmt: skip
@@ -77,7 +77,7 @@ def test_values_and_gradients(
 
 def test_without_entropy_and_in_float32() -> None:
     hidden, weight, _, targets = _inputs(torch.float32)
-    log_probs, entropy, _ = token_log_probs(hidden, weight, None, targets, chunk_bytes=V * 4 * 7)
+    log_probs, entropy, *_ = token_log_probs(hidden, weight, None, targets, chunk_bytes=V * 4 * 7)
     assert entropy is None and log_probs.dtype == torch.float32
     log_probs.sum().backward()
     plain = _inputs()
@@ -94,7 +94,7 @@ def test_without_entropy_and_in_float32() -> None:
 
 def test_bfloat16_gives_float32_log_probs_and_bfloat16_gradients() -> None:
     hidden, weight, bias, targets = _inputs(torch.bfloat16)
-    log_probs, entropy, _ = token_log_probs(hidden, weight, bias, targets, with_entropy=True)
+    log_probs, entropy, *_ = token_log_probs(hidden, weight, bias, targets, with_entropy=True)
     assert entropy is not None and log_probs.dtype == entropy.dtype == torch.float32
     (log_probs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
@@ -109,7 +109,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
 
 def test_no_tokens() -> None:
     hidden, weight, bias, targets = _inputs()
-    log_probs, entropy, _ = token_log_probs(hidden[:0], weight, bias, targets[:0], with_entropy=True)
+    log_probs, entropy, *_ = token_log_probs(hidden[:0], weight, bias, targets[:0], with_entropy=True)
     assert entropy is not None and log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None and not weight.grad.any()
@@ -189,7 +189,7 @@ def test_logits_of_all_tokens_never_exist() -> None:
     budget = 50 * vocabulary * 4
     assert chunk_tokens(vocabulary, torch.float32, budget) == 50
     with _Largest() as mode:
-        log_probs, entropy, _ = token_log_probs(
+        log_probs, entropy, *_ = token_log_probs(
             hidden, weight, None, targets, with_entropy=True, chunk_bytes=budget
         )
         assert entropy is not None
@@ -218,7 +218,7 @@ def test_kept_logits_give_the_bits_of_computed_ones(
         monkeypatch.setattr("hybridflow.models.log_probs.KEPT_BYTES", kept)
         hidden, weight, bias, targets = _inputs(torch.float32)
         with _Products() as counted:
-            log_probs, entropy, _ = token_log_probs(
+            log_probs, entropy, *_ = token_log_probs(
                 hidden, weight, bias, targets, temperature=0.6, with_entropy=True,
                 softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=chunk_bytes,
             )  # fmt: skip

@@ -91,7 +91,9 @@ def test_end_tokens_and_switches_are_read(tmp_path: Path) -> None:
     hf = tiny_hf("llama")
     hf.generation_config.eos_token_id = [2, 5]
     folder = save(hf, tmp_path / "model")
-    policy = load(folder, override_config={"attention_dropout": 0.5}, gradient_checkpointing=True)
+    hf.config.attention_dropout = 0.5
+    hf.config.save_pretrained(folder)
+    policy = load(folder, gradient_checkpointing=True)
     assert isinstance(policy, PolicyModel) and policy.hf.generation_config.eos_token_id == [2, 5]
     assert (
         policy.config.attention_dropout == 0.0 and policy.hf.is_gradient_checkpointing and not policy.training

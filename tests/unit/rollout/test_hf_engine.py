@@ -143,7 +143,13 @@ def test_batches_are_as_large_as_told_and_may_be_left_early() -> None:
     # request 1 is done, and comes out of the stream
     assert {output.request_id for output in engine.abort([1, 4])} == {4}
     assert [output.request_id for output in stream] == [1, 2, 3, 5]
-    assert engine.stats == RolloutStats(40, 2 + 4 + 6 + 8 + 12, 21, 2, engine.stats.seconds)
+    assert engine.stats == RolloutStats(
+        generated_tokens=40,
+        prefill_tokens=2 + 4 + 6 + 8 + 12,
+        decode_steps=21,
+        max_rows=2,
+        seconds=engine.stats.seconds,
+    )
     other = engine.generate(requests())
     next(other)
     other.close()  # type: ignore[attr-defined]

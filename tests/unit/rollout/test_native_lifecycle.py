@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,9 +308,14 @@ def test_weights_with_a_source_are_there_while_the_engine_is_awake() -> None:
 
 
 def test_stats_of_replicas_and_of_calls_in_a_row() -> None:
-    first, second = RolloutStats(10, 4, 5, 3, 2.0), RolloutStats(20, 6, 7, 2, 3.0)
-    assert RolloutStats.join([first, second], together=True) == RolloutStats(30, 10, 12, 3, 3.0)
-    assert RolloutStats.join([first, second], together=False) == RolloutStats(30, 10, 12, 3, 5.0)
+    def stats(*counts: int, max_rows: int, seconds: float) -> RolloutStats:
+        return RolloutStats(*counts, max_rows=max_rows, seconds=seconds)
+
+    first = stats(10, 4, 5, 9, 1, 2, max_rows=3, seconds=2.0)
+    second = stats(20, 6, 7, 11, 0, 3, max_rows=2, seconds=3.0)
+    both = stats(30, 10, 12, 20, 1, 5, max_rows=3, seconds=3.0)
+    assert RolloutStats.join([first, second], together=True) == both
+    assert RolloutStats.join([first, second], together=False) == replace(both, seconds=5.0)
     assert RolloutStats.join([], together=True) == RolloutStats()
     assert RolloutStats.join([first], together=True) == first
 

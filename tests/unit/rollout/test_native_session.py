@@ -179,8 +179,9 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_only() -> None:
 
 
 def test_prompts_with_other_pictures_share_what_stands_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A toy of a model that reads pictures: the engine's refusal of them is taken out."""
+    """A toy of a model that reads pictures: what refuses them for a model of text is taken out."""
     monkeypatch.setattr("hybridflow.rollout.native.engine.request_problem", lambda *_, **__: None)
+    monkeypatch.setattr("hybridflow.models.policy.see", lambda *_: None)
     engine = tiny_engine(dtype=torch.float64)
     session = engine.open()
     ids = random_prompt(random.Random(4), 30)

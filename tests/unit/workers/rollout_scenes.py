@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -78,24 +77,33 @@ def what_work_raises_is_raised(group: RolloutGroup) -> None:
 
 def weights_change_while_requests_run(group: RolloutGroup) -> None:
     set_version(group, 1)
-    paused = threading.Event()
 
     def change() -> None:
         group.replicas[0].pause()
         set_version(group, 2)
-        paused.set()
         group.replicas[0].resume()
 
+    async def every_replica_steps(client: LLMClient, first: int) -> None:
+        short = [replica.submit(request(first + place, 2)) for place, replica in enumerate(client.replicas)]
+        await asyncio.gather(*map(asyncio.wrap_future, short))
+
     async def work(client: LLMClient) -> list[GenerationOutput]:
-        long = [asyncio.create_task(client.generate(request(number, 4000))) for number in (1, 2)]
-        await client.generate(request(3, 2))  # the others have begun
+        # they end when they are told to: no machine is too quick or too slow for this scene
+        long = [asyncio.create_task(client.generate(request(number, 10_000_000))) for number in (1, 2)]
+        await client.generate(request(3, 2))  # the tasks have handed theirs in
+        await every_replica_steps(client, 10)  # under version 1
         await asyncio.to_thread(change)
+        await every_replica_steps(client, 20)  # under version 2
+        await client.abort([1, 2])
         return list(await asyncio.gather(*long))
 
     outputs, _ = group.run(work)
-    assert paused.is_set()
     for number, output in enumerate(outputs, 1):
-        assert output.token_ids == list(range(1000 * number + 1, 1000 * number + 4001)), "no token is lost"
+        made = len(output.token_ids)
+        assert output.finish_reason == "abort"
+        assert output.token_ids == list(range(1000 * number + 1, 1000 * number + made + 1)), (
+            "no token is lost"
+        )
         assert set(output.policy_versions) == {1, 2} and output.policy_versions == sorted(
             output.policy_versions
         )

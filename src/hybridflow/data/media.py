@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
-from hybridflow.data.pictures import MediaError, read_picture, read_video
+from hybridflow.data.pictures import MediaError, read_picture, read_video, thumbnail
 from hybridflow.data.processor import Expanded, MediaProcessor, Read, load_processor
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -97,10 +98,19 @@ class MediaReader:
         fetch = self.config.fetch_media
         try:
             if source.kind == "image":
-                return self.processor.picture(read_picture(source.value, fetch=fetch))
-            return self.processor.video(*read_video(source.value, fetch=fetch))
+                picture = read_picture(source.value, fetch=fetch)
+                read = self.processor.picture(picture)
+                # a picture that is read in crops, too, has itself as its last part
+                shown = [b""] * (len(read.media) - 1) + [thumbnail(picture)]
+            else:
+                frames, fps = read_video(source.value, fetch=fetch)
+                read = self.processor.video(frames, fps)
+                count = len(read.media)
+                shown = [thumbnail(frames[part * len(frames) // count]) for part in range(count)]
         except MediaError as error:
             raise MediaError(f"{source.kind} {number}: {error}") from error
+        media = (replace(part, shown=each) for part, each in zip(read.media, shown, strict=True))
+        return replace(read, media=tuple(media))
 
     def _column(self, kind: str, row: Row) -> list[Any]:
         key = getattr(self.config, f"{kind}_key")

@@ -26,6 +26,9 @@ FETCH_KEY = "data.fetch_media"
 MOST_BYTES = 64 * 2**20
 """Most bytes of a picture that is fetched from an address."""
 FETCH_SECONDS = 30.0
+SHOWN_SIDE = 160
+"""Pixels of the longer side of a picture that is kept for readers of samples."""
+SHOWN_BYTES = 8192
 _NAMES = ("image", "image_url", "video", "video_url", "url", "bytes", "path")
 """Entries of a dictionary that hold the picture itself, in the order in which they count."""
 
@@ -61,6 +64,21 @@ def read_video(value: Any, *, fetch: bool = False) -> tuple[list[Picture], float
         return [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)], fps
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise MediaError(f"{name} is damaged: {error}") from error
+
+
+def thumbnail(picture: Picture) -> bytes:
+    """Return a picture in RGB as a PNG, made smaller where a side has more than SHOWN_SIDE pixels.
+
+    It is a JPEG where its PNG would have more than SHOWN_BYTES.
+    """
+    small = picture.copy()
+    small.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    if file.tell() > SHOWN_BYTES:
+        file = io.BytesIO()
+        small.save(file, "JPEG")
+    return file.getvalue()
 
 
 def _inside(value: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ MAX_SAMPLE_STEPS = 20
 MAX_ROWS = 64  # a step
 MAX_TOKENS = 2048  # a response
 MAX_TEXT = 20_000  # characters of a prompt, a response or a conversation
+MAX_PICTURES = 4 * 2**20  # characters of all pictures of the page
 MAX_POINTS = 3000  # steps of a curve
 
 KINDS = {"samples": "rollout", "validation": "validation"}
@@ -73,6 +74,7 @@ def collect(run: Path) -> dict[str, Any]:
     config = _config(run / "config.yaml", notes)
     names_of_run = _names_of_run(config)
     samples = {kind: _samples(run / kind, kind, notes) for kind in ("samples", "validation")}
+    pictures = _pictures(samples, notes)
     return {
         "title": " / ".join(names_of_run) or run.resolve().name,
         "summary": _json(run / "summary.json", notes),
@@ -84,6 +86,7 @@ def collect(run: Path) -> dict[str, Any]:
         "counts": {title: _sums(metrics, prefix) for title, prefix in COUNTED.items()},
         "failures": _json(run / "failures.json", notes) or {},
         "samples": samples,
+        "pictures": pictures,
         "notes": notes,
     }
 
@@ -215,6 +218,30 @@ def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:
     if num_bad:
         notes.append(f"{kind}: {num_bad} lines could not be read.")
     return shown
+
+
+def _pictures(samples: Mapping[str, list[dict[str, Any]]], notes: list[str]) -> dict[str, str]:
+    """Take the pictures out of all rows: return each once, by its digest, as far as MAX_PICTURES reaches."""
+    pictures: dict[str, str] = {}
+    left = MAX_PICTURES
+    media = [
+        medium
+        for steps in samples.values()
+        for step in steps
+        for row in step["rows"]
+        for medium in row.get("media", ())
+    ]
+    for medium in media:
+        picture = medium.pop("picture", None)
+        if picture and medium["digest"] not in pictures and len(picture) <= left:
+            pictures[medium["digest"]] = picture
+            left -= len(picture)
+    missing = {medium["digest"] for medium in media} - pictures.keys()
+    if missing:
+        notes.append(
+            f"Pictures of samples that are named and not shown, as they did not fit: {len(missing)}."
+        )
+    return pictures
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:

@@ -17,3 +17,15 @@ function groupRewards(uid, rows) {
   const values = [...scores.values()], mean = values.reduce((sum, value) => sum + value, 0) / values.length;
   return `${values.length} samples, mean reward ${format(mean)}`;
 }
+
+// A prompt with its pictures in their places; one that the run did not keep is named there.
+function withMedia(text, media = []) {
+  let rest = text;
+  const nodes = media.flatMap((medium, index) => {
+    const at = rest.indexOf(medium.placeholder), before = at < 0 ? rest : rest.slice(0, at), src = DATA.pictures[medium.digest];
+    rest = at < 0 ? "" : rest.slice(at + medium.placeholder.length);
+    const name = `${medium.kind} ${index + 1} of ${media.length}, ${medium.tokens} tokens`;
+    return [before, src ? el("img", { class: "medium", src, alt: name, title: name }) : el("span", { class: "muted" }, `[${name}, not kept]`)];
+  });
+  return [...nodes, rest];
+}

@@ -83,7 +83,7 @@ function startSamples(samples) {
     const row = state.rows[state.row];
     if (!row) { detail.replaceChildren(el("div", { class: "empty" }, "Nothing to show.")); return; }
     const rows = siblings(row, samples[state.kind][state.stepIndex].rows), messages = rows.find((one) => one.messages)?.messages;
-    const hidden = new Set(["prompt", "response", "tokens", "tokens_cut", "step", "messages"]);
+    const hidden = new Set(["prompt", "response", "tokens", "tokens_cut", "step", "messages", "media"]);
     const facts = Object.entries(row).filter(([name, value]) => !hidden.has(name) && value != null && value !== "")
       .map(([name, value]) => el("span", {}, el("span", { class: "muted" }, name.replaceAll("_", " ")), Number.isInteger(value) ? String(value) : typeof value === "number" ? format(value) : typeof value === "string" ? value : JSON.stringify(value)));
     const choices = COLOURS.filter(([name]) => hasColour(row.tokens, name));
@@ -103,7 +103,7 @@ function startSamples(samples) {
 }
 
 const rowNodes = (row, colour, tokenLevel, aside) => [
-  el("div", { class: "block-head" }, "prompt"), el("div", { class: "text" }, row.prompt ?? ""),
+  el("div", { class: "block-head" }, "prompt"), el("div", { class: "text" }, withMedia(row.prompt ?? "", row.media)),
   el("div", { class: "block-head" }, el("span", {}, "response"), aside), responseNode(row, colour, tokenLevel),
 ];
 

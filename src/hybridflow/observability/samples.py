@@ -7,20 +7,26 @@ scores that the reward returned, and last uid and row_id. With `token_level` it 
 equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs, advantages,
 response_mask, loss_mask (those that the batch has).
 
+A row with pictures has them as `media`, in the order of their places: kind, placeholder (what stands for it
+in the prompt, once), tokens, digest and picture, a data URL of a small PNG or JPEG. A file holds each picture
+once, in the first row that shows it, and no more of them than fit into PICTURE_BYTES.
+
 A row of an agent also holds trajectory_id, and lineage, its number among the rows of the trajectory. The
 first row has the whole conversation as `messages`. The score is that of the trajectory.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.protocol.prompt import MEDIA, Medium
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +35,10 @@ if TYPE_CHECKING:
 
 SampleRow = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], str]
+PICTURE_BYTES = 2**20
+"""Most bytes of pictures in a file."""
+ROW_PICTURES = 16
+"""Most pictures of a row that are kept; the others are named."""
 TOKEN_FIELDS = (
     "rollout_log_probs",
     "old_log_probs",
@@ -78,10 +88,31 @@ class SampleWriter:
         # half of a surrogate pair, which no UTF-8 file can hold, becomes its backslash escape: valid JSON
         # that reads back the same
         with partial.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            for row in rows:
+            for row in _each_picture_once(rows):
                 file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
         os.replace(partial, target)
         return target
+
+
+def _each_picture_once(rows: Sequence[SampleRow]) -> Iterator[SampleRow]:
+    """Yield the rows of a file, without pictures that an earlier row has or that are too much for it."""
+    seen: set[str] = set()
+    left = PICTURE_BYTES
+    for row in rows:
+        if MEDIA not in row:
+            yield row
+            continue
+        media = []
+        for medium in row[MEDIA]:
+            picture = medium.get("picture", "")
+            if medium["digest"] in seen or len(picture) > left:
+                picture = ""
+            if picture:
+                seen.add(medium["digest"])
+                left -= len(picture)
+            facts = {name: value for name, value in medium.items() if name != "picture"}
+            media.append(facts | ({"picture": picture} if picture else {}))
+        yield {**row, MEDIA: media}
 
 
 def sample_rows(
@@ -98,6 +129,7 @@ def sample_rows(
     columns: dict[str, Tensor] = {str(name): batch.batch[name][:count].cpu() for name in batch.batch.keys()}  # noqa: SIM118
     prompt_width = columns["prompts"].shape[1]
     attended = columns["attention_mask"].bool()
+    no_media = [()] * count
     pieces: dict[int, str] = {}
     scores = _scores(batch)
     rows = []
@@ -105,11 +137,14 @@ def sample_rows(
         prompt = columns["prompts"][index][attended[index, :prompt_width]].tolist()
         here = attended[index, prompt_width:]
         response = columns["responses"][index][here].tolist()
+        media = batch.non_tensor_batch.get(MEDIA, no_media)[index] or ()
         row: dict[str, Any] = {
-            "prompt": decode(prompt),
+            "prompt": _prompt_text(prompt, media, decode),
             "response": decode(response),
             "num_tokens": len(response),
         }
+        if media:
+            row[MEDIA] = _media(prompt, media, decode)
         if scores:
             row["score"] = scores[index]
         row |= _non_tensors(batch, index)
@@ -122,6 +157,32 @@ def sample_rows(
             row["row_id"] = int(columns["row_id"][index])
         rows.append(row)
     return rows
+
+
+def _prompt_text(prompt: Sequence[int], media: Sequence[Medium], decode: Decode) -> str:
+    """Return a prompt as text, with one placeholder for each medium."""
+    text = ""
+    done = 0
+    for medium in media:
+        text += decode(prompt[done : medium.start + 1])
+        done = medium.start + medium.length
+    return text + decode(prompt[done:])
+
+
+def _media(prompt: Sequence[int], media: Sequence[Medium], decode: Decode) -> list[dict[str, Any]]:
+    entries = []
+    for number, medium in enumerate(media):
+        entry = {
+            "kind": medium.kind,
+            "placeholder": decode(prompt[medium.start : medium.start + 1]),
+            "tokens": medium.length,
+            "digest": medium.digest[:16],
+        }
+        if medium.shown and number < ROW_PICTURES:
+            form = "png" if medium.shown.startswith(b"\x89PNG") else "jpeg"
+            entry["picture"] = f"data:image/{form};base64,{base64.b64encode(medium.shown).decode()}"
+        entries.append(entry)
+    return entries
 
 
 def _scores(batch: DataProto) -> list[float]:

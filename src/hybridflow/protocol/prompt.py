@@ -52,6 +52,8 @@ class Medium:
     """
     advance: int | None = None
     """Positions from its first placeholder to the next token after it; None: `length`."""
+    shown: bytes = field(default=b"", compare=False, repr=False)
+    """A small PNG or JPEG of it, for people who read samples; empty: none, or another part has it."""
 
     @property
     def shift(self) -> int:

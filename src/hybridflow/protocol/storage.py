@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,6 +25,8 @@ _META = "meta.json"
 _FORMAT = 1
 _FACTS = ("start", "length", "digest", "kind", "advance")
 _POSITIONS = "positions"
+_SHOWN = "shown"
+_NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
 def write(
@@ -82,6 +85,8 @@ def _plain_media(column: Sequence[tuple[Medium, ...] | None]) -> tuple[list[Any]
         parts = dict(medium.values)
         if medium.positions is not None:
             parts[_POSITIONS] = medium.positions
+        if medium.shown:
+            parts[_SHOWN] = torch.tensor(list(medium.shown), dtype=torch.uint8)
         tensors |= {f"{MEDIA}/{medium.digest}/{name}": tensor for name, tensor in parts.items()}
     entries = [[[getattr(each, name) for name in _FACTS] for each in media or ()] for media in column]
     return entries, tensors
@@ -94,12 +99,18 @@ def _media_of(entries: Sequence[Any], tensors: dict[str, Tensor]) -> list[tuple[
         _, digest, name = key.split("/")
         parts.setdefault(digest, {})[name] = tensors.pop(key)
     positions = {digest: values.pop(_POSITIONS, None) for digest, values in parts.items()}
+    shown = {digest: bytes(values.pop(_SHOWN, _NOTHING).tolist()) for digest, values in parts.items()}
     known: dict[str, tuple[Medium, ...]] = {}  # rows of one prompt share their media again
     rows = []
     for media in entries:
         facts = [dict(zip(_FACTS, fact, strict=True)) for fact in media]
         made = tuple(
-            Medium(**fact, values=parts[fact["digest"]], positions=positions[fact["digest"]])
+            Medium(
+                **fact,
+                values=parts[digest := fact["digest"]],
+                positions=positions[digest],
+                shown=shown[digest],
+            )
             for fact in facts
         )
         rows.append(known.setdefault(json.dumps(media), made))

@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.preference import PreferenceDataConfig
+from hybridflow.data.files import Rows
+from hybridflow.data.media import MediaReader, Source
+from hybridflow.data.pictures import thumbnail
 from hybridflow.data.preference import PreferenceDataset
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sft import SFTDataset
@@ -177,3 +180,20 @@ def test_the_task_has_every_answer_and_no_picture_twice(tokenizer: PreTrainedTok
     same = sum(each["messages"] == other["messages"] for each, other in zip(control, train, strict=True))
     assert 10 < same < 60, "as often as by chance"
     assert len(PromptDataset(train[:5], tokenizer, DataConfig())) == 5
+
+
+def test_the_last_part_of_a_picture_in_crops_is_shown() -> None:
+    folder = load_tokenizer(picture_model("smolvlm"))
+    reader = MediaReader.for_rows(Rows([[row("<image>", png(RED))]], "rows"), folder, DataConfig())
+    assert reader is not None
+    reader.processor.image_processor.size = {"longest_edge": 48}
+    reader.processor.image_processor.do_image_splitting = True
+    ids = [folder.convert_tokens_to_ids("<image>")]
+    shown = [part.shown for part in reader.expand(ids, [Source("image", png(RED))]).media]
+    assert len(shown) > 1 and shown == [b""] * (len(shown) - 1) + [thumbnail(squares(RED))]
+
+
+def test_parts_of_a_video_show_their_first_frames(tokenizer: PreTrainedTokenizerFast) -> None:
+    frames = [png(colour) for colour in (RED, RED, BLUE, BLUE)]
+    (item,) = dataset([{"prompt": [{"role": "user", "content": "<video>?"}], "videos": [frames]}], tokenizer)
+    assert [medium.shown for medium in item.media] == [thumbnail(squares(RED)), thumbnail(squares(BLUE))]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from hybridflow.data import pictures
-from hybridflow.data.pictures import MediaError, read_picture, read_video
+from hybridflow.data.pictures import MediaError, read_picture, read_video, thumbnail
 from picture_models import squares
 
 RED = (255, 0, 0)
@@ -101,3 +102,15 @@ def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(MediaError, match="too many pixels"):
         read_picture(png(RED))
+
+
+def test_a_small_picture_is_shown_as_it_is() -> None:
+    shown = thumbnail(squares(RED, BLUE))
+    assert shown.startswith(b"\x89PNG") and read_picture(shown).tobytes() == squares(RED, BLUE).tobytes()
+
+
+def test_a_large_picture_is_shown_small() -> None:
+    noise = Image.frombytes("RGB", (640, 320), random.Random(0).randbytes(640 * 320 * 3))
+    shown = thumbnail(noise)
+    assert shown.startswith(b"\xff\xd8") and len(shown) < 16_384 < len(png(RED)) + 640 * 320
+    assert read_picture(shown).size == (160, 80) and noise.size == (640, 320)

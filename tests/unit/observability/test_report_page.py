@@ -56,8 +56,13 @@ console.log(JSON.stringify({
     (one) => one.children[0].children[0].textContent + ": " + one.children[1].textContent),
   list: (byId["sample-list"]?.children ?? []).map((one) => one.textContent),
   detail: (byId["sample-detail"]?.children ?? []).map((one) => one.textContent),
+  pictures: nodesOf(byId["sample-detail"], "medium").map((one) => [one.alt, one.src]),
   given: tokensOf(byId["sample-detail"]).filter((one) => one.given).map((one) => one.text),
 }));
+function nodesOf(node, name) {
+  if (node?.className === name) return [node];
+  return (node?.children ?? []).flatMap((one) => nodesOf(one, name));
+}
 function tokensOf(node) {
   if (node?.className === "token") return [{ text: node.textContent, given: node.classes.includes("given") }];
   return (node?.children ?? []).flatMap(tokensOf);
@@ -157,3 +162,36 @@ def test_a_run_of_single_turns_shows_nothing_of_agents(tmp_path: Path) -> None:
     page = shown(tmp_path)
     assert page["list"][0] == "1+1=" and page["tiles"] == []
     assert page["detail"][1:3] == ["prompt", "1+1="] and len(page["detail"]) == 5
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_pictures_stand_in_their_places_in_the_prompt(tmp_path: Path) -> None:
+    facts = {"kind": "image", "placeholder": "<pad>", "tokens": 16}
+    first, second, third = ({**facts, "digest": name} for name in "abc")
+    url = "data:image/png;base64,AAAA"
+    rows = [
+        {"prompt": "x<pad>y", "response": "1", "media": [{**first, "picture": url}]},
+        {
+            "prompt": "x<pad>y<pad><pad>z",
+            "response": "2",
+            "media": [first, {**second, "picture": url}, third],
+        },
+    ]
+    SampleWriter(tmp_path / "samples").write(rows[1:] + rows[:1], 1)
+    page = shown(tmp_path)
+    assert page["pictures"] == [["image 1 of 3, 16 tokens", url], ["image 2 of 3, 16 tokens", url]]
+    (prompt,) = [text for text in page["detail"] if text.startswith("x")]
+    assert prompt == "x||y|||[image 3 of 3, 16 tokens, not kept]|z"
+    assert (
+        "Pictures of samples that are named and not shown, as they did not fit: 1."
+        in collect(tmp_path)["notes"]
+    )
+    assert not [text for text in page["detail"] if "digest" in text]
+
+
+def test_all_pictures_of_a_page_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "MAX_PICTURES", 10)
+    facts = {"kind": "image", "placeholder": "<pad>", "tokens": 1}
+    rows = [{"media": [{**facts, "digest": name, "picture": "data:1234"}]} for name in "abab"]
+    SampleWriter(tmp_path / "samples").write(rows, 1)
+    assert collect(tmp_path)["pictures"] == {"a": "data:1234"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from hybridflow.errors import ConfigError
+from hybridflow.observability import samples
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.samples import SampleWriter, sample_rows
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.prompt import MEDIA, Medium
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -174,3 +177,41 @@ def test_a_fresh_run_does_not_show_an_earlier_ones_samples(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "5.jsonl", "notes.jsonl"]
     SampleWriter(tmp_path, keep_to=-1)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
+
+
+def test_a_row_has_its_pictures_and_one_placeholder_for_each(batch: DataProto) -> None:
+    small = Medium(1, 2, "a" * 64, shown=b"\x89PNG and more", kind="video")
+    media = [(small, Medium(3, 1, "b", shown=b"\xff\xd8")), (Medium(0, 1, "c"),)]
+    with_media = batch.union(DataProto.from_dict({}, {MEDIA: media}))
+    first, second = sample_rows(with_media, decode)
+    assert first["prompt"] == "1+=" and second["prompt"] == "9="
+    assert first["media"] == [
+        {
+            "kind": "video",
+            "placeholder": "+",
+            "tokens": 2,
+            "digest": "a" * 16,
+            "picture": "data:image/png;base64," + base64.b64encode(b"\x89PNG and more").decode(),
+        },
+        {
+            "kind": "image",
+            "placeholder": "=",
+            "tokens": 1,
+            "digest": "b",
+            "picture": "data:image/jpeg;base64,/9g=",
+        },
+    ]
+    assert second["media"] == [{"kind": "image", "placeholder": "9", "tokens": 1, "digest": "c"}]
+
+
+def test_a_file_has_each_picture_once_and_no_more_than_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "PICTURE_BYTES", 10)
+    rows = [
+        {"media": [{"digest": name, "picture": f"pic {name}"}]} for name in ("a", "a", "long one", "b", "c")
+    ]
+    lines = SampleWriter(tmp_path).write([*rows, {"prompt": "x"}], 1).read_text().splitlines()
+    kept = [[medium.get("picture") for medium in json.loads(line).get("media", [])] for line in lines]
+    assert kept == [["pic a"], [None], [None], ["pic b"], [None], []]
+    assert rows[1]["media"][0]["picture"] == "pic a", "the caller's rows stay as they are"

@@ -24,7 +24,7 @@ def medium(digest: str, start: int = 1) -> Medium:
     """A picture of 4 × 6 patches: 2 × 3 tokens."""
     positions, advance = grid_positions(1, 4, 6, merge=2)
     values = {"pixel_values": torch.full((24, 3), float(ord(digest[0])))}
-    return Medium(start, 6, digest, values, "image", positions, advance)
+    return Medium(start, 6, digest, values, "image", positions, advance, digest.encode())
 
 
 def prompt(digest: str) -> Prompt:
@@ -100,6 +100,7 @@ def test_a_batch_with_pictures_is_read_back_from_disk(tmp_path: Path) -> None:
     assert [list(row) for row in again.non_tensor_batch[MEDIA]] == [
         list(row) for row in rows.non_tensor_batch[MEDIA]
     ]
+    assert again.non_tensor_batch[MEDIA][0][0].shown == b"a"
     assert {*again.names()} == {*rows.names()}, "no tensor of a medium is left as a column"
     for one, other in zip(pack(rows).media, pack(again).media, strict=True):
         assert torch.equal(one.medium.values["pixel_values"], other.medium.values["pixel_values"])

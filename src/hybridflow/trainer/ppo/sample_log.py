@@ -15,6 +15,7 @@ from hybridflow.observability.samples import SampleWriter, sample_rows
 from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.prompt import MEDIA
 from hybridflow.trainer.ppo.collector import whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch, Sign
 
@@ -119,7 +120,9 @@ class SampleLog:
         if self.validations:
             self.validations.write(rows, step)
         if self.num_shown:
-            self.trackers.log_samples(rows[: self.num_shown], step)
+            # a table of texts has no use for the bytes of pictures
+            texts = [{name: row[name] for name in row if name != MEDIA} for row in rows[: self.num_shown]]
+            self.trackers.log_samples(texts, step)
 
 
 def _writer(folder: str | None) -> SampleWriter | None:

@@ -102,6 +102,11 @@ class EngineMesh:
         """Whether this rank is the one of those with the same rows whose answers and loss count."""
         return self.layout.returns(self.rank)
 
+    @property
+    def reports(self) -> bool:
+        """Whether this rank is the one that tells what all ranks know, such as the norm of the gradient."""
+        return self.returns and self.layout.data_rank(self.rank) == 0
+
 
 def _expert_meshes(layout: ParallelLayout, device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the meshes of a layer's experts and of the shards of each of their parts; None without them."""

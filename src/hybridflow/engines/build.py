@@ -100,7 +100,7 @@ def build_engine(
             f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
             "would be 0: give a reward model, which `hybridflow reward-model` makes of this one"
         )
-    _compile_or_watch(module, blocks, fsdp, trained=optim is not None and stage is None)
+    _compile_or_watch(module, blocks, fsdp, trained=optim is not None)
     make: Callable[..., FSDPEngine] = partial(FSDPEngine, module)
     if stage is not None:
         make = partial(PipelineEngine, stage)

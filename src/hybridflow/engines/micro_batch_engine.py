@@ -172,7 +172,7 @@ class MicroBatchEngine(ABC):
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # metrics of the step, not of a rank's rows, come from one rank
-        counts = self.mesh is None or (self.mesh.returns and self.mesh.layout.data_rank(self.mesh.rank) == 0)
+        counts = self.mesh is None or self.mesh.reports
         if counts:
             metrics.add_sum(f"{self.name}/num_updates", float(finite))
             metrics.add_sum(f"{self.name}/num_skipped_steps", float(not finite))

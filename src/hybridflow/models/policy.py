@@ -201,14 +201,19 @@ class PolicyModel(nn.Module):
             self.routing = Routing(self.hf, self.config)
         return self.routing
 
-    def routes_of(self, packed: PackedBatch) -> Tensor:
-        """Return the routes [N, W] int16 of the newest pass, which was over these tokens."""
-        assert self.routing is not None and self.tape is not None, "`follow_routes` comes before a pass"
-        routes = self.tape.routes.flatten(1)
+    def routes_of(self, packed: PackedBatch, own: Tensor | None = None) -> Tensor:
+        """Return the routes [N, W] int16 of the newest pass, which was over these tokens.
+
+        `own` [n, L, K] are those of this rank's tokens, where the pass had a part of the layers only.
+        """
+        if own is None:
+            assert self.tape is not None, "`follow_routes` comes before a pass"
+            own = self.tape.routes
+        routes = own.flatten(1)
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
         if cut is not None:
-            routes = cut.gather_rows(routes.int()).to(torch.int16)
-        return routes
+            routes = cut.gather_rows(routes.int())
+        return routes.to(torch.int16)
 
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout, media: Sequence[PlacedMedium] = ()

@@ -80,8 +80,9 @@ class RouteTape:
         return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1).to(torch.int16)
 
     def balance_loss(self) -> Tensor:
-        """Return E·Σ_e f_e·P_e, the mean over sparse layers, 0-d: f_e is the number of choices of expert e a
-        token, P_e its mean probability (Fedus et al. 2022, arXiv 2101.03961); K where the load is even.
+        """Return E·Σ_e f_e·P_e, the sum over the sparse layers of this pass, 0-d: f_e is the number of
+        choices of expert e a token, P_e its mean probability (Fedus et al. 2022, arXiv 2101.03961); K for a
+        layer whose load is even.
 
         Both are of the tokens of this pass; the gradient flows through P.
         """
@@ -90,7 +91,7 @@ class RouteTape:
             count = scores.shape[1]
             chosen = torch.bincount(self.chosen[layer].reshape(-1), minlength=count) / self.num_tokens
             losses.append(count * (chosen * scores.mean(0)).sum())
-        return torch.stack(losses).mean()
+        return sum(losses, start=torch.zeros(()))
 
 
 class Routing:

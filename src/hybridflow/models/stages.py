@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -142,15 +142,15 @@ class Stage(nn.Module):
     def forward(self, packed: PackedBatch, ask: Ask, part: Part, arrived: Tensor | None) -> Answers | Tensor:
         """Run a part: hidden states [1, N, H] before it (None for the first) -> those after it.
 
-        The last part gives answers instead, each [M].
+        The last part gives answers instead, each [M]. Routes are on the model's tape, those of the part.
         """
         with self._running(part, arrived):
             if part.is_last:
-                return answer(self.model, packed, ask)
+                return answer(self.model, packed, replace(ask, routes=False))
             cut = self._cut(packed)
             routes = None
             if isinstance(self.model, PolicyModel) and self.model.routing is not None:
-                routes = self.model.routing.tape(packed, cut)
+                routes = self.model.tape = self.model.routing.tape(packed, cut)
             return all_states(self.backbone, packed, device_of(self), cut, routes=routes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:

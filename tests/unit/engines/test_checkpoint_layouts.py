@@ -1,4 +1,6 @@
-"""What one layout has saved, every other loads: the same bits, the same loss of the next step, one folder."""
+"""What one layout has saved, every other loads: the same bits, the same loss of the next step, one folder,
+the same weights in generation.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,34 @@ from torch import Tensor
 from hybridflow.checkpoint.layout import HF_FOLDER
 from hybridflow.checkpoint.sharded import load_shards
 from hybridflow.distributed.shards import is_absent
+from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.merger import merge
 from hybridflow.models.build import build_policy
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.models.twin import Twin
+from hybridflow.weight_sync.gathered_twin import GatheredTwin
 from hybridflow.workers.state import StatefulWorker
 from ranks import Ranks
 
 PARTS = ("model", "optimizer", "scheduler")
 EVERYONE = (tuple(range(7)),)
+QUARTERS = ((0, 4), (1, 5), (2, 6), (3,))
 SCHEDULED = replace(OPTIM, lr_scheduler_type="linear", total_training_steps=8)
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"deal": EVERYONE},
-    "shards": {},
-    "slices": {"sizes": {"tensor": 2}, "deal": EVERYONE},
-    "stages": {"sizes": {"pipeline": 2}, "deal": EVERYONE},
+Layouts = dict[str, tuple[int, dict[str, Any]]]
+"""(processes, changes to a `Run`) by name."""
+COMMON: Layouts = {
+    "one": (1, {"deal": EVERYONE}),
+    "shards": (2, {}),
+    "stages": (2, {"sizes": {"pipeline": 2}, "deal": EVERYONE}),
+}
+LAYOUTS: dict[str, Layouts] = {
+    "dense": {**COMMON, "slices": (2, {"sizes": {"tensor": 2}, "deal": EVERYONE})},
+    "experts": {
+        **COMMON,
+        "experts": (2, {"sizes": {"experts": 2}}),
+        "experts in shards": (4, {"sizes": {"experts": 2}, "deal": QUARTERS}),
+        "stages of experts": (4, {"sizes": {"pipeline": 2, "experts": 2}}),
+    },
 }
 
 
@@ -56,6 +73,8 @@ def read(rank: int, run: Run, world_size: int, folder: str, exported: str) -> tu
     StatefulWorker(engine).load(folder, PARTS)
     state = held(engine.state_dict())
     engine.export_hf(exported)
+    if engine.mesh is not None:
+        state["generation"] = generation(engine)
     rows, loss = dealt(run, engine)
     shares: list[float] = []
 
@@ -69,6 +88,24 @@ def read(rank: int, run: Run, world_size: int, folder: str, exported: str) -> tu
     return state, counts * sum(shares), metrics.get("actor/grad_norm", 0.0)
 
 
+def generation(engine: FSDPEngine) -> dict[str, Tensor]:
+    """The weights of the module that generates on this rank."""
+    dtypes = {weight.name: weight.compute_dtype for weight in engine.held_weights()}
+    twin = Twin(engine.policy, dtypes=dtypes, device=torch.device("cpu"))
+    GatheredTwin(engine.held_weights, twin).acquire(0)
+    return {name: whole(tensor) for name, tensor in twin.policy.state_dict().items()}
+
+
+def read_all(
+    rank: int, run: Run, world_size: int, written: dict[str, str], exported: str
+) -> dict[str, tuple[Any, float, float]]:
+    """What each of the folders gives."""
+    return {
+        writer: read(rank, run, world_size, folder, f"{exported} from {writer}")
+        for writer, folder in written.items()
+    }
+
+
 def assert_within(part: Any, all_of_it: Any, path: str = "") -> None:
     """Everything in `part` is in `all_of_it` with the same bits."""
     if isinstance(part, dict):
@@ -78,35 +115,57 @@ def assert_within(part: Any, all_of_it: Any, path: str = "") -> None:
         assert torch.equal(part, all_of_it) if isinstance(part, Tensor) else part == all_of_it, path
 
 
+def model_folder(folder: Path, kind: str) -> str:
+    if kind == "experts":
+        sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
+        return str(create_tiny_model(folder, experts=4, seed=3, **sizes))
+    return save_tiny(folder, tied=kind == "tied")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_layout_reads_every_other(two_ranks: Ranks, tmp_path: Path, tied: bool) -> None:
-    model = save_tiny(tmp_path / "model", tied=tied)
-    runs = {name: Run(model, optim=SCHEDULED, **changes) for name, changes in LAYOUTS.items()}
-    for writer, run in runs.items():
-        folder = str(tmp_path / writer)
-        if writer == "one":
-            write(0, run, 1, folder)
-        else:
-            two_ranks.run(write, run, 2, folder)
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
+def test_every_layout_reads_every_other(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    model = model_folder(tmp_path / "model", kind)
+    layouts = LAYOUTS["experts" if kind == "experts" else "dense"]
+    runs = {name: Run(model, optim=SCHEDULED, **changes) for name, (_, changes) in layouts.items()}
+
+    def on_all(name: str, function: Any, *arguments: Any) -> list[Any]:
+        count = layouts[name][0]
+        if count == 1:
+            return [function(0, runs[name], 1, *arguments)]
+        ranks = two_ranks if count == 2 else four_ranks
+        return ranks.run(function, runs[name], count, *arguments)
+
+    written = {name: str(tmp_path / name) for name in layouts}
+    for writer, folder in written.items():
+        on_all(writer, write, folder)
+    found = {reader: on_all(reader, read_all, written, str(tmp_path / f"by {reader}")) for reader in layouts}
+    for writer, folder in written.items():
         state = load_shards(Path(folder), {part: {} for part in PARTS})
-        found: dict[str, list[float]] = {}
-        for reader, other in runs.items():
-            exported = tmp_path / f"{writer} by {reader}"
-            if reader == "one":
-                results = [read(0, other, 1, folder, str(exported))]
-            else:
-                results = two_ranks.run(read, other, 2, folder, str(exported))
-            seen = set()
-            for loaded, _, _ in results:
-                assert_within(loaded, state)
-                seen |= loaded["model"].keys()
-            assert seen == state["model"].keys()
-            found[reader] = [sum(loss for _, loss, _ in results), sum(norm for _, _, norm in results)]
-            again = build_policy(exported, device="cpu", probe=False).state_dict()
-            assert all(torch.equal(again[name], tensor) for name, tensor in state["model"].items())
-        for loss, norm in found.values():
-            assert loss == pytest.approx(found["one"][0], abs=1e-6), found
-            assert norm == pytest.approx(found["one"][1], rel=1e-5), found
+        assert all(entry["exp_avg"].any() for entry in state["optimizer"].values()), "a step was taken"
+        numbers = {}
+        for reader, ranks in found.items():
+            results = [each[writer] for each in ranks]
+            assert_read(state, [loaded for loaded, _, _ in results])
+            numbers[reader] = [sum(loss for _, loss, _ in results), sum(norm for _, _, norm in results)]
+            again = build_policy(tmp_path / f"by {reader} from {writer}", device="cpu", probe=False)
+            assert_within(state["model"], dict(again.state_dict()))
+        for loss, norm in numbers.values():
+            assert loss == pytest.approx(numbers["one"][0], abs=1e-6), numbers
+            assert norm == pytest.approx(numbers["one"][1], rel=1e-5), numbers
         merged = build_policy(merge(folder, tmp_path / f"{writer} merged"), device="cpu", probe=False)
         assert_within(dict(merged.state_dict()), state["model"])
+
+
+def assert_read(state: Any, loaded: list[Any]) -> None:
+    """All ranks together have all of the state, and each that generates has all of the model."""
+    for each in loaded:
+        assert_within(each.pop("generation", {}), state["model"])
+        assert_within(each, state)
+    moments = {(name, key) for name, entry in state["optimizer"].items() for key in entry}
+    assert set().union(*(each["model"] for each in loaded)) == state["model"].keys()
+    assert moments == {
+        (name, key) for each in loaded for name, entry in each["optimizer"].items() for key in entry
+    }

@@ -4,7 +4,6 @@ routes may differ where two experts are nearly equal, which is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,9 @@ from hybridflow.models.twin import Twin
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.gathered_twin import GatheredTwin
-from hybridflow.workers.state import StatefulWorker
 from ranks import Ranks
 
 ASK = Ask(log_probs=True, entropy=True, routes=True)
-PARTS = ("model", "optimizer", "scheduler")
 EXPERTS = {"experts": 2}
 
 
@@ -54,19 +51,9 @@ def routes(run: Run) -> Tensor:
     return build(run, 1).forward(rows, ASK, run.limits)["routes"]
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-def step(rank: int, run: Run, world_size: int, routes: Tensor | None, load: str = "", save: str = "") -> Any:
+def step(rank: int, run: Run, world_size: int, routes: Tensor | None) -> Any:
     """One optimizer step on each rank's rows: the loss, what came of it, and where tokens went before."""
     engine = build(run, world_size)
-    worker = StatefulWorker(engine)
-    if load:
-        worker.load(load, PARTS)
     start = weights_of(engine)
     rows = training_rows(dtype=torch.float64)
     if routes is not None:
@@ -79,8 +66,6 @@ def step(rank: int, run: Run, world_size: int, routes: Tensor | None, load: str 
     metrics = engine.train_mini_batch(
         batch, Ask(log_probs=True, entropy=True), loss_of(run, rows), run.limits
     )
-    if save:
-        worker.save(save, PARTS)
     return {
         "start": start,
         "rows": part,
@@ -152,25 +137,6 @@ def test_live_routes_and_recomputed_layers(two_ranks: Ranks, run: Run, routes: T
         assert_close(ranks, step(0, run, 1, None), 1e-5)
 
 
-def test_checkpoints_of_experts_are_read_by_any_layout(
-    two_ranks: Ranks, run: Run, routes: Tensor, tmp_path: Path
-) -> None:
-    cut = replace(run, sizes=EXPERTS)
-    layouts = {"one": (run, 1), "ep": (cut, 2), "fsdp": (run, 2)}
-    saved = {}
-    for name, (layout, count) in layouts.items():
-        arguments = (layout, count, routes, "", str(tmp_path / name))
-        saved[name] = step(0, *arguments) if count == 1 else two_ranks.run(step, *arguments)[0]
-    for source in layouts:
-        for target, (layout, count) in layouts.items():
-            if source == target:
-                continue
-            arguments = (layout, count, routes, str(tmp_path / source))
-            found = step(0, *arguments) if count == 1 else two_ranks.run(step, *arguments)[0]
-            for key, weight in saved[source]["weights"].items():
-                assert torch.equal(found["start"][key], weight), (source, target, key)
-
-
 def generates_with(rank: int, run: Run) -> dict[str, Tensor]:
     engine = build(run, 2)
     dtypes = {held.name: held.compute_dtype for held in engine.held_weights()}
@@ -195,6 +161,20 @@ def test_with_adapters_and_with_ulysses(
         cut = replace(cut, deal=(tuple(range(7)),))
     one = step(0, replace(cut, sizes={}), 1, routes)
     assert_close(two_ranks.run(step, cut, 2, routes), one, 1e-5)
+
+
+def balance(rank: int, run: Run, world_size: int) -> float | None:
+    engine = build(run, world_size)
+    engine.policy.follow_routes().balance_coef = 0.1
+    rows = training_rows()
+    metrics = engine.train_mini_batch(rows, replace(ASK, routes=False), loss_of(run, rows), run.limits)
+    return metrics.to_floats().get("actor/moe/balance_loss")
+
+
+def test_ranks_that_share_rows_count_their_tokens_once(two_ranks: Ranks, run: Run) -> None:
+    """Each rank has the load of its own tokens, so the auxiliary loss is about that of one process."""
+    shared = two_ranks.run(balance, replace(run, sizes={"sequence": 2}, deal=(tuple(range(7)),)), 2)
+    assert shared[0] == pytest.approx(balance(0, run, 1), rel=0.05) and shared[1] is None
 
 
 def refused(rank: int, run: Run) -> str:

@@ -160,14 +160,14 @@ def test_float64_weights_after_a_step(
 
 
 def replays(rank: int, run: Run, world_size: int, routes: Tensor) -> dict[str, Any]:
-    """A step that replays routes, as `train` reports it."""
+    """A step that replays routes, as `train` reports it, with the auxiliary loss; before it, live routes."""
     engine = build(run, world_size)
-    engine.policy.follow_routes()
+    engine.policy.follow_routes().balance_coef = 0.5
     part = range(7) if world_size == 1 else run.deal[engine.layout.data_rank(rank)]
     rows = training_rows(dtype=torch.float32)
     routed = rows | DataProto.from_dict({ROUTES: routes})
     batch = routed.select_idxs(list(part))
-    before = engine.forward(batch, ask(run), run.limits)
+    before = engine.forward(rows.select_idxs(list(part)), replace(ask(run), routes=True), run.limits)
     metrics = engine.train_mini_batch(batch, ask(run), loss_of(run, rows), run.limits).to_floats()
     state = engine.state_dict()["optimizer"]
     return {
@@ -184,15 +184,44 @@ def replays(rank: int, run: Run, world_size: int, routes: Tensor) -> dict[str, A
     }
 
 
-@pytest.mark.slow
-def test_stages_of_a_mixture_of_experts_share_them(four_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    folder = create_tiny_model(tmp_path / "experts", experts=4, **sizes)
-    run = Run(str(folder), sizes={"pipeline": 2, "experts": 2}, deal=((0, 2, 4, 6), (1, 3, 5)), steps=1)
-    alone = replace(run, sizes={})
-    routes = build(alone, 1).forward(training_rows(), Ask(log_probs=True, routes=True), run.limits)["routes"]
-    ranks = four_ranks.run(replays, run, 4, routes)
-    compare(run, ranks, replays(0, alone, 1, routes), bound=1e-5)
+    return str(create_tiny_model(tmp_path_factory.mktemp("experts"), experts=4, **sizes))
+
+
+def compare_replays(ranks: Ranks, run: Run, processes: int) -> None:
+    """Routes that differ from the live ones, and the auxiliary loss, in stages and in one piece.
+
+    Each pass has one row, because the auxiliary loss depends on how a mini-batch is cut.
+    """
+    run = replace(run, limits=BatchLimits(24, 1), model={"dtype": "float64"}, dtype=torch.float64)
+    alone = replace(run, sizes={}, fsdp=FSDPConfig(), deal=ALL)
+    live = build(alone, 1).forward(training_rows(), Ask(log_probs=True, routes=True), run.limits)["routes"]
+    routes = torch.where(live >= 0, 3 - live, live)
+    one = replays(0, alone, 1, routes)
+    found = ranks.run(replays, run, processes, routes)
+    compare(run, found, one, bound=1e-10)
+    told = [rank["metrics"][0] for rank in found if "actor/moe/flips" in rank["metrics"][0]]
+    assert len(told) == 1 and told[0]["actor/moe/flips"] > 0
+    for name, value in one["metrics"][0].items():
+        if "/moe/" in name:
+            assert told[0][name] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_stages_record_and_replay_routes(parts: int, two_ranks: Ranks, experts: str, tmp_path: Path) -> None:
+    if parts == 2:
+        sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
+        experts = str(create_tiny_model(tmp_path, experts=4, layers=4, **sizes))
+    fsdp = FSDPConfig(virtual_pipeline_parallel_size=parts)
+    compare_replays(two_ranks, Run(experts, sizes={"pipeline": 2}, deal=ALL, steps=1, fsdp=fsdp), 2)
+
+
+@pytest.mark.slow
+def test_stages_of_a_mixture_of_experts_share_them(four_ranks: Ranks, experts: str) -> None:
+    deal = ((0, 1, 3, 4, 5, 6), (2,))  # the second has passes that weigh nothing
+    compare_replays(four_ranks, Run(experts, sizes={"pipeline": 2, "experts": 2}, deal=deal, steps=1), 4)
 
 
 def test_adapters_train_in_stages(two_ranks: Ranks, folders: dict[str, str]) -> None:

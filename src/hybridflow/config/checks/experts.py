@@ -29,18 +29,6 @@ def expert_problems(config: PPOConfig) -> Iterator[str]:
             f"{ACTOR}.fsdp_config.use_torch_compile=true: a compiled layer does not tell its routes; set "
             "use_torch_compile=false"
         )
-    if actor.fsdp_config.pipeline_parallel_size > 1 and (mode == "R2" or actor.router_aux_loss_coef):
-        yield (
-            f"{MODE}={mode} and {ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef:g} with "
-            f"{ACTOR}.fsdp_config.pipeline_parallel_size={actor.fsdp_config.pipeline_parallel_size}: no "
-            f"stage knows the routes of all layers. Set {MODE}=R3 or disabled, and router_aux_loss_coef=0"
-        )
-    if (mode != "disabled" or actor.router_aux_loss_coef) and actor.fsdp_config.pipeline_parallel_size > 1:
-        yield (
-            f"{MODE}={mode} and {ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef:g} with "
-            f"{ACTOR}.fsdp_config.pipeline_parallel_size={actor.fsdp_config.pipeline_parallel_size}: stages "
-            "do not follow routes; set pipeline_parallel_size=1"
-        )
     if mode == "R2":
         yield from _without_pass(config)
     if records and config.trainer.num_collectors:

@@ -103,9 +103,7 @@ class FSDPEngine(MicroBatchEngine):
         reshard(self.root)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
-        load = ExpertLoad.of(
-            self.module, [micro.packed.num_tokens for micro in micros], self.mesh is not None
-        )
+        load = ExpertLoad.of(self.module, micros, self.mesh)
         for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
             if self.mesh is not None:
                 last = number == len(micros)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.shards import local
 from hybridflow.engines.base import BatchLimits, LossFn
+from hybridflow.engines.expert_load import ExpertLoad
 from hybridflow.engines.fsdp.engine import FSDPEngine
 from hybridflow.engines.fsdp.sharding import choose_reduction, reshard, sharded_modules
 from hybridflow.engines.micro_batch_engine import Accumulated
@@ -28,6 +29,7 @@ from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.pipeline.channels import Channels, Receipt
 from hybridflow.engines.pipeline.schedule import Pass, forwards, one_forward_one_backward
 from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.routing import LIVE
 from hybridflow.models.stages import Part, Stage
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
@@ -62,20 +64,34 @@ class PipelineEngine(FSDPEngine):
         order = forwards(len(self.column.ranks), number, len(micros), self.column.stage)
         run = _Run(self, micros, ask)
         for each in run.through(order):
-            if self.stage.parts[each.part].is_last:
+            if self.stage.parts[each.part].is_last and not ask.routes:
                 yield micros[each.micro], run.answers.pop(each.micro)
-        if not self.stage.own[-1].is_last:
-            names = [each.name for each in fields(ask) if getattr(ask, each.name) is True]
-            for micro in micros:
-                yield micro, {name: torch.zeros(len(micro.packed.targets)) for name in names}
         self._end()
+        if ask.routes or not self.stage.own[-1].is_last:
+            for number, micro in enumerate(micros):
+                yield micro, self._late_answers(run, number, ask)
+
+    def _late_answers(self, run: _Run, number: int, ask: Ask) -> Answers:
+        """Return a micro-batch's answers, zeros but on the last stage, and its routes in all layers."""
+        packed = run.micros[number].packed
+        names = [each.name for each in fields(ask) if getattr(ask, each.name) is True]
+        empty = {name: torch.zeros(len(packed.targets)) for name in names if name != "routes"}
+        answers = run.answers.pop(number, empty)
+        if ask.routes:
+            routes = run.routes.pop(number)
+            dist.all_reduce(routes, dist.ReduceOp.MAX, group=self.column.forward)
+            answers["routes"] = self.policy.routes_of(packed, routes)
+        return answers
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
         orders = one_forward_one_backward(len(self.column.ranks), len(self.stage.parts), len(micros))
-        run = _Run(self, micros, ask, loss, sums)
+        load = ExpertLoad.of(self.module, micros, self.mesh)
+        run = _Run(self, micros, ask, loss, sums, load)
         for _ in run.through(orders[self.column.stage]):
             pass
         self._end()
+        if load is not None:
+            load.add_to(sums.metrics, self.name)
         if self.tied_name is not None:
             self._sum_tied(self.tied_name)
 
@@ -110,16 +126,22 @@ class _Run:
         ask: Ask,
         loss: LossFn | None = None,
         sums: Accumulated | None = None,
+        load: ExpertLoad | None = None,
     ) -> None:
         self.engine = engine
         self.micros = micros
         self.ask = ask
         self.loss = loss
         self.sums = sums
+        self.load = load
         self.answers: dict[int, Answers] = {}
         """Answers of the last part, by number of the micro-batch; without a loss."""
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        """(input, output) of the forward passes whose backward pass is to come, by part and micro-batch."""
+        self.routes: dict[int, Tensor] = {}
+        """Experts [n, L, K] int32 by number of the micro-batch, where asked for; -1 in layers elsewhere."""
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor, Tensor | None]] = {}
+        """(input, output, share of the auxiliary loss) of the forward passes whose backward pass is to come,
+        by part and micro-batch.
+        """
         self._receipts: dict[Pass, Receipt | None] = {}
 
     def through(self, order: Sequence[Pass]) -> Iterator[Pass]:
@@ -160,6 +182,8 @@ class _Run:
             arrived.requires_grad_()
         with self.engine.activations_kept():
             out = self.engine.stage(micro.packed, self.ask, part, arrived)
+        if self.ask.routes:
+            self._note_routes(number)
         if part.is_last:
             if self.loss is None:
                 self.answers[number] = out
@@ -172,14 +196,32 @@ class _Run:
             )
             self.engine.channels.send(out.detach(), self._tag(part.number + 1, number), forward=True)
         if self.loss is not None:
-            self._kept[part.number, number] = (arrived, out)
+            balance = None
+            if self.load is not None:
+                balance = self.load.add(counts=micro.rows is not None, tells=part.is_last)
+            self._kept[part.number, number] = (arrived, out, balance)
+
+    def _note_routes(self, number: int) -> None:
+        """Keep the routes of the newest pass, which was of a micro-batch."""
+        policy = self.engine.policy
+        assert policy.routing is not None and policy.tape is not None, "`follow_routes` comes before a pass"
+        size = (policy.tape.num_tokens, policy.routing.num_layers, policy.routing.top_k)
+        routes = self.routes.setdefault(
+            number, torch.full(size, LIVE, dtype=torch.int32, device=self.engine.device)
+        )
+        for layer, chosen in policy.tape.chosen.items():
+            routes[:, layer] = chosen
 
     def _backward(self, part: Part, number: int, gradient: Tensor | None) -> None:
-        arrived, out = self._kept.pop((part.number, number))
+        arrived, out, balance = self._kept.pop((part.number, number))
         if number == len(self.micros) - 1:
             self.engine.before_backward(part, last=True)
-        if out.requires_grad:  # nothing may be trained up to here
-            torch.autograd.backward(out, gradient)
+        gradients = {out: gradient}
+        if balance is not None:
+            gradients[balance] = None
+        roots = [root for root in gradients if root.requires_grad]  # nothing may be trained up to here
+        if roots:
+            torch.autograd.backward(roots, [gradients[root] for root in roots])
         if arrived is not None:
             if arrived.grad is None:
                 arrived.grad = torch.zeros_like(arrived)

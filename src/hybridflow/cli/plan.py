@@ -80,12 +80,13 @@ def plan_run(options: argparse.Namespace) -> int:
     if not options.devices:
         raise ConfigError("plan: say for which devices, as in --devices 16xH100")
     cluster = read_devices(options.devices)
+    _check_options(options, Search.schedules)
     given = [_written_out(word) for word in options.overrides]
     config = prepare_config(
         PPOConfig, given, recipe=options.recipe, runs=False, needs_model=False, needs_files=False
     ).config
-    prompt = options.prompt_tokens or config.data.max_prompt_length / 2
-    response = options.response_tokens or config.data.max_response_length / 2
+    prompt = _mean_tokens("prompt", options.prompt_tokens, config.data.max_prompt_length)
+    response = _mean_tokens("response", options.response_tokens, config.data.max_response_length)
     if config.actor_rollout_ref.model.path is None:
         raise ConfigError("plan: say for which model, as in model=Qwen/Qwen3-8B")
     job = job_of(config, shape_by_keys, prompt, response, options.reward_seconds)
@@ -110,6 +111,33 @@ def plan_run(options: argparse.Namespace) -> int:
     _show(best, job, cluster, options.device_price)
     print(f"\na checkpoint of the actor takes about {costs.checkpoint(job.shapes['actor']):.0f} s to write")
     return 0
+
+
+def _check_options(options: argparse.Namespace, schedules: Sequence[str]) -> None:
+    """Raise ConfigError for schedules that are not compared, and for numbers that mean nothing."""
+    from hybridflow.errors import ConfigError
+
+    odd = [name for name in options.schedule or () if name not in schedules]
+    if odd:
+        raise ConfigError(f"--schedule {odd[0]}: plans compare {', '.join(schedules)}")
+    if options.best < 1:
+        raise ConfigError(f"--best {options.best}: wanted the number of plans to show, at least 1")
+    for name, value in (("device-price", options.device_price), ("reward-seconds", options.reward_seconds)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"--{name} {value:g}: wanted a number from 0 on")
+
+
+def _mean_tokens(of: str, given: float | None, longest: int) -> float:
+    """Return the mean tokens of prompts or responses; ConfigError for none, or too many."""
+    from hybridflow.errors import ConfigError
+
+    if given is None:
+        return longest / 2
+    if not 0 < given <= longest:
+        raise ConfigError(
+            f"--{of}-tokens {given:g}: wanted a mean above 0 and of at most data.max_{of}_length={longest}"
+        )
+    return given
 
 
 def _written_out(word: str) -> str:

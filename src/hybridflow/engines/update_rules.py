@@ -27,6 +27,8 @@ NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 _LARGEST = 448.0
 _SMALLEST = 2.0**-9
 """Largest and smallest positive number of float8_e4m3fn."""
+_LEAST_EXPONENT = -50
+"""Exponent below which no scale goes: the square of a number of 8 bits is still exact in float32."""
 
 
 def make_rules(
@@ -134,10 +136,10 @@ class AdamW8bit(Optimizer):
                 entry = read_state(self, master, master.device)
                 mean = entry["exp_avg"].lerp_(master.grad, 1 - beta1)
                 square = entry["exp_avg_sq"].mul_(beta2).addcmul_(master.grad, master.grad, value=1 - beta2)
-                step = entry["step"].add_(1).item()
+                step = entry["step"].add_(1).double()  # stays on the device, which nothing waits for
                 master.mul_(1 - group["lr"] * group["weight_decay"])
                 root = (square / (1 - beta2**step)).sqrt_().add_(self.eps)
-                master.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
+                master.sub_(mean * (group["lr"] / (1 - beta1**step)) / root)
                 self.state[master] = self.packed(entry)
 
     def packed(self, entry: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -170,7 +172,8 @@ def pack(values: Tensor, *, keep_positive: bool = False) -> tuple[Tensor, Tensor
     """
     flat = values.reshape(-1)
     blocks = nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK)).unflatten(0, (-1, SCALE_BLOCK))
-    exponents = torch.frexp(blocks.abs().amax(1) / _LARGEST).exponent
+    mantissas, exponents = torch.frexp(blocks.abs().amax(1) / _LARGEST)
+    exponents = (exponents - (mantissas == 0.5).int()).clamp_min(_LEAST_EXPONENT)
     scaled = torch.ldexp(blocks, -exponents[:, None])
     if keep_positive:
         scaled = torch.where(blocks > 0, scaled.clamp_min(_SMALLEST), scaled)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from hybridflow.errors import ConfigError
 
+MOST_DEVICES = 2048
+"""Devices of the largest cluster that is planned: the ways to deal them out grow with their square."""
 GB = 1e9
 TB = 1e12
 
@@ -99,6 +101,8 @@ def read_devices(text: str) -> Cluster:
     name = found[2].upper()
     if name not in HARDWARE:
         raise ConfigError(f"--devices {text}: there is no row for {found[2]}; known are {known}")
+    if int(found[1]) > MOST_DEVICES:
+        raise ConfigError(f"--devices {text}: plans are searched for up to {MOST_DEVICES:,} devices")
     return Cluster(HARDWARE[name], int(found[1]))
 
 

@@ -183,6 +183,8 @@ def load_shape(path: str) -> ModelShape:
             f"{path} has no config.json that can be read ({error}): give a folder of a model, or a "
             "config.json alone, which is all that a plan reads"
         ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no object with the sizes of a model, as a config.json does")
     return read_shape(config, Path(path).name)
 
 
@@ -196,6 +198,15 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             f"{name}: its config.json has no {', '.join(missing)}, from which a plan counts parameters; it "
             "can plan for decoder models whose config.json names its sizes as Llama's does"
         )
+    try:
+        return _shape(config, text, name)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{name}: the sizes in its config.json do not fit together ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> ModelShape:
     heads = int(text["num_attention_heads"])
     experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 0)
     own = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * text["hidden_size"])

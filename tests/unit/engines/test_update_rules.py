@@ -163,6 +163,11 @@ def test_packing_is_close_and_exact_for_what_was_unpacked() -> None:
     again = pack(got)
     assert torch.equal(unpack(*again, tensor), got)
     assert unpack(*pack(torch.zeros(3)), torch.zeros(3)).tolist() == [0.0] * 3
+    rounded_up = torch.full((256,), 447.0)  # its largest number becomes 448, with another scale
+    rounded_up[1:] = torch.arange(255) * 2.0**-9
+    for values_of, keep in ((rounded_up, False), (torch.full((256,), 1e-25), True)):
+        got = unpack(*pack(values_of, keep_positive=keep), values_of)
+        assert torch.equal(unpack(*pack(got.square().sqrt(), keep_positive=keep), got), got)
     roots = torch.tensor([1.0, 1e-9, 0.0])
     kept = unpack(*pack(roots, keep_positive=True), roots)
     assert kept[1] > 0 and kept[2] == 0

@@ -113,3 +113,8 @@ def test_a_folder_a_file_and_a_name(tmp_path: Path) -> None:
         read_shape({"n_embd": 768, "vocab_size": 5, "num_hidden_layers": 2, "num_attention_heads": 2}, "gpt2")
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_shape(str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="no object with the sizes"):
+        load_shape(str(tmp_path))
+    with pytest.raises(ModelError, match="do not fit together"):
+        read_shape(known_models()["Qwen3-4B"] | {"layer_types": ["full_attention"]}, "short")

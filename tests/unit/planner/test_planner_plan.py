@@ -116,3 +116,22 @@ def test_wrong_devices_are_refused() -> None:
     for words in ("H100", "0xH100", "8xT4"):
         with pytest.raises(ConfigError, match="known are A100"):
             read_devices(words)
+    with pytest.raises(ConfigError, match="up to 2,048 devices"):
+        read_devices("100000xH100")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--response-tokens", "nan"], "response-tokens nan: wanted a mean above 0"),
+        (["--prompt-tokens", "-5"], "prompt-tokens -5: wanted a mean above 0"),
+        (["--response-tokens", "1e9"], "at most data.max_response_length"),
+        (["--reward-seconds", "-3"], "reward-seconds -3: wanted a number from 0 on"),
+        (["--device-price", "inf"], "device-price inf: wanted"),
+        (["--best", "0"], "at least 1"),
+        (["--schedule", "foo"], "schedule foo: plans compare sync, one_step_off"),
+    ],
+)
+def test_odd_options_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--recipe", "grpo", "model=Qwen/Qwen3-8B", "--devices", "16xH100", *words]) == 1
+    assert said in capsys.readouterr().err

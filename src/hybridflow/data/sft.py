@@ -186,9 +186,9 @@ class ConversationEncoder:
     def answer(self, response: str, row: Row) -> Encoded:
         """Return the row's prompt and a response to it; TypeError or ValueError where it has no prompt."""
         config = self.config
-        if row[config.prompt_key] == "" and not config.wrap_prompts:
-            return encode_pair(self.tokenizer, "", response)
-        prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts, media=self._reads)
+        prompt: str | list[Message] = ""
+        if row[config.prompt_key] != "" or config.wrap_prompts:
+            prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts, media=self._reads)
         if isinstance(prompt, str):
             pair = encode_pair(self.tokenizer, prompt, response)
             return self._with_media(*pair, self.reader.of_text(row) if self.reader else [])

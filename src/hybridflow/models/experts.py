@@ -16,18 +16,18 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
 from hybridflow.models.exact import ExactMode
 
 EXACT_EXPERTS = "hybridflow_exact"
 """The name of `exact_experts` among the kernels of experts."""
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def num_experts(config: PretrainedConfig) -> int:
     """Return the number of experts of a sparse layer, 0 for a dense model."""
     text = config.get_text_config()
-    return next((int(getattr(text, name)) for name in _COUNTS if getattr(text, name, None)), 0)
+    return next((int(getattr(text, name)) for name in NUMBERS_OF_EXPERTS if getattr(text, name, None)), 0)
 
 
 def experts_per_token(config: PretrainedConfig) -> int:

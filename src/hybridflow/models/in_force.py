@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from hybridflow.models.experts import num_experts
 from hybridflow.models.rope import describe_rope, length_limit, longest_generated
 
-_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _USUAL_EXPERTS = "grouped_mm"
 
 
@@ -26,6 +26,6 @@ def in_force(config: PretrainedConfig, dtype: torch.dtype) -> str:
     if limit is not None:
         parts.append(f"longer rows than {limit} tokens have rotary frequencies of their own")
     parts.append(f"dtype {str(dtype).removeprefix('torch.')}")
-    if any(getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS):
+    if num_experts(config):
         parts.append(f"experts by {getattr(text, '_experts_implementation', None) or _USUAL_EXPERTS}")
     return "; ".join(parts)

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.errors import ModelError
 from hybridflow.models.answer import answer
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.blocks import decoder_blocks
-from hybridflow.models.build import shape_of
+from hybridflow.models.build import auto_class, shape_of
 from hybridflow.models.experts import experts_per_token, num_experts
 from hybridflow.models.policy import PolicyModel, all_states, device_of, sequence_cut
 from hybridflow.models.sequence_parallel import SequenceCut
@@ -280,7 +279,7 @@ def layers_of_parts(config: ModelConfig, parts: int, *, is_value: bool) -> list[
     """
     shape = shape_of(config)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(
+        hf = auto_class("policy", shape).from_config(
             shape, attn_implementation="eager", trust_remote_code=config.trust_remote_code
         )
         model: Model = ValueModel(hf) if is_value else PolicyModel(hf)

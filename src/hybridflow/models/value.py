@@ -26,9 +26,9 @@ class ValueModel(nn.Module):
     """
 
     sequence_group: ProcessGroup | None = None
-    sequence_ring = False
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same values."""
-
+    sequence_ring = False
+    """Whether these ranks attend in a ring instead of exchanging heads."""
     column: Column | None = None
     """Ranks that hold the other stages of the model, or None where this rank has all layers."""
 

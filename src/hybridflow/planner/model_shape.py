@@ -12,10 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
 from hybridflow.errors import ModelError
 from hybridflow.planner.model_size import Count, ModelSize
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Linear(NamedTuple):
@@ -208,7 +207,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> ModelShape:
     heads = int(text["num_attention_heads"])
-    experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 0)
+    experts = next((int(text[key]) for key in NUMBERS_OF_EXPERTS if text.get(key)), 0)
     own = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * text["hidden_size"])
     width = int(text.get("intermediate_size") or own)
     per_token = 0

@@ -16,6 +16,7 @@ from typing import Any
 from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_group import WorkerGroup
+from hybridflow.errors import ConfigError
 from hybridflow.observability.profiling import ProfileSettings, Span, profiler
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ SECOND = (2,)
 
 
 class StepProfiler:
-    """Gives each step the context in which it is recorded, or not."""
+    """Gives each step the context in which it is recorded, or not; ConfigError where traces have no place."""
 
     def __init__(self, config: ProfilerConfig, groups: Sequence[WorkerGroup[Any]], run_folder: Path) -> None:
         self._config = config
@@ -34,6 +35,14 @@ class StepProfiler:
         self._folder = run_folder / "profile"
         if config.save_path is not None:
             self._folder = Path(config.save_path)
+        if config.tool is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"global_profiler.save_path={config.save_path}: the folder {self._folder} cannot be made "
+                    f"({error.strerror or error}): set one that can"
+                ) from error
 
     def __call__(self, step: int) -> AbstractContextManager[None]:
         """Return the context of a step."""
@@ -47,12 +56,15 @@ class StepProfiler:
         profiler.start(None)
         try:
             yield
-        finally:
-            spans = {DRIVER: profiler.stop()} | self._stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._folder / f"step_{step}.json"
-            file.write_text(json.dumps(trace_of(spans)), encoding="utf-8")
-            logger.info("profile of step %d: %s, for chrome://tracing or ui.perfetto.dev", step, file)
+        except BaseException:  # workers that have failed are asked nothing more
+            self._write(step, {DRIVER: profiler.stop()})
+            raise
+        self._write(step, {DRIVER: profiler.stop()} | self._stop())
+
+    def _write(self, step: int, spans: Mapping[str, Sequence[Span]]) -> None:
+        file = self._folder / f"step_{step}.json"
+        file.write_text(json.dumps(trace_of(spans)), encoding="utf-8")
+        logger.info("profile of step %d: %s, for chrome://tracing or ui.perfetto.dev", step, file)
 
     def _start(self, step: int) -> None:
         config = self._config

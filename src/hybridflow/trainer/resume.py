@@ -21,7 +21,10 @@ ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("sch
 SPREADS = {
     "fsdp_size",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "virtual_pipeline_parallel_size",
     "expert_parallel_size",
+    "context_parallel",
     "ulysses_sequence_parallel_size",
     "tensor_model_parallel_size",
     "reshard_after_forward",

@@ -77,6 +77,30 @@ def test_each_role_that_the_run_builds_is_looked_at(base: list[str], tmp_path: P
     assert "distillation.teacher_model.path" in problem(base, *teacher)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "keys", "said"),
+    [
+        ({"num_hidden_layers": 2}, "pipeline_parallel_size=4", "has 2 layers, which make no 4 parts"),
+        (
+            {"text_config": {"num_experts": 6}},
+            "expert_parallel_size=4",
+            "has 6 experts, which fsdp_config.exp",
+        ),
+        ({"num_hidden_layers": 8}, "expert_parallel_size=2", "has no experts, which"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_as_asked_is_refused(
+    sizes: dict[str, object], keys: str, said: str, base: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    assert said in problem(
+        base,
+        f"actor_rollout_ref.actor.fsdp_config.{keys}",
+        "trainer.n_gpus_per_node=4",
+        "ray_kwargs.ray_init.num_cpus=4",
+    )
+
+
 def rows(prompt: object) -> pa.Table:
     return pa.table({"prompt": [prompt], "text": ["a"]})
 

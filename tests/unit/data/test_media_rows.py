@@ -165,6 +165,8 @@ def test_answers_are_learned_and_pictures_are_not(tokenizer: PreTrainedTokenizer
     pair = {"prompt": chat[:1], "response": "1", "images": [png(RED)]}
     (alone,) = SFTDataset([pair], tokenizer, SFTDataConfig())
     assert alone.media[0].digest == item.media[0].digest
+    with pytest.raises(DataError, match="another number of places"):
+        SFTDataset([pair | {"prompt": ""}], tokenizer, SFTDataConfig())
 
 
 def test_the_task_has_every_answer_and_no_picture_twice(tokenizer: PreTrainedTokenizerFast) -> None:

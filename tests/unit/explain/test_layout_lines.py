@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.errors import ModelError
 from hybridflow.explain.layout import MOST_RANKS, layout_lines
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.planner.memory import Engine
 
 
@@ -49,3 +53,9 @@ def test_shards_alone_need_no_drawing_and_many_ranks_are_cut_short(model: ModelC
     assert drawn(ParallelLayout(dp_shard=8), model) == []
     many = drawn(ParallelLayout(dp_shard=32, dp_replicate=2), model)
     assert len(many) == MOST_RANKS + 1 and many[-1].startswith("actor ranks 16 to 63: go on")
+
+
+def test_a_model_that_cannot_be_cut_into_stages_is_named(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(create_tiny_vlm(tmp_path, hidden=16)))
+    with pytest.raises(ModelError, match=r"Qwen3VLModel .*no plan of stages"):
+        drawn(ParallelLayout(dp_shard=1, pp=2), model)

@@ -77,7 +77,9 @@ def test_torchs_profiler_writes_a_file_of_the_rank(groups: list[WorkerGroup[Any]
 def test_a_step_that_fails_leaves_nothing_recording(groups: list[WorkerGroup[Any]], tmp_path: Path) -> None:
     recorded = StepProfiler(ProfilerConfig(tool="phases"), groups, tmp_path)
     with pytest.raises(RuntimeError, match="in the step"), recorded(2):
+        groups[0].role = "gone"  # whoever asks it anything gets another error
         raise RuntimeError("in the step")
+    groups[0].role = "actor"
     assert not profiler.active and (tmp_path / "profile" / "step_2.json").exists()
 
 
@@ -92,6 +94,12 @@ def test_spans_of_processes_lie_on_one_axis() -> None:
     assert spans["gen"]["ts"] == 0 and spans["a"]["ts"] == 5e5 and spans["a"]["dur"] == 5e5
     assert spans["a"]["pid"] == spans["b"]["pid"] != spans["gen"]["pid"]
     assert spans["a"]["tid"] != spans["b"]["tid"]
+
+
+def test_traces_without_a_place_are_refused(groups: list[WorkerGroup[Any]], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"save_path=.*cannot be made \(Not a directory\)"):
+        StepProfiler(ProfilerConfig("phases", save_path=str(tmp_path / "file" / "p")), groups, tmp_path)
 
 
 def test_nothing_is_recorded_where_nobody_asked() -> None:

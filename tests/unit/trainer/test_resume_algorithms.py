@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tiny_trainer import TIMINGS, ppo_config, tiny_model
 
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
+from hybridflow.trainer.resume import say_changes
 
 ALGORITHMS = {
     "remax": ["algorithm.adv_estimator=remax"],
@@ -91,3 +94,9 @@ def test_a_resume_under_another_algorithm_says_so(
     assert changed == [
         "the run goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"
     ]
+
+
+def test_another_layout_is_no_other_setting(caplog: pytest.LogCaptureFixture) -> None:
+    names = [field.name for field in fields(FSDPConfig) if "parallel" in field.name]
+    say_changes(1, [f"critic.fsdp_config.{name}: 1 → 2" for name in names])
+    assert names and not caplog.records

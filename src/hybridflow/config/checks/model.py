@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.checks.paths import is_remote, is_written_as_path, local
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import built_models
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -25,6 +26,8 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 """Files of which a tokenizer's folder has at least one."""
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in a config.json."""
 INDEX = "model.safetensors.index.json"
 TEACHER = "distillation.teacher_model"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
@@ -37,7 +40,9 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
     `runs=False` looks at no weights and no tokenizer, for commands that only show what a run would be.
     """
     first = None
-    for block, model, _ in built_models(config):
+    for block, model, fsdp in built_models(config):
+        if fsdp is not None:
+            yield from _divided(model, fsdp, block)
         if isinstance(config, PPOConfig) and block == TEACHER and not model.path:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a teacher, and "
@@ -49,6 +54,32 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
         first = first or model
     if runs:
         yield from tokenizer_problems(config)
+
+
+def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
+    """Yield one line for too few layers for the stages, and for experts that the ranks cannot share."""
+    content = None
+    if model.path and not is_remote(model.path):
+        content = _read_json(local(model.path) / "config.json")
+    if not isinstance(content, dict):
+        return
+    inner = content.get("text_config")
+    sizes = {**(inner if isinstance(inner, dict) else content), **model.override_config}
+    where = f"{key}.path={model.path}"
+    layers = sizes.get("num_hidden_layers")
+    parts = fsdp.pipeline_parallel_size * fsdp.virtual_pipeline_parallel_size
+    if parts > 1 and isinstance(layers, int) and layers < parts:
+        yield (
+            f"{where} has {layers} layers, which make no {parts} parts: set "
+            f"fsdp_config.pipeline_parallel_size × virtual_pipeline_parallel_size to at most {layers}"
+        )
+    ranks = fsdp.expert_parallel_size
+    experts = next((sizes[name] for name in NUMBERS_OF_EXPERTS if sizes.get(name)), 0)
+    if ranks > 1 and isinstance(experts, int) and (not experts or experts % ranks):
+        yield (
+            f"{where} has {experts or 'no'} experts, which fsdp_config.expert_parallel_size={ranks} does not "
+            "divide: set a divisor, or 1 for a dense model"
+        )
 
 
 def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterator[str]:

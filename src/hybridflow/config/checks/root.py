@@ -283,7 +283,7 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             f"trainer.wandb_proxy={trainer.wandb_proxy} is no address: wanted one with its scheme, for "
             "example http://proxy.example:3128"
         )
-    if trainer.alert_webhook is not None and urlsplit(trainer.alert_webhook).scheme not in ("http", "https"):
+    if trainer.alert_webhook is not None and not _is_web_address(trainer.alert_webhook):
         yield f"trainer.alert_webhook={trainer.alert_webhook} is no address: wanted http://… or https://…"
     if (
         isinstance(trainer, TrainerConfig)
@@ -295,6 +295,15 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             f"trainer.total_training_steps={trainer.total_training_steps} in which the actor trains: set it "
             "lower"
         )
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  raises for one that is no number
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _profiler(profiler: ProfilerConfig, device: str) -> Iterator[str]:

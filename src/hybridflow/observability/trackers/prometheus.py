@@ -98,5 +98,12 @@ class PrometheusTracker(Tracker):
         """Write a configuration with which Prometheus scrapes this run."""
         job = {"job_name": "hybridflow", "static_configs": [{"targets": [target]}]}
         config = {"global": {"scrape_interval": "10s"}, "scrape_configs": [job]}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"trainer.prometheus.file={file} cannot be written ({error.strerror or error}): set another "
+                "path, or leave it out"
+            ) from error

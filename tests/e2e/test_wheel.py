@@ -77,7 +77,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: zipfile.Zip
     assert {
         "hybridflow/py.typed",
         "hybridflow/recipes/grpo.yaml",
-        "hybridflow/observability/report.html",
+        "hybridflow/observability/report/assets/page.html",
     } <= there
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
 

@@ -232,10 +232,18 @@ def try_environment(options: argparse.Namespace) -> int:
 
 
 def view(options: argparse.Namespace) -> int:
-    """Write a run's curves and samples as one self-contained HTML file."""
-    from hybridflow.observability.report import write_report
+    """Write the page of a run as one self-contained HTML file, or serve it while the run writes."""
+    from hybridflow.observability.report import LiveServer, write_report
 
-    print(f"wrote {write_report(options.run, options.out)}")
+    if not options.live:
+        print(f"wrote {write_report(options.run, options.out, options.against)}")
+        return 0
+    server = LiveServer([run for run in (options.run, options.against) if run], options.port)
+    print(f"{server.url}\nfollows {options.run}; Ctrl-C ends it, and the run goes on", flush=True)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        server.close()
     return 0
 
 

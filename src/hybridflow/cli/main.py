@@ -87,12 +87,23 @@ def parser() -> argparse.ArgumentParser:
     reward.add_argument("overrides", nargs="*", help=OVERRIDES)
     reward.set_defaults(body=commands.reward_test)
 
-    view = words.add_parser("view", help="write a run's curves and samples as one HTML file")
-    view.add_argument("run", help="folder of the run")
-    view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
-    view.set_defaults(body=commands.view)
+    _add_view(words)
     add_time_travel(words)
     return root
+
+
+def _add_view(words: Any) -> None:
+    view = words.add_parser(
+        "view", help="curves, rollouts and times of a run as one HTML file, or served while it writes"
+    )
+    view.add_argument("run", help="folder of the run")
+    view.add_argument("--against", metavar="OTHER", help="folder of a run to compare it with")
+    view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
+    view.add_argument(
+        "--live", action="store_true", help="serve the page on this machine; it follows the run's files"
+    )
+    view.add_argument("--port", type=int, default=0, help="port of --live (default: one that is free)")
+    view.set_defaults(body=commands.view)
 
 
 def _add_demo(words: Any) -> None:

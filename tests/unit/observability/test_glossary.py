@@ -86,7 +86,7 @@ def test_the_line_shows_known_metrics_only() -> None:
 
 
 def test_the_report_shows_what_the_table_says() -> None:
-    source = (Path(report.__file__).parent / "report.js").read_text(encoding="utf-8")
+    source = (Path(report.__file__).parent / "assets" / "overview.js").read_text(encoding="utf-8")
     cards = [pattern.replace("\\/", "/") for pattern in re.findall(r"match: /(.*?[^\\])/[,} ]", source)]
     assert len(cards) == source.count("match: /")
     assert not readers_differ("report", lambda name: any(re.search(card, name) for card in cards))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -10,17 +12,10 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import DataError
-from hybridflow.observability.report import (
-    MAX_POINTS,
-    MAX_ROWS,
-    MAX_SAMPLE_STEPS,
-    MAX_TEXT,
-    MAX_TOKENS,
-    collect,
-    embed_json,
-    evenly,
-    write_report,
-)
+from hybridflow.observability.report import collect, write_report
+from hybridflow.observability.report.follow import MAX_POINTS
+from hybridflow.observability.report.page import MAX_ROWS, MAX_SAMPLE_STEPS, embed_json, evenly
+from hybridflow.observability.report.rows import MAX_TEXT, MAX_TOKENS
 from hybridflow.observability.samples import SampleWriter
 from hybridflow.observability.trackers import build_trackers
 
@@ -84,7 +79,14 @@ def test_page_holds_everything_and_asks_nothing_of_the_network(tmp_path: Path) -
     text = write_report(make_run(tmp_path / "run"), tmp_path / "out" / "r.html").read_text(encoding="utf-8")
     page = Page(text)
     assert len(page.scripts) == 2, "text of the run must not open or close a script"
-    assert not [entry for entry in page.attributes if entry[1] in ("src", "href", "action")]
+    links = [value for _, name, value in page.attributes if name in ("src", "href", "action")]
+    assert all(link.startswith("#") or link == "data:," for link in links), links
+    (policy,) = [value for tag, name, value in page.attributes if tag == "meta" and "default-src" in value]
+    assert "unsafe" not in policy and "connect-src" not in policy
+    for tag, source in (("script", "script-src"), ("style", "style-src")):
+        body = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(body[-1].encode()).digest()).decode()
+        assert f"{source} 'sha256-{digest}'" in policy, f"the policy forbids the page's own {tag}"
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
     data = data_of(page)
     assert data["title"] == "p / e" and data["steps"] == [0, 1]
@@ -94,8 +96,9 @@ def test_page_holds_everything_and_asks_nothing_of_the_network(tmp_path: Path) -
         "val-core/sums/acc/mean@1": [0.25, None],
     }
     assert data["summary"] == {"greedy_before": 0.5, "greedy_after": "NaN"}
-    (step,) = data["samples"]["samples"]
-    (row,) = step["rows"]
+    (step,) = data["rollouts"]
+    assert (step["kind"], step["step"], step["columns"]["score"]) == ("samples", 1, ["NaN"])
+    (row,) = data["details"]["samples/1"]
     assert row["prompt"] == NASTY and row["score"] == "NaN"
     assert row["tokens"] == {"text": ["4", NASTY], "advantages": [1.0, "Infinity"]}
     assert data["notes"] == [
@@ -130,15 +133,14 @@ def test_samples_are_capped_and_the_page_says_so(tmp_path: Path) -> None:
     long = {"prompt": "x" * (MAX_TEXT + 1), "tokens": {"text": ["y"] * (MAX_TOKENS + 3)}}
     SampleWriter(tmp_path / "validation").write([long], 5)
     data = collect(tmp_path)
-    steps = [item["step"] for item in data["samples"]["samples"]]
-    assert len(steps) == MAX_SAMPLE_STEPS and (steps[0], steps[-1]) == (1, 100)
-    assert {(len(item["rows"]), item["total"]) for item in data["samples"]["samples"]} == {
-        (MAX_ROWS, MAX_ROWS + 2)
-    }
-    assert any("20 of 100 steps" in note for note in data["notes"]) and any(
-        f"first {MAX_ROWS} rows" in note for note in data["notes"]
-    )
-    (row,) = data["samples"]["validation"][0]["rows"]
+    whole = sorted(int(name.split("/")[1]) for name in data["details"] if name.startswith("samples/"))
+    assert len(whole) == MAX_SAMPLE_STEPS and (whole[0], whole[-1]) == (1, 100)
+    assert all(len(data["details"][f"samples/{step}"]) == MAX_ROWS for step in whole)
+    in_table = [len(part["columns"]["score"]) for part in data["rollouts"] if part["kind"] == "samples"]
+    assert in_table == [MAX_ROWS + 2] * 100, "the table has all rows"
+    assert any("of 100 steps 20 have their texts whole" in note for note in data["notes"])
+    assert any(f"first {MAX_ROWS} rows" in note for note in data["notes"])
+    (row,) = data["details"]["validation/5"]
     assert (
         row["tokens_cut"] == 3
         and len(row["tokens"]["text"]) == MAX_TOKENS
@@ -156,7 +158,7 @@ def test_conversations_are_text_and_cut(tmp_path: Path) -> None:
         {"role": "user", "content": "z"},
     ]
     SampleWriter(tmp_path / "samples").write([{"uid": "a", "messages": messages}], 1)
-    shown = collect(tmp_path)["samples"]["samples"][0]["rows"][0]["messages"]
+    shown = collect(tmp_path)["details"]["samples/1"][0]["messages"]
     assert shown[0] == {"role": "assistant", "content": "", "calls": ['add({"a": 1})', "sub({})"]}
     assert shown[1]["role"] == "tool add" and "alert(1)" in shown[1]["content"]
     assert sum(len(message["content"]) for message in shown[:3]) < MAX_TEXT

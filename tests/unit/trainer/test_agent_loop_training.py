@@ -64,7 +64,7 @@ def test_a_run_learns_from_what_the_loop_says_exact_to_the_bit(model: Path, tmp_
     assert len(steps) == 2
     assert all(step["training/rollout_log_probs_diff_max"] == 0.0 for step in steps)
     assert all(step["agent/num_messages"] == 4.0 and step["agent/num_rows/mean"] == 1.0 for step in steps)
-    (first, *_) = collect(tmp_path / "run")["samples"]["samples"][0]["rows"]
+    (first, *_) = collect(tmp_path / "run")["details"]["samples/1"]
     assert first["messages"][-1] == {"role": "assistant", "content": "done", "calls": []}
     mask = first["tokens"]["response_mask"]
     assert 2 <= sum(mask) <= 6 and not all(mask), "three tokens of each answer at most, and none of the hint"

@@ -54,7 +54,7 @@ def test_a_checkpoint_has_the_accuracy_of_its_runs_validation(run: Path, tmp_pat
     assert found["metrics"]["share/mean@2"]["value"] == pytest.approx(
         of_run["val-aux/arithmetic_chain/share/mean@2"], abs=1e-6
     )
-    rows = collect(tmp_path / "whole")["samples"]["validation"][0]["rows"]
+    rows = next(iter(collect(tmp_path / "whole")["details"].values()))
     assert len(rows) == 10 and {"prompt", "response", "score"} <= rows[0].keys()
 
     # ended in the middle of a line: what was whole stays, and the table is the same

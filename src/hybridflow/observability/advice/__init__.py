@@ -7,6 +7,6 @@ an open phase ──StallWatch──► the alarm of a phase that takes far long
 from hybridflow.observability.advice.alarms import ALARMS
 from hybridflow.observability.advice.hints import HINTS
 from hybridflow.observability.advice.history import Advice, History, Rule
-from hybridflow.observability.advice.watch import AdviceWatch
+from hybridflow.observability.advice.watch import AdviceWatch, find_advice
 
-__all__ = ["ALARMS", "HINTS", "Advice", "AdviceWatch", "History", "Rule"]
+__all__ = ["ALARMS", "HINTS", "Advice", "AdviceWatch", "History", "Rule", "find_advice"]

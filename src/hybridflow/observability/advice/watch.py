@@ -12,6 +12,14 @@ REPEAT_EVERY = 20
 """Steps after which the advice of a rule that stays broken is given again."""
 
 
+def find_advice(history: History) -> tuple[list[Advice], list[Advice]]:
+    """Return the alarms that hold now, and the hints: none where there is an alarm."""
+    alarms = [advice for rule in ALARMS if (advice := rule(history))]
+    if alarms:
+        return alarms, []
+    return [], [advice for rule in HINTS if (advice := rule(history))]
+
+
 class AdviceWatch:
     """Watches one run, step by step."""
 
@@ -27,11 +35,9 @@ class AdviceWatch:
     def look(self, metrics: Mapping[str, float], step: int) -> list[Advice]:
         """Return what is due to be said after this step: alarms, or hints where there is no alarm."""
         self.history.add(metrics)
-        found = [advice for rule in ALARMS if (advice := rule(self.history))]
-        if not found:
-            found = [advice for rule in HINTS if (advice := rule(self.history))]
+        alarms, hints = find_advice(self.history)
         due = []
-        for advice in found:
+        for advice in alarms or hints:
             if advice.rule not in self._said or step - self._said[advice.rule] >= self._repeat_every:
                 self._said[advice.rule] = step
                 due.append(advice)

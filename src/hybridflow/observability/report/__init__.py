@@ -1,0 +1,12 @@
+"""The page of a run: curves, rollouts, trajectories and times, as one HTML file or served while it writes.
+
+    run folder ──RunFollower──► what is new since a cursor ──write_report──► report.html, without a server
+                                                           └─LiveServer────► the page, which asks for more
+
+The page is plain HTML, CSS and JavaScript beside this file. It asks nobody but this server for anything.
+"""
+
+from hybridflow.observability.report.page import collect, write_report
+from hybridflow.observability.report.server import LiveServer
+
+__all__ = ["LiveServer", "collect", "write_report"]

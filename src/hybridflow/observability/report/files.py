@@ -1,0 +1,176 @@
+"""Files of a run folder, read again where they have changed; the run may write, replace or remove them.
+
+    metrics.jsonl ──Lines──► the object of each step        samples/{step}.jsonl ──Folder──► rows of each step
+
+Each poll has a number, and what it finds is marked with it, so that a reader can ask for what came later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.observability.report.rows import brief
+
+_HEAD = 128  # bytes at the beginning of a file by which one that was written anew is known
+
+Fingerprint = tuple[int, int, int]
+
+
+def fingerprint(path: Path) -> Fingerprint | None:
+    """Return what changes when a file does, or None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class Lines:
+    """The objects of a JSONL file by their `step`; those of one step are joined.
+
+    Only what lies behind the last line that was read is read again, and that line: it may be written anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_step: dict[int, dict[str, Any]] = {}
+        self.changed: dict[int, int] = {}
+        """Number of the poll that saw a step's line change last."""
+        self.newest = 0
+        """Number of the poll that saw a change last."""
+        self._seen: Fingerprint | None = None
+        self._offset = 0
+        self._head = b""
+        self._last: int | None = None  # step of the line at the offset
+
+    def poll(self, number: int) -> bool:
+        """Read what is new; return whether something that was there before has gone."""
+        seen = fingerprint(self.path)
+        if seen == self._seen:
+            return False
+        gone = False
+        if seen is None or self._seen is None or seen[0] != self._seen[0] or seen[1] < self._offset:
+            gone = self._forget()
+        self._seen = seen
+        if seen is None:
+            return gone
+        try:
+            head, data = self._read()
+        except OSError:  # removed in this moment
+            self._seen = None
+            return self._forget() or gone
+        first = _object(data.partition(b"\n")[0])
+        if not head.startswith(self._head) or (first and self._last not in (None, first["step"])):
+            gone = self._forget()  # it was written anew in its old place
+            self._seen = None
+            return self.poll(number) or gone
+        *whole, torn = data.split(b"\n")
+        for line in (*whole, torn):
+            self._take(line, number)
+        if whole:
+            self._offset += len(data) - len(torn) - len(whole[-1]) - 1
+            self._head = head[: self._offset]
+            self._last = (_object(whole[-1]) or {}).get("step")
+        return gone
+
+    def _read(self) -> tuple[bytes, bytes]:
+        """Return the beginning of the file, and all from the last line on that was read."""
+        with self.path.open("rb") as file:
+            head = file.read(_HEAD)
+            file.seek(self._offset)
+            return head, file.read()
+
+    def _forget(self) -> bool:
+        had = bool(self.by_step)
+        self.by_step = {}
+        self.changed = {}
+        self._offset = 0
+        self._head = b""
+        self._last = None
+        return had
+
+    def _take(self, text: bytes, number: int) -> None:
+        line = _object(text)
+        if line is None:
+            return
+        step = line.pop("step")
+        before = self.by_step.get(step)
+        if before is not None and all(before.get(name) == value for name, value in line.items()):
+            return
+        self.by_step[step] = {**(before or {}), **line}
+        self.changed[step] = number
+        self.newest = number
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    """Return the object of a line, with a whole `step`; None where it has none or is torn."""
+    try:
+        line = json.loads(text)
+        line["step"] = int(line["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return line  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The rows of one step."""
+
+    seen: Fingerprint
+    changed: int
+    """Number of the poll that read it."""
+    total: int
+    """Rows in the file."""
+    bad: int
+    """Lines that could not be read."""
+    columns: dict[str, list[Any]]
+    """The rows as the table has them."""
+
+
+class Folder:
+    """The files {step}.jsonl of a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[int, StepFile] = {}
+        self.newest = 0
+        """Number of the poll that read a file last."""
+
+    def poll(self, number: int) -> bool:
+        """Read the files that are new or have changed; return whether one has gone."""
+        found = {}
+        for path in self.path.glob("*.jsonl"):
+            seen = fingerprint(path)
+            if path.stem.isdigit() and seen is not None:
+                found[int(path.stem)] = seen
+        gone = [step for step in self.files if step not in found]
+        for step in gone:
+            del self.files[step]
+        for step, seen in found.items():
+            if step not in self.files or self.files[step].seen != seen:
+                rows = list(self.rows(step))
+                good = [row for row in rows if row is not None]
+                self.newest = number
+                self.files[step] = StepFile(seen, number, len(rows), len(rows) - len(good), brief(good))
+        return bool(gone)
+
+    def rows(self, step: int) -> Iterator[dict[str, Any] | None]:
+        """Yield the rows of a step, None for a line that is none; nothing where the file has gone."""
+        try:
+            text = (self.path / f"{step}.jsonl").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        for line in text.split("\n"):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if isinstance(row, dict):
+                    yield row
+                else:
+                    yield None

@@ -1,0 +1,288 @@
+"""What a run folder holds for the page, and what of it is new.
+
+metrics.jsonl, timeline.jsonl, rollouts.jsonl, samples/, validation/, … ──poll──► RunFollower
+cursor of the page ──changes──► what came later, with the next cursor; (kind, step, index) ──► a trajectory
+
+Only files are read, so a run does not notice who looks at it. Each file may be missing, half-written or
+replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.observability.glossary import MetricEntry, find
+from hybridflow.observability.report.files import Fingerprint, Folder, Lines, fingerprint
+from hybridflow.observability.report.findings import Findings
+from hybridflow.observability.report.rows import detail, digests, finite, number, take_pictures
+
+MAX_POINTS = 3000  # steps of a curve
+MAX_ROLLOUTS = 50_000  # rows of the table, the newest ones
+
+SAMPLES = "samples"
+ALL_ROLLOUTS = "rollout_data"
+KINDS = {SAMPLES: "rollout", "validation": "validation"}
+"""What the samples in a folder of the run are."""
+
+COUNTED = {"failed trajectories": "training/num_failed/", "trajectories tried again": "agent/num_retried/"}
+"""Prefixes of metrics that count by cause, by the names of their sums over the run."""
+
+
+class RunFollower:
+    """Reads a run folder whenever it is polled. A folder that is not there yet is an empty one."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.run = Path(run)
+        self.metrics = Lines(self.run / "metrics.jsonl")
+        self.timeline = Lines(self.run / "timeline.jsonl")
+        self.recorded = Lines(self.run / "rollouts.jsonl")
+        self.folders = {kind: Folder(self.run / kind) for kind in KINDS}
+        self._small: dict[str, tuple[Fingerprint | None, dict[str, Any] | None, str]] = {}
+        self._number = 0
+        self._epoch = os.urandom(4).hex()
+        self._findings = Findings()
+        self._advice: list[dict[str, Any]] = []
+        self._newest = 0
+        """Number of the poll that saw a change last."""
+
+    def poll(self) -> None:
+        """Read what has changed since the last time."""
+        self._number += 1
+        small = [self._read_small(name, parse) for name, parse in _SMALL.items()]
+        self._find_all_rollouts()
+        sources: list[Lines | Folder] = [self.metrics, self.timeline, self.recorded, *self.folders.values()]
+        gone = sum(source.poll(self._number) for source in sources) > 0  # all are polled
+        if gone:
+            self._epoch = os.urandom(4).hex()  # the page begins anew
+            self._findings = Findings()
+        if gone or self.metrics.newest == self._number:
+            self._advice = self._findings.of(self.metrics.by_step)
+        if gone or any(small) or max(source.newest for source in sources) == self._number:
+            self._newest = self._number
+
+    def changes(self, cursor: str = "") -> dict[str, Any]:
+        """Return what a page does not have whose last answer had this cursor, as JSON data.
+
+        `reset` says that what the page has is not to be kept. Where nothing is new there is nothing but
+        `cursor`, `reset`, `now` and `written`, in seconds since the epoch.
+        """
+        epoch, _, seen = cursor.partition(".")
+        reset = epoch != self._epoch
+        after = int(seen) if seen.isdigit() and not reset else 0
+        answer = {
+            "cursor": f"{self._epoch}.{self._number}",
+            "reset": reset,
+            "now": time.time(),
+            "written": self._written(),
+        }
+        if not reset and self._newest <= after:
+            return answer
+        notes: list[str] = []
+        steps = _thinned(self.metrics, after, notes)
+        names = sorted({name for step in steps for name in self.metrics.by_step[step]})
+        return {
+            **answer,
+            **self._head(notes),
+            "steps": steps,
+            "metrics": {
+                name: [number(self.metrics.by_step[step].get(name)) for step in steps] for name in names
+            },
+            "about": {name: _about(entry) for name in names if (entry := find(name))},
+            "timeline": [
+                {"step": step, "spans": _spans(self.timeline.by_step[step])}
+                for step, changed in sorted(self.timeline.changed.items())
+                if changed > after
+            ],
+            "rollouts": list(reversed(list(self._rollouts(after, notes)))),
+            "notes": notes,
+        }
+
+    def trajectory(self, kind: str, step: int, index: int) -> dict[str, Any]:
+        """Return all `rows` of the trajectory that row number `index` of a step belongs to, if it is there,
+        and their `pictures` by digest.
+        """
+        rows = []
+        if kind in self.folders:
+            rows = [row for row in self.folders[kind].rows(step) if row is not None]
+        pictures = take_pictures(rows)
+        own = rows[index : index + 1]
+        if own and own[0].get("trajectory_id") is not None:
+            own = [row for row in rows if row.get("trajectory_id") == own[0]["trajectory_id"]]
+        wanted = digests(own)
+        return {
+            "rows": [detail(row) for row in own],
+            "pictures": {digest: url for digest, url in pictures.items() if digest in wanted},
+        }
+
+    def _head(self, notes: list[str]) -> dict[str, Any]:
+        """Return the facts of the run that are small; `notes` gets what is missing."""
+        config = self._object("config.yaml", notes) or {}
+        if not self._exists("config.yaml"):
+            notes.append("No config.yaml in the run folder.")
+        if not self.metrics.by_step:
+            notes.append("No metrics.jsonl with a step in it, so there are no curves.")
+        for kind, name in KINDS.items():
+            files = self.folders[kind].files
+            if not files:
+                notes.append(f"No {kind}/*.jsonl in the run folder, so there are no {name} samples to read.")
+            if bad := sum(file.bad for file in files.values()):
+                notes.append(f"{kind}: {bad} lines could not be read.")
+        advice = [
+            {**entry, "keys": [{"key": key, "value": _value(config, key)} for key in entry["keys"]]}
+            for entry in self._advice
+        ]
+        return {
+            "title": " / ".join(_names_of_run(config)) or self.run.resolve().name,
+            "summary": self._object("summary.json", notes),
+            "machine": self._object("machine.json", notes),
+            "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
+            "counts": {title: _sums(self.metrics.by_step, prefix) for title, prefix in COUNTED.items()},
+            "failures": self._object("failures.json", notes) or {},
+            "advice": advice,
+        }
+
+    def _rollouts(self, after: int, notes: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of files that changed after a poll, newest steps first, at most MAX_ROLLOUTS."""
+        parts = [
+            ("recorded", step, _num_rows(line), self.recorded.changed[step], line)
+            for step, line in self.recorded.by_step.items()
+        ]
+        for kind, folder in self.folders.items():
+            parts += [
+                (kind, step, file.total, file.changed, file.columns) for step, file in folder.files.items()
+            ]
+        left = MAX_ROLLOUTS
+        for kind, step, total, changed, columns in sorted(parts, key=lambda part: -part[1]):
+            left -= total
+            if left < 0:
+                notes.append(f"The table has the newest rollouts, from step {step + 1} on.")
+                break
+            if changed > after:
+                yield {"kind": kind, "step": step, "total": total, "columns": finite(columns)}
+
+    def _find_all_rollouts(self) -> None:
+        """Follow the folder of `trainer.rollout_data_dir` too, where the run has one."""
+        config = self._small["config.yaml"][1] or {}
+        trainer = config.get("trainer")
+        if isinstance(trainer, Mapping) and isinstance(trainer.get("rollout_data_dir"), str):
+            path = Path(trainer["rollout_data_dir"]).expanduser()
+            if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
+                self.folders[ALL_ROLLOUTS] = Folder(path)
+
+    def _read_small(self, name: str, parse: Callable[[str], Any]) -> bool:
+        """Read a file with one object if it has changed; return whether it has."""
+        path = self.run / name
+        seen = fingerprint(path)
+        if name in self._small and self._small[name][0] == seen:
+            return False
+        loaded = None
+        complaint = ""
+        if seen is not None:
+            try:
+                loaded = finite(parse(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                complaint = f"{name} could not be read: {error}"
+        if not isinstance(loaded, dict):
+            loaded = None
+        self._small[name] = (seen, loaded, complaint)
+        return True
+
+    def _object(self, name: str, notes: list[str]) -> dict[str, Any] | None:
+        _, loaded, complaint = self._small[name]
+        if complaint:
+            notes.append(complaint)
+        return loaded
+
+    def _exists(self, name: str) -> bool:
+        return self._small[name][0] is not None
+
+    def _written(self) -> float | None:
+        """Return when the metrics were written last, in seconds since the epoch."""
+        seen = fingerprint(self.metrics.path)
+        if seen is None:
+            return None
+        return seen[2] / 1e9
+
+
+def _yaml(text: str) -> Any:
+    """Return the content of a YAML text, by libyaml where PyYAML has it: that is ten times as fast."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+_SMALL: dict[str, Callable[[str], Any]] = {
+    "config.yaml": _yaml,
+    "summary.json": json.loads,
+    "machine.json": json.loads,
+    "failures.json": json.loads,
+}
+
+
+def _about(entry: MetricEntry) -> dict[str, str]:
+    """Return the glossary's facts of a metric; a number without a unit has the unit ""."""
+    unit = "" if entry.unit == "1" else entry.unit
+    return {"meaning": entry.meaning, "unit": unit, "better": entry.better}
+
+
+def _sums(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """Return the sums over all steps of the metrics with a prefix, by the rest of their names."""
+    sums: dict[str, float] = {}
+    for values in metrics.values():
+        for name, value in values.items():
+            if name.startswith(prefix):
+                cause = name.removeprefix(prefix)
+                sums[cause] = sums.get(cause, 0.0) + value
+    return sums
+
+
+def _names_of_run(config: Mapping[str, Any]) -> list[str]:
+    trainer = config.get("trainer")
+    if not isinstance(trainer, Mapping):
+        return []
+    return [str(trainer[key]) for key in ("project_name", "experiment_name") if trainer.get(key)]
+
+
+def _value(config: Mapping[str, Any], key: str) -> str | None:
+    """Return the value of a key in the run's configuration as text, or None where it has none."""
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _thinned(metrics: Lines, after: int, notes: list[str]) -> list[int]:
+    """Return the steps that changed after a poll: all, or evenly chosen ones and those of validations."""
+    steps = sorted(step for step, changed in metrics.changed.items() if changed > after)
+    if len(steps) <= MAX_POINTS:
+        return steps
+    stride = math.ceil(len(steps) / MAX_POINTS)
+    kept = [
+        step
+        for index, step in enumerate(steps)
+        if index % stride == 0
+        or step == steps[-1]
+        or any(name.startswith("val") for name in metrics.by_step[step])
+    ]
+    notes.append(
+        f"The curves show {len(kept)} of {len(steps)} steps: one in {stride}, those with a validation, and "
+        "the last."
+    )
+    return kept
+
+
+def _num_rows(line: Mapping[str, Any]) -> int:
+    return max((len(values) for values in line.values() if isinstance(values, list)), default=0)
+
+
+def _spans(line: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the spans of a step that are whole: [lane, name, start, end], in seconds since the epoch."""
+    return [span for span in line.get("spans", ()) if isinstance(span, list) and len(span) == 4]

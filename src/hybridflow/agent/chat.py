@@ -157,7 +157,9 @@ class _Play:
                 messages = messages_of(prompt) if prompt else []
                 self.conversation.begin_rendered(episode.prompt, messages)
         else:
-            self.conversation.begin(await self.environment.reset(row))
+            with self.policy.log.span("environment", method="reset"):
+                observation = await self.environment.reset(row)
+            self.conversation.begin(observation)
         try:
             while not await self._turn():
                 pass
@@ -189,7 +191,9 @@ class _Play:
 
     async def _step(self, text: str, call: int) -> bool:
         assert self.environment is not None, "without an environment such a turn is the last"
-        step = await self.environment.step(text)
+        with self.policy.log.span("environment", method="step") as span:
+            step = await self.environment.step(text)
+            span.attributes |= {"reward": step.reward, "done": step.done}
         self.turn_rewards[call] = self.turn_rewards.get(call, 0.0) + step.reward
         self.numbers |= numbers_of(step.extra)
         if step.done:
@@ -214,7 +218,7 @@ class _Play:
         """Have calls answered; return the messages that tell the model of them."""
         answers: list[ToolAnswer] = []
         if calls:
-            answers = await self.tools.call(calls)
+            answers = await self.tools.call(calls, self.policy.log)
         messages: list[Message] = []
         for number, (made, answer) in enumerate(zip(calls, answers, strict=True)):
             self.counts["tool_calls"] += 1
@@ -266,7 +270,8 @@ class _Play:
         turn_rewards: Mapping[int, float] = {}
         if self.environment is not None and self.rewarded:
             turn_rewards = self.turn_rewards
-            whole = await self.environment.score()
+            with self.policy.log.span("environment", method="score"):
+                whole = await self.environment.score()
             reward = sum(self.turn_rewards.values()) + (whole or 0.0) + tool_score
         metrics = {f"environment/{name}": value for name, value in self.numbers.items()}
         if self.tools.schemas:

@@ -6,12 +6,13 @@ agent ──generate(prompt)──► limits, seed ──LLMClient──► outp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hybridflow.agent.episode import Episode, LengthReached, TrajectoryFailed
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
+from hybridflow.protocol.spans import Attribute, SpanLog
 from hybridflow.protocol.trajectory import Call, FailureCause
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
@@ -42,6 +43,8 @@ class Policy:
         """The calls that were answered, in the order of their answers."""
         self.limits = limits
         self.sampling = episode.sampling
+        self.log = SpanLog()
+        """The calls, tools and environment that the trajectory has waited for."""
         self._client = client
         self._seed = episode.seed
         self._next_id = next_id
@@ -64,7 +67,9 @@ class Policy:
         if self._begun:
             seed = derive_seed(self._seed, "call", self._begun)
         self._begun += 1
-        output = await self._answer(GenerationRequest(self._next_id(), prompt, sampling, seed))
+        with self.log.span("generate") as span:
+            output = await self._answer(GenerationRequest(self._next_id(), prompt, sampling, seed))
+            span.attributes, span.texts = facts_of(prompt, output)
         self.calls.append(Call(prompt, output))
         return output
 
@@ -121,3 +126,18 @@ def _checked(output: GenerationOutput) -> GenerationOutput:
         cause: FailureCause = "data" if output.refused else "infrastructure"
         raise TrajectoryFailed(cause, str(output.error))
     return output
+
+
+def facts_of(
+    prompt: Prompt, output: GenerationOutput
+) -> tuple[dict[str, Attribute], dict[str, str | Sequence[int]]]:
+    """Return what a span says of a call: numbers of tokens and versions of weights, and its token ids."""
+    attributes: dict[str, Attribute] = {
+        "prompt_tokens": len(prompt),
+        "response_tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason,
+    }
+    if output.policy_versions:
+        attributes["version_first"] = output.policy_versions[0]
+        attributes["version_last"] = output.policy_versions[-1]
+    return attributes, {"prompt_text": prompt.token_ids, "response_text": output.token_ids}

@@ -147,6 +147,13 @@ class Runner:
     async def _once(self, client: LLMClient, episode: Episode) -> Trajectory:
         policy = Policy(client, episode, self._limits, lambda: next(self._ids))
         try:
+            trajectory = await self._played(episode, policy)
+        finally:
+            await policy.close()
+        return replace(trajectory, spans=tuple(policy.log.spans))
+
+    async def _played(self, episode: Episode, policy: Policy) -> Trajectory:
+        try:
             result = await _in_time(self._agent_of(episode).run(episode, policy), self._config.deadline)
             return self._trajectory(episode, policy, result)
         except TrajectoryFailed as error:
@@ -162,8 +169,6 @@ class Runner:
             return _failed(episode, "data", str(error))
         except Exception as error:  # an agent of a user's: anything may come out of it
             return _failed(episode, "environment", "".join(traceback.format_exception(error)).strip())
-        finally:
-            await policy.close()
 
     def _trajectory(self, episode: Episode, policy: Policy, result: AgentResult) -> Trajectory:
         """Return what came of an episode; TrajectoryFailed where that cannot be."""

@@ -10,6 +10,7 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.rollout_server import EngineKwargsConfig, RolloutServerConfig
 from hybridflow.config.rollout_skip import RolloutSkipConfig
+from hybridflow.config.rollout_trace import RolloutTraceConfig
 from hybridflow.config.router_replay import RouterReplayConfig
 from hybridflow.config.schema import group, key
 
@@ -414,6 +415,7 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = group(MultiTurnConfig)
     agent: AgentConfig = group(AgentConfig)
     skip: RolloutSkipConfig = group(RolloutSkipConfig)
+    trace: RolloutTraceConfig = group(RolloutTraceConfig)
 
 
 @dataclass(frozen=True)

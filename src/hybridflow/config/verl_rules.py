@@ -218,11 +218,9 @@ ROLLOUTS: tuple[Rule, ...] = (
     ),
     off(ROLLOUT + r"agent\.custom_async_server(\..+)?", "set rollout.name, or rollout.server.address"),
     off(ROLLOUT + r"agent\.agent_loop_manager_class", "set agent.default_agent_loop=path/to/file.py:NAME"),
-    off(
-        ROLLOUT + r"trace\.backend",
-        "traces come in a later version; trainer.rollout_data_dir writes the samples of each step",
+    ignored(
+        ROLLOUT + r"trace\.(project_name|experiment_name)", "trainer.project_name and experiment_name name it"
     ),
-    ignored(ROLLOUT + r"trace\..+", "it is read only with trace.backend, which is off"),
     only(ROLLOUT + r"skip\.steps", (None, []), "every step is dumped and read back"),
     ignored(ROLLOUT + r"skip\.max_dump_step", "every step is dumped; repeat takes those that are there"),
     ignored(

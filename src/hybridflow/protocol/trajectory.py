@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.spans import TraceSpan
 
 FailureCause = Literal["infrastructure", "environment", "data", "deadline", "cancelled"]
 """Why a trajectory has no reward: an engine or a process broke; a tool, an environment or the reward function
@@ -139,6 +140,8 @@ class Trajectory:
     """Numbers of this trajectory for the trackers."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of its rows by name: facts of the data row, results of the reward."""
+    spans: tuple[TraceSpan, ...] = field(default=(), compare=False)
+    """The calls, tools, environment and reward that it waited for, in the order of their ends."""
 
     @property
     def failed(self) -> bool:

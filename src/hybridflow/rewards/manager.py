@@ -39,6 +39,8 @@ class ScoredBatch:
     dropped: list[str]
     """Kind of the error of rows that reward.on_error=drop leaves out, which have score 0; else empty."""
     metrics: dict[str, float]
+    times: list[tuple[float, float]]
+    """When the function was called for each row and when it had ended, in seconds since the epoch."""
 
 
 class RewardManager:
@@ -97,6 +99,7 @@ class RewardManager:
             extras=_columns(outcomes, zero_failed=self._on_error == "zero"),
             dropped=dropped,
             metrics=_metrics(outcomes, seconds),
+            times=[(outcome.ended - outcome.seconds, outcome.ended) for outcome in outcomes],
         )
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,6 +39,8 @@ class Outcome:
     """Times that the function was called for it; 0 where a kept outcome was taken."""
     token_scores: tuple[float, ...] = ()
     """A score for each of `response_ids`, which sum up to `score`; empty where there is one score only."""
+    ended: float = field(default_factory=time.time, compare=False)
+    """When it was there, in seconds since the epoch."""
 
 
 class OpenScoring(Protocol):

@@ -20,6 +20,7 @@ import jsonschema
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import CallFailed, CallRaised, HostsLike, LocalHosts, ObjectLike
+from hybridflow.protocol.spans import SpanLog
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
@@ -133,14 +134,16 @@ class OpenTools:
                 await self.close(score=False)
             raise
 
-    async def call(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        """Return an answer for each call of a turn, in their order; they are made side by side.
+    async def call(self, calls: Sequence[ToolCall], log: SpanLog | None = None) -> list[ToolAnswer]:
+        """Return an answer for each call of a turn, in their order; they are made side by side, and each is
+        noted in `log`.
 
         A call that cannot be made, or fails, has an answer that says so. Raises ToolFailed, after all have
         ended, where the process of one was lost.
         """
         most = self._keys.max_parallel_calls
-        answers = await _all(self._answer(call) for call in calls[:most])
+        log = log or SpanLog()
+        answers = await _all(self._noted_answer(call, log) for call in calls[:most])
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
         length = self._keys.max_tool_response_length
@@ -153,6 +156,15 @@ class OpenTools:
         Raises ToolFailed, after all have ended.
         """
         return sum(await _all(tool.close(score) for tool in self._tools.values()))
+
+    async def _noted_answer(self, call: ToolCall, log: SpanLog) -> ToolAnswer:
+        with log.span("tool", tool=call.name) as span:
+            span.texts["arguments"] = call.arguments
+            answer = await self._answer(call)
+            span.attributes["reward"] = answer.reward
+            span.error = answer.problem
+            span.texts["answer"] = answer.text
+        return answer
 
     async def _answer(self, call: ToolCall) -> ToolAnswer:
         tool = self._tools.get(call.name)

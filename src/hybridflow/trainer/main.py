@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hybridflow.agent.early_checks import check_agents
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.convert import raise_all
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
 from hybridflow.data.early_checks import check_data
@@ -22,6 +23,7 @@ from hybridflow.distributed.accelerators import check_package
 from hybridflow.errors import ConfigError
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
+from hybridflow.observability.tracing.build import trace_problems
 from hybridflow.observability.trackers.build import check_trackers, tracker_problems
 from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
@@ -45,6 +47,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     """
     if isinstance(config, PPOConfig):
         check_installed(config.actor_rollout_ref.rollout)
+        raise_all(list(trace_problems(config.actor_rollout_ref.rollout.trace)))
         # what can be seen now and would stop the run later is said before torch is loaded
         with progress.phase("loading environments, tools and agents"):
             check_agents(config)
@@ -94,6 +97,7 @@ def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
             check_installed(config.actor_rollout_ref.rollout)
         except ConfigError as error:
             found.append(str(error))
+        found += trace_problems(config.actor_rollout_ref.rollout.trace)
     return [*found, *tracker_problems(config.trainer)]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from urllib.parse import urlsplit
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.checks.cluster import mix_pools, pool_sizes, share_a_pool
 from hybridflow.config.needs import is_given, uses_agents
+from hybridflow.config.rollout_trace import RolloutTraceConfig
 from hybridflow.config.root import PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -59,6 +61,8 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.enable_torch_compile=true with {ROLLOUT}.exact=true: fused operations round "
             f"otherwise than training does; set {ROLLOUT}.exact=auto, or enable_torch_compile=false"
         )
+    if rollout.trace.endpoint is not None:
+        yield from _endpoint(rollout.trace)
     if not rollout.recompute_kv_after_update:
         yield from _kept_keys_and_values(config, rollout)
     if rollout.skip.enable and config.trainer.schedule != "sync":
@@ -83,6 +87,20 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the "
             "dtype of the module that trains: set actor_rollout_ref.model.dtype"
+        )
+
+
+def _endpoint(trace: RolloutTraceConfig) -> Iterator[str]:
+    """Yield what is wrong with the address that takes traces."""
+    if urlsplit(trace.endpoint or "").scheme not in ("http", "https"):
+        yield (
+            f"{ROLLOUT}.trace.endpoint={trace.endpoint} is no address: wanted http://HOST:4318/v1/traces or "
+            "https://…"
+        )
+    if trace.backend not in (None, "otel"):
+        yield (
+            f"{ROLLOUT}.trace.endpoint is read with backend=otel, and it is {trace.backend}, which has its "
+            "address in variables of its own: leave endpoint out, or set backend=otel"
         )
 
 

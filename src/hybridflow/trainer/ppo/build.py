@@ -7,7 +7,7 @@ config ─► devices ─► tokenizer, data ─► worker processes (worker_gro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -43,6 +43,7 @@ from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.prediction import Predictor, make_predictor
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
+from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource
@@ -135,8 +136,10 @@ def _trainer(
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
     parts = (roles.rollout, rewards, tokenizer, config)
-    trajectories = partial(Trajectories, *parts, agents=agents, failures=failures)
-    made = trajectories(Timer(progress=progress), collectors=_collectors(config, roles, data, failures))
+    traces = rollout_traces(config, tokenizer)
+    trajectories = partial(Trajectories, *parts, agents=agents, failures=failures, traces=traces)
+    collectors = _collectors(config, roles, data, failures)
+    made = trajectories(Timer(progress=progress), collectors=collectors)
     source = make_source(config, data.train_loader, made, roles, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
@@ -147,13 +150,11 @@ def _trainer(
         settle_exact(config, roles, exact)
     predictor = make_predictor(config, roles, Placement.from_config(config.trainer, needed_roles(config)))
     failures.begin(state.step)
-    with run.recorded(state, store, source) as trackers:
+    with run.recorded(state, store, source) as trackers, closing(traces) if traces else nullcontext():
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         kept = KeptRows(run.folder.path)
         kept.drop_after(state.step)
-        validator = None
-        if data.val_dataset:
-            validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
+        validator = _validator(config, data, trajectories(run.timer), samples)
         step = step_class(
             roles,
             config,
@@ -184,8 +185,24 @@ def _trainer(
             log_samples=partial(_further_metrics, samples, predictor),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
-        if state.step:  # not where batches are only looked at
-            failures.end_run()
+        _end(state, failures, collectors)
+
+
+def _validator(
+    config: PPOConfig, data: PromptData, trajectories: Trajectories, samples: SampleLog
+) -> Validator | None:
+    """Return the validation of a run, where it has rows to validate on."""
+    if not data.val_dataset:
+        return None
+    return Validator(data.val_dataset, trajectories, samples, config)
+
+
+def _end(state: RunState, failures: Failures, collectors: Collectors | None) -> None:
+    """Have the traces of collectors sent, and tell the failures of the run, unless it only made batches."""
+    if collectors is not None:
+        collectors.end_traces()
+    if state.step:
+        failures.end_run()
 
 
 def _further_metrics(

@@ -40,6 +40,7 @@ from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.groups import GroupMaker
 from hybridflow.trainer.ppo.reward_watch import repeated_share
+from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS
@@ -120,7 +121,8 @@ class Collector(Worker):
         self._failures = FailureList()
         self._agents = Agents(config, tokenizer, agent_names)
         rewards = build_reward_manager(config.reward, config.trainer.seed)
-        self._maker = GroupMaker(rewards, tokenizer, config, self._agents, self._failures)
+        self._traces = rollout_traces(config, tokenizer, world_size)
+        self._maker = GroupMaker(rewards, tokenizer, config, self._agents, self._failures, self._traces)
         self._numbers = itertools.count((rank + 1) * COLLECTOR_NUMBERS)
         self._replicas: dict[int, WorkerReplica] = {}
         self._client: LLMClient | None = None
@@ -185,6 +187,12 @@ class Collector(Worker):
         """Return the columns of collected rows that did not go to the driver; this process forgets them."""
         return self._kept.pop(ticket)
 
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def end_traces(self) -> None:
+        """Send the traces that wait."""
+        if self._traces is not None:
+            self._traces.close()
+
     async def _play(self, index: int, prompt: PromptRow, timed: bool) -> None:
         assert self._client is not None, "it was told whom to ask before it was told to play"
         try:
@@ -215,6 +223,10 @@ class Collectors:
         leaders = [replica.rank for replica in rollout.replicas]
         group.call(Collector.ask, group.backend.peers(rollout.role), leaders)
         rollout.call(RolloutWorker.deliver_by, Delivery(group.backend.peers(group.role)))
+
+    def end_traces(self) -> None:
+        """Have all traces sent; nothing is played afterwards."""
+        self._group.call(Collector.end_traces)
 
     async def play(
         self, index: int, prompt: PromptRow, client: LLMClient, *, timed: bool

@@ -6,12 +6,14 @@ prompts ──validation_requests──► requests ──run──► Trajector
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hybridflow.agent.agents import Agents
 from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.agent.episode import Episode
+from hybridflow.agent.policy import facts_of
 from hybridflow.agent.single_turn import RequestBatch, build_requests
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
@@ -19,6 +21,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol.randomness import derive_seed
+from hybridflow.protocol.spans import TraceSpan
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import GenerationOutput, RolloutStats, SamplingParams
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
@@ -45,11 +48,12 @@ class Generation:
         """
         if self.agents.are_used:
             return self.agents.run(rollout, self._episodes(requests, held_out), ended)
+        started = time.time()
         places = {request.request_id: place for place, request in enumerate(requests.requests)}
 
         def arrived(output: GenerationOutput) -> None:
             place = places[output.request_id]
-            ended(place, requests.trajectory(place, output, self.tokenizer))
+            ended(place, self._trajectory(requests, place, output, started))
 
         return Metrics(), rollout.generate(requests.requests, finished=arrived).stats
 
@@ -74,6 +78,7 @@ class Generation:
 
         async def answer(place: int) -> None:
             request = replace(requests.requests[place], request_id=next(numbers))
+            started = time.time()
             try:
                 output = await client.generate(request, sticky=requests.groups[place], deadline_s=deadline)
             except DeadlinePassed as error:
@@ -83,12 +88,23 @@ class Generation:
                     raise
                 ended(place, requests.failed(place, "infrastructure", str(error)))
             else:
-                ended(place, requests.trajectory(place, output, self.tokenizer))
+                ended(place, self._trajectory(requests, place, output, started))
 
         async with asyncio.TaskGroup() as tasks:
             for place in range(len(requests)):
                 tasks.create_task(answer(place))
         return Metrics()
+
+    def _trajectory(
+        self, requests: RequestBatch, place: int, output: GenerationOutput, started: float
+    ) -> Trajectory:
+        """Return what came of a single request that was sent when it was `started`, in seconds since the
+        epoch.
+        """
+        trajectory = requests.trajectory(place, output, self.tokenizer)
+        facts = facts_of(requests.requests[place].prompt, output)
+        span = TraceSpan("generate", started, time.time(), *facts, error=output.error or "")
+        return replace(trajectory, spans=(span,))
 
     def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
         """Return what agents play in place of single requests, with the seeds of their environments: that of

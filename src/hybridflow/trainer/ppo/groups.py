@@ -36,6 +36,7 @@ from hybridflow.rollout.client import LLMClient
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.generation import Generation, sampling_of
 from hybridflow.trainer.ppo.overlong import shape_overlong
+from hybridflow.trainer.ppo.rollout_traces import RolloutTraces
 from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers.correction import sampled_rows
 
@@ -61,6 +62,7 @@ class GroupMaker:
         config: PPOConfig,
         agents: Agents,
         failures: FailureCount,
+        traces: RolloutTraces | None = None,
     ) -> None:
         self.agents = agents
         self.generation = Generation(tokenizer, config, agents)
@@ -68,6 +70,7 @@ class GroupMaker:
         self.tokenizer = tokenizer
         self.config = config
         self._failures = failures
+        self._traces = traces
         needs = find_estimator(config.algorithm).needs
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
@@ -93,8 +96,16 @@ class GroupMaker:
                 scoring.add(place, everything.trajectory(place, answer, self.tokenizer))
             found = await self.generation.play(requests, scoring.add, client, numbers, timed=timed)
             trajectories, metrics = await asyncio.to_thread(scoring.result)
+        self.trace(trajectories, everything)
         metrics.update(found)
         return self.rows(trajectories, metrics), metrics
+
+    def trace(
+        self, trajectories: Sequence[Trajectory], requests: RequestBatch, *, validate: bool = False
+    ) -> None:
+        """Send traces of trajectories, in the order of their `requests`, where the run has traces."""
+        if self._traces is not None:
+            self._traces.add(trajectories, requests.rows, validate=validate)
 
     def planned(self, first_group: int, prompts: Sequence[PromptRow]) -> tuple[RequestBatch, RequestBatch]:
         """Return the requests of groups that are numbered from `first_group`, and the rows whose answers are

@@ -15,6 +15,7 @@ from hybridflow.agent.conversation import Message, messages_of
 from hybridflow.errors import DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol.fields import FIELDS
+from hybridflow.protocol.spans import TraceSpan
 from hybridflow.protocol.trajectory import FailureCause, Outcome, Trajectory
 from hybridflow.rewards.manager import RewardSession
 from hybridflow.rewards.request import ScoreRequest
@@ -68,8 +69,11 @@ class Scoring:
             else:
                 metrics.add_sum(name, value)
         for row, place in enumerate(sorted(self._to_score)):
-            trajectory = self._trajectories[place]
             error = scored.dropped[row]
+            start, end = scored.times[row]
+            reward = TraceSpan("reward", start, end, {"score": scored.scores[row]}, error=error)
+            trajectory = self._trajectories[place]
+            trajectory = replace(trajectory, spans=(*trajectory.spans, reward))
             if error and failures_count:
                 cause: FailureCause = "deadline" if error == "timeout" else "environment"
                 outcome = Outcome("failed", cause, f"the reward failed ({error})")

@@ -37,6 +37,7 @@ from hybridflow.trainer.ppo.generation import validation_requests
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.groups import NO_REQUESTS, GroupMaker
 from hybridflow.trainer.ppo.overlong import filter_overlong
+from hybridflow.trainer.ppo.rollout_traces import RolloutTraces
 from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup
 
@@ -65,8 +66,9 @@ class Trajectories(GroupMaker):
         agents: Agents,
         failures: Failures,
         collectors: Collectors | None = None,
+        traces: RolloutTraces | None = None,
     ) -> None:
-        super().__init__(rewards, tokenizer, config, agents, failures)
+        super().__init__(rewards, tokenizer, config, agents, failures, traces)
         self.config = config
         self.failures = failures
         self.rollout = rollout
@@ -226,6 +228,7 @@ class Trajectories(GroupMaker):
                 found, stats = self.generation.run(self.rollout, requests, scoring.add, held_out=held_out)
             with self.timer(timers[1]):
                 trajectories, metrics = scoring.result(failures_count=failures_count)
+            self.trace(trajectories, everything, validate=held_out)
             metrics.update(found)
             return trajectories, metrics, stats
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -172,7 +173,7 @@ class NativeEngine(SessionEngine):
             self.source.acquire(self._version)
         self._asleep = False
 
-    @property
+    @cached_property  # a configuration is slow to ask, and each request asks
     def _positions(self) -> int | None:
         """Most tokens that the model has positions for, where it says so."""
         return longest_generated(self.policy.config)

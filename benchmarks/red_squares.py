@@ -1,7 +1,8 @@
 """Does a tiny model that reads pictures learn to count red squares? GRPO from a warm start, on three seeds,
 and a control whose training pictures have the answers of other pictures.
 
-    python benchmarks/red_squares.py [--seeds 0,1,2] [--steps 60]   # writes benchmarks/results/red_squares.md
+    python benchmarks/red_squares.py [--seeds 0,1,2] [--steps 150] [--jobs 2]
+    # writes benchmarks/results/red_squares.md
 
 tiny model ──SFT, a little──► warm start ──GRPO──► held-out pictures that are counted right
                                      └──GRPO, pictures shuffled──► the control
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import multiprocessing
 import shutil
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from learn_settings import RESULTS, ROOT
 from side_by_side import machine
@@ -28,9 +32,18 @@ from hybridflow.trainer.sft.build import build as build_sft
 WORK = ROOT / "red_squares"
 PAGE = RESULTS / "red_squares.md"
 METRIC = "val-core/red_squares/acc/mean@1"
-SHUFFLED = "data.task.options.shuffled=true"
-GAIN = 0.08
-"""Share of the held-out pictures that a run has to count right more than its warm start did."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "its own picture": (),
+    "the picture of another row": ("data.task.options.shuffled=true",),
+}
+"""What answers of training belong to, and the keys of that; the second is the control."""
+GAIN = 0.2
+"""Share of the held-out pictures that a run has to count right more than its warm start did.
+
+A look at 256 pictures has a standard error of 0.03, the difference of two looks one of 0.045. The bar lies
+more than four of these above a control that stays where it began. In a trial on another seed the control
+fell.
+"""
 
 
 def warm_start(seed: int) -> Path:
@@ -52,8 +65,17 @@ def warm_start(seed: int) -> Path:
     return folder / "done"
 
 
-def run(seed: int, steps: int, *overrides: str) -> tuple[list[float], float]:
-    """Return the share of held-out pictures that is counted right at each look, and the seconds it took."""
+class Curve(NamedTuple):
+    """What came of a run."""
+
+    shares: list[float]
+    """Share of the held-out pictures that is counted right, at each look."""
+    cpu_seconds: float
+    """CPU time of the run, its validations and its start included; other processes do not count."""
+
+
+def run(seed: int, steps: int, overrides: tuple[str, ...]) -> Curve:
+    """Train from the warm start of a seed, on one thread."""
     folder = WORK / f"run_{seed}_{len(overrides)}"
     shutil.rmtree(folder, ignore_errors=True)
     keys = [
@@ -64,32 +86,37 @@ def run(seed: int, steps: int, *overrides: str) -> tuple[list[float], float]:
         "trainer.resume_mode=disable",
         *overrides,
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     with build(prepare_config(PPOConfig, keys, recipe="tiny/vlm").config) as trainer:
         trainer.fit()
     lines = read_metrics(folder / "metrics.jsonl")
     curve = [lines[step][METRIC] for step in sorted(lines) if METRIC in lines[step]]
-    return curve, time.perf_counter() - started
+    return Curve(curve, time.process_time() - started)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one thread")
     options = parser.parse_args()
+    seeds = [int(seed) for seed in options.seeds.split(",")]
     rows = []
     missed = []
-    for seed in options.seeds.split(","):
-        for name, overrides in (("its own picture", ()), ("the picture of another row", (SHUFFLED,))):
-            curve, seconds = run(int(seed), options.steps, *overrides)
-            print(f"seed {seed}, {name}: {curve}, {seconds:.0f} s", flush=True)
-            looks = " · ".join(f"{value:.2f}" for value in curve)
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(warm_start, seeds))
+        runs = [(seed, name) for name in KINDS for seed in seeds]
+        curves = [pool.submit(run, seed, options.steps, KINDS[name]) for seed, name in runs]
+        for (seed, name), curve in zip(runs, curves, strict=True):
+            shares, seconds = curve.result()
+            print(f"seed {seed}, {name}: {shares}, {seconds:.0f} s", flush=True)
+            looks = " · ".join(f"{share:.2f}" for share in shares)
             rows.append(
-                f"| {name} | {seed} | {curve[0]:.2f} | **{curve[-1]:.2f}** | {looks} | {seconds:.0f} |"
+                f"| {name} | {seed} | {shares[0]:.2f} | **{shares[-1]:.2f}** | {looks} | {seconds:.0f} |"
             )
-            gained = curve[-1] - curve[0] >= GAIN
-            if gained == bool(overrides):
-                missed.append(f"- seed {seed}, {name}: {curve[0]:.2f} to {curve[-1]:.2f}")
+            gained = shares[-1] - shares[0] >= GAIN
+            if gained == bool(KINDS[name]):
+                missed.append(f"- seed {seed}, {name}: {shares[0]:.2f} to {shares[-1]:.2f}")
             write_page(options.steps, rows, missed)
     raise SystemExit(bool(missed))
 
@@ -103,8 +130,9 @@ def write_page(steps: int, rows: list[str], missed: list[str]) -> None:
         "squares of a picture of 16 × 16 pixels are red, 0 to 6. A short warm-up on right answers comes",
         f"first; {steps} steps of GRPO (`recipes/tiny/vlm.yaml`) see only whether an answer is right. The",
         "control's training pictures have the answers of other pictures. Numbers are the shares of held-out",
-        "pictures that are counted right, sampled at temperature 1.\n",
-        "| trained on | seed | before | after | looks | seconds |",
+        "pictures that are counted right, sampled at temperature 1, after every 50 steps. A run on its own",
+        f"pictures has to gain {GAIN}, and the control has not to. Each run has one thread.\n",
+        "| trained on | seed | before | after | looks | CPU seconds |",
         "| --- | --- | --- | --- | --- | --- |",
         *rows,
     ]

@@ -38,6 +38,7 @@ from hybridflow.models.sharded_load import MetaModel, load_weights, materialise,
 from hybridflow.models.stages import Stage
 from hybridflow.models.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.value import ValueModel
+from hybridflow.models.vision import settle_tower
 
 _BUILDERS: dict[Kind, Callable[..., PolicyModel | ValueModel]] = {
     "policy": build_policy,
@@ -80,7 +81,7 @@ def build_engine(
     stage: Stage | None = None
     if mesh is None:
         module = _BUILDERS[kind](device=device, dtype=dtype, **settings)
-        settle_tower(module, freeze=freeze_vision_tower)
+        settle_tower(module.vision, module.config, freeze=freeze_vision_tower)
         if lora is not None:
             add_lora(module, lora)
         if optim is None:
@@ -90,7 +91,7 @@ def build_engine(
     else:
         meta = _probed_meta(kind, resolve_dtype(dtype, device), device, mesh, settings)
         module = meta.module
-        settle_tower(module, freeze=freeze_vision_tower, always_reads=True)
+        settle_tower(module.vision, module.config, freeze=freeze_vision_tower, always_reads=True)
         stage = _stage_of(module, mesh, fsdp)
         blocks = decoder_blocks(module) if stage is None else stage.layers
         trained = optim is not None
@@ -205,22 +206,6 @@ def _dtype_of(model: dict[str, Any], fsdp: FSDPConfig) -> str:
     if fsdp.mixed_precision.param_dtype != "auto":
         return fsdp.mixed_precision.param_dtype
     return str(model.get("dtype", "auto"))
-
-
-def settle_tower(module: PolicyModel | ValueModel, *, freeze: bool, always_reads: bool = False) -> None:
-    """Freeze the part that reads pictures, and let it read in every pass, as ranks that share gradients need.
-
-    ModelError for a model of text that has nothing to freeze.
-    """
-    if module.vision is not None:
-        module.vision.always_reads = always_reads
-        if freeze:
-            module.vision.freeze()
-    elif freeze:
-        raise ModelError(
-            "model.freeze_vision_tower=true, and the model reads text alone "
-            f"({type(module.config).__name__}): leave the key out"
-        )
 
 
 def _probe_together(

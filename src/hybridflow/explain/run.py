@@ -237,11 +237,21 @@ def _memory(plan: Plan) -> Iterator[Line]:
     for role, size in found.items():
         engine = plan.engines[role]
         if engine.trained and size.whole.trained < size.whole.all:
-            how = "model.lora_adapter_path"
+            how = "model.freeze_vision_tower=true"
+            if engine.model.lora_adapter_path:
+                how = "model.lora_adapter_path"
             if engine.model.lora_rank:
                 how = f"model.lora_rank={engine.model.lora_rank}"
             yield Line(
                 f"{engine.role} parameters in training", f"{size.whole.trained:,} of {size.whole.all:,}", how
+            )
+        if size.tower.all:
+            state = "in training" if size.tower.trained else "frozen"
+            weights = format_bytes(size.tower.all * size.itemsize)
+            yield Line(
+                f"{engine.role} vision tower",
+                f"{size.tower.all:,} of {size.whole.all:,} parameters, {state}",
+                f"{weights} of weights for each copy, among those below (model.freeze_vision_tower)",
             )
         if size.experts:
             yield Line(

@@ -17,6 +17,7 @@ from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import check_sizes, tensor_slices, tensor_styles
 from hybridflow.models.value import ValueModel
+from hybridflow.models.vision import settle_tower
 from hybridflow.planner.model_size import Count, ModelSize
 
 _MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyModel, "value": ValueModel}
@@ -54,6 +55,8 @@ def size_of(
         )
         active = matmul_parameters(hf)
         module: PolicyModel | ValueModel = _MODELS[kind](hf)
+    if trained:
+        settle_tower(module.vision, module.config, freeze=config.freeze_vision_tower)
     cut: set[int] = set()
     if tensor > 1:
         base = hf
@@ -66,6 +69,9 @@ def size_of(
     if not trained:
         module.requires_grad_(False)
     whole = _count(module.parameters(), cut)
+    tower = Count(0, 0)
+    if module.vision is not None:
+        tower = _count(module.vision.tower.parameters(), cut)
     root = block = Count(0, 0)
     if blocks:
         parts = [_count(part.parameters(), cut) for part in decoder_blocks(module)]
@@ -89,4 +95,5 @@ def size_of(
         active=active,
         experts=num_experts(shape),
         experts_per_token=experts_per_token(shape),
+        tower=tower,
     )

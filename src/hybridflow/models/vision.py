@@ -277,3 +277,21 @@ class Vision:
         if one_at_a_time:
             return [self.family.features(self._base, [medium])[0] for medium in media]
         return self.family.features(self._base, media)
+
+
+def settle_tower(
+    vision: Vision | None, config: PretrainedConfig, *, freeze: bool, always_reads: bool = False
+) -> None:
+    """Freeze the part that reads pictures, and let it read in every pass, as ranks that share gradients need.
+
+    ModelError for a model of text that has nothing to freeze.
+    """
+    if vision is not None:
+        vision.always_reads = always_reads
+        if freeze:
+            vision.freeze()
+    elif freeze:
+        raise ModelError(
+            "model.freeze_vision_tower=true, and the model reads text alone "
+            f"({type(config).__name__}): leave the key out"
+        )

@@ -51,3 +51,5 @@ class ModelSize:
     experts: int
     """Experts of a sparse layer; 0 for a dense model."""
     experts_per_token: int
+    tower: Count = Count(0, 0)
+    """Parameters of the part that reads pictures; 0 for a model of text."""

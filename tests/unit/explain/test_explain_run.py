@@ -21,9 +21,11 @@ from hybridflow.distributed.shards import local
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ModelError
 from hybridflow.explain.run import explain_run
+from hybridflow.models.build import build_policy
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.planner.memory import Engine, Needs, engine_needs
 from ranks import Ranks
 
@@ -298,3 +300,19 @@ def test_the_engine_of_a_lone_process_holds_what_was_said(tiny: Path) -> None:
         parts["Adam moments"],
     )
     assert parts["float32 masters"] == 4 * LORA
+
+
+@pytest.mark.parametrize("keys", [(), ("freeze_vision_tower=true",), ("lora_rank=4",)])
+def test_a_vision_tower_has_a_line(keys: tuple[str, ...], tmp_path: Path) -> None:
+    folder = create_tiny_vlm(tmp_path / "vlm", hidden=32)
+    model = build_policy(folder, device="cpu", probe=False)
+    assert model.vision is not None
+    tower = sum(parameter.numel() for parameter in model.vision.tower.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    said = shown(folder, *(f"actor_rollout_ref.model.{key}" for key in keys))
+    line = said["actor vision tower"]
+    state = "frozen" if keys else "in training"
+    assert line.startswith(f"{tower:,} of ") and line.endswith(f" parameters, {state}")
+    if keys == ("freeze_vision_tower=true",):
+        assert said["actor parameters in training"] == f"{count - tower:,} of {count:,}"
+        assert said["memory, actor: Adam moments"] == format_bytes(8 * (count - tower))

@@ -11,8 +11,10 @@ from transformers import AutoModelForImageTextToText
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.policy import PolicyModel, sequence_cut
 from hybridflow.models.probe import probe_policy
+from hybridflow.models.stages import Stage
+from hybridflow.models.tensor_parallel import tensor_styles
 from hybridflow.models.tiny_vlm import FAMILIES
 from hybridflow.models.vision import placeholder_ids
 from hybridflow.protocol.packing import pack, share_prompts
@@ -190,3 +192,21 @@ def _layout(packed):
     from hybridflow.models.attention import PackedLayout
 
     return PackedLayout.build(packed.lengths)
+
+
+class TwoRanks:
+    """Stands for a group of two ranks."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_layouts_that_cut_rows_or_models_refuse_pictures() -> None:
+    policy = picture_policy()
+    packed = pack(rows_with_media([picture_prompt(policy, 1)], [[30, 31]]))
+    with pytest.raises(ModelError, match="ulysses_sequence_parallel_size above 1\\) cannot read pictures"):
+        sequence_cut(packed, TwoRanks(), policy.config)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="reads pictures, and only models of text are cut"):
+        tensor_styles(policy.hf)
+    with pytest.raises(ModelError, match="'qwen3_vl'\\) has no plan of stages"):
+        Stage(policy, stage=0, stages=2, parts=2)

@@ -10,6 +10,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
@@ -26,7 +27,7 @@ PICTURE = 16
 PATCH = 2
 MERGE = 2
 """Patches, along each side, that become one token: a picture of 16 × 16 pixels is 16 tokens."""
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 
 
 def create_tiny_vlm(
@@ -104,6 +105,11 @@ def _qwen(
         temporal_patch_size=2,
         size={"shortest_edge": PICTURE**2 // 4, "longest_edge": 16 * PICTURE**2},
     )
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": text["hidden_size"], "mlp_ratio": 2}
+        return Qwen2VLConfig(
+            text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids
+        ), processor
     if family == "qwen2_5_vl":
         vision |= {"window_size": 2 * PATCH * MERGE, "fullatt_block_indexes": [depth - 1]}
         return Qwen2_5_VLConfig(

@@ -37,7 +37,7 @@ class FSDPConfig:
     expert_parallel_size: int = key(
         1,
         "Ranks that share the experts of each layer and exchange the tokens that go to them (expert "
-        "parallelism); neighbours among those of fsdp_size.",
+        "parallelism); neighbours among those of fsdp_size × tensor_parallel_size.",
         minimum=1,
     )
     pipeline_parallel_size: int = key(

@@ -1,6 +1,7 @@
 """The layout of one model over ranks: plain numbers that the driver knows before any process has started.
 
-rank = (pp, dp_replicate, dp_shard, tp), the slowest first; the ranks of cp and ep are some of dp's
+rank = (pp, dp_replicate, dp_shard, tp), the slowest first; the ranks of cp are some of dp's, those of ep some
+of dp_shard × tp
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class ParallelLayout:
     pp: int = 1
     """Number of stages, each of which has some of the layers."""
     ep: int = 1
-    """Number of ranks that share the experts of a layer; they are neighbours among those of `dp_shard`."""
+    """Number of ranks that share the experts of a layer; neighbours among those of `dp_shard` × `tp`."""
 
     def __post_init__(self) -> None:
         assert min(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep) >= 1, f"{self!r}"
         assert (self.dp_replicate * self.dp_shard) % self.cp == 0, f"{self!r}: cp does not divide dp"
-        assert self.dp_shard % self.ep == 0, f"{self!r}: ep does not divide dp_shard"
+        assert self.dp_shard * self.tp % self.ep == 0, f"{self!r}: ep does not divide dp_shard × tp"
 
     @classmethod
     def from_keys(
@@ -96,7 +97,7 @@ class ParallelLayout:
             ("stage", rank // self.stage_size, self.pp),
             ("copy", within // (self.tp * self.dp_shard), self.dp_replicate),
             ("shard", shard, self.dp_shard),
-            ("experts", shard % self.ep, self.ep),
+            ("experts", within % self.ep, self.ep),
             ("slice", within % self.tp, self.tp),
         )
         parts = [f"{name} {number + 1} of {size}" for name, number, size in named if size > 1]

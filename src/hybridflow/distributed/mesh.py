@@ -1,6 +1,7 @@
 """The device meshes and process groups of one model in training, as one rank of its pool sees them.
 
 rank = (pp, copy, shard, tp)           parameters: stages × copies of each × shards × tensor-parallel slices
+rank = (pp, copy, rest, ep)            experts: stages × copies of each × shards × parts
 rank = (pp, dp, sp) or (pp, dp, tp)    rows: parts of the batch × ranks that compute the same part
 """
 
@@ -68,7 +69,6 @@ class EngineMesh:
         assert dist.get_world_size() == layout.world_size, (
             f"the layout is for {layout.world_size} ranks and the process group has {dist.get_world_size()}"
         )
-        assert layout.ep == 1 or layout.tp == 1, f"{layout}: layers with experts are not cut into slices"
         self.layout = layout
         self.rank = dist.get_rank()
         named = [
@@ -112,7 +112,7 @@ def _expert_meshes(layout: ParallelLayout, device_type: str) -> tuple[DeviceMesh
     """Return the meshes of a layer's experts and of the shards of each of their parts; None without them."""
     if layout.ep == 1:
         return None, None
-    rest = layout.dp_shard // layout.ep
+    rest = layout.dp_shard * layout.tp // layout.ep
     sizes = [("pp", layout.pp), ("copy", layout.dp_replicate), ("rest", rest), ("ep", layout.ep)]
     sizes = [axis for axis in sizes if axis[0] in ("rest", "ep") or axis[1] > 1]
     names = tuple(name for name, _ in sizes)

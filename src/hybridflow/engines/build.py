@@ -156,12 +156,13 @@ def _shard(
     """
     module = meta.module
     if mesh.tensor is not None:
-        apply_tensor_parallel(module, mesh.tensor)
+        apply_tensor_parallel(module, mesh.tensor, but_experts=mesh.experts is not None)
     if lora is not None:
         add_lora(module, lora)
     experts: list[nn.Module] = []
     if mesh.experts is not None:
-        experts = apply_expert_parallel(module, mesh.experts)
+        same_tokens = None if mesh.tensor is None else mesh.tensor.get_group()
+        experts = apply_expert_parallel(module, mesh.experts, same_tokens)
     if not trained:
         module.requires_grad_(False)
     module.sequence_group = mesh.sequence_group

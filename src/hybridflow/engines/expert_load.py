@@ -88,6 +88,7 @@ class ExpertLoad:
         if self.mesh is not None:
             for counts in (self.tokens, self.routes, self.balance):
                 dist.all_reduce(counts)
+            self.balance /= self.mesh.layout.tp  # each of these ranks has counted all of its tokens
             if not self.mesh.reports:
                 return
         shares = self.tokens / self.tokens.sum(1, keepdim=True).clamp(min=1)

@@ -296,7 +296,9 @@ def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
         lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed)
     tensor = engine.layout.tp
     if role == "actor" and isinstance(plan.config, PPOConfig):
-        tensor = max(tensor, plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        rollout = plan.config.actor_rollout_ref.rollout
+        if rollout.name == "native":  # which cuts the actor's own module
+            tensor = max(tensor, rollout.tensor_model_parallel_size)
     return size_of(
         "value" if role in ("critic", "reward_model") else "policy",
         engine.model,
@@ -305,6 +307,7 @@ def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
         lora=lora,
         trained=engine.trained,
         tensor=tensor,
+        experts_apart=engine.layout.ep > 1,
         blocks=engine.layout.world_size > 1,
     )
 

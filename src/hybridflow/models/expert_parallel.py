@@ -5,14 +5,20 @@
 Expert tensors become DTensors with `Shard(0)`, so that files, checkpoints and weight sync see whole tensors
 with a place for each part; FSDP then shards them over the other ranks. The products of a token's experts are
 computed where the experts are, by the model's own kernel, and weighted and added up where the token is.
+
+Ranks of tensor parallelism have the same tokens. Each sends its share of them to the experts, and what comes
+back is gathered on all: the experts' gradients are then sums over ranks, as they are over ranks with other
+rows.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,11 +34,14 @@ PLACED = "grouped_gemm"
 """What transformers' plan for expert parallelism calls the parameters of experts."""
 
 
-def apply_expert_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> list[nn.Module]:
+def apply_expert_parallel(
+    model: PolicyModel | ValueModel, mesh: DeviceMesh, same_tokens: dist.ProcessGroup | None = None
+) -> list[nn.Module]:
     """Cut the experts of `model`, on the meta device, among the ranks of the one-dimensional `mesh`.
 
-    Returns the modules that hold experts. Raises ModelError for a model without experts or whose plan names
-    none, and for a number of experts that does not divide.
+    `same_tokens` are ranks that have the same tokens, those of tensor parallelism. Returns the modules that
+    hold experts. Raises ModelError for a model without experts or whose plan names none, and for a number of
+    experts that does not divide.
     """
     assert mesh.ndim == 1, f"expert parallelism takes a mesh of one dimension, got {mesh}"
     check_experts(model, mesh.size())
@@ -43,7 +52,10 @@ def apply_expert_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> 
             part = parameter.detach().chunk(mesh.size())[0]
             cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        experts.forward = functools.partial(_forward, experts, mesh)
+        forward = functools.partial(_forward, experts, mesh)
+        if same_tokens is not None:
+            forward = functools.partial(_on_own_tokens, forward, same_tokens)
+        experts.forward = forward
     return modules
 
 
@@ -86,6 +98,65 @@ class _OwnExperts:
         ones = states.new_ones(len(states), 1)
         outputs: Tensor = type(self._experts).forward(self, states, expert[:, None], ones)
         return outputs
+
+
+def _on_own_tokens(
+    forward: Callable[..., Tensor],
+    group: dist.ProcessGroup,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Compute the experts of tokens that all ranks of `group` have, each rank those of its share."""
+    count = len(hidden_states)
+    states, weights = _OwnTokens.apply(group, hidden_states, top_k_weights)  # type: ignore[no-untyped-call]
+    outputs = forward(states, top_k_index[_share(count, group)], weights)
+    whole: Tensor = _AllTokens.apply(group, outputs, count)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _OwnTokens(torch.autograd.Function):
+    """This rank's share of tokens [N, ...] that all ranks have; their gradient is gathered on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.count = len(tokens[0])
+        own = _share(ctx.count, group)
+        return tuple(each[own].clone() for each in tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_gathered(grad, ctx.group, ctx.count) for grad in grads)
+
+
+class _AllTokens(torch.autograd.Function):
+    """Tokens [N, H] gathered from each rank's share; all ranks have their gradient, and take their shares."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, own: Tensor, count: int) -> Tensor:
+        ctx.own = _share(count, group)
+        return _gathered(own, group, count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        return None, grads[0][ctx.own], None
+
+
+def _share(count: int, group: dist.ProcessGroup) -> slice:
+    """Return which of `count` tokens are this rank's; the last ranks may have fewer, or none."""
+    part = -(-count // group.size())
+    return slice(part * group.rank(), part * (group.rank() + 1))
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup, count: int) -> Tensor:
+    """Return all `count` tokens [N, ...] from each rank's share."""
+    part = -(-count // group.size())
+    padded = own.new_zeros(part, *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts)[:count]
 
 
 def _forward(

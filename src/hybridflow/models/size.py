@@ -11,7 +11,7 @@ from torch import nn
 from hybridflow.config.model import ModelConfig
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.build import auto_class, resolve_dtype, shape_of
-from hybridflow.models.experts import experts_per_token, mlp_width, num_experts
+from hybridflow.models.experts import expert_modules, experts_per_token, mlp_width, num_experts
 from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
@@ -40,12 +40,13 @@ def size_of(
     lora: LoraSettings | None = None,
     trained: bool = True,
     tensor: int = 1,
+    experts_apart: bool = False,
     blocks: bool = False,
 ) -> ModelSize:
     """Count the model that `build_engine` would make of these arguments; no weights are read.
 
-    `tensor` is the number of ranks that cut its layers. `blocks` counts block and root too, which are 0
-    otherwise. Raises ModelError as building the model would.
+    `tensor` is the number of ranks that cut its layers; with `experts_apart` they share whole experts.
+    `blocks` counts block and root too, which are 0 otherwise. Raises ModelError as building the model would.
     """
     shape = shape_of(config)
     compute = resolve_dtype(dtype, device)
@@ -62,8 +63,10 @@ def size_of(
         base = hf
         if kind == "value":
             base = hf.base_model
-        check_sizes(base, tensor_styles(base), tensor)
-        cut = {id(base.get_parameter(name)) for name in tensor_slices(base)}
+        check_sizes(base, tensor_styles(base, but_experts=experts_apart), tensor)
+        cut = {id(base.get_parameter(name)) for name in tensor_slices(base, but_experts=experts_apart)}
+        if experts_apart:
+            cut |= {id(each) for part in expert_modules(base).values() for each in part.parameters()}
     if lora is not None:
         add_lora(module, lora)
     if not trained:

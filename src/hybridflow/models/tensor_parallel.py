@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.errors import ModelError
+from hybridflow.models.experts import expert_modules
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.models.vision import reads_media
@@ -50,16 +51,18 @@ _STYLES: dict[str, Style] = {
 }
 
 
-def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(
+    model: PolicyModel | ValueModel, mesh: DeviceMesh, *, but_experts: bool = False
+) -> None:
     """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`, into DTensors.
 
-    Weights that are there must be the same on all ranks; those on the meta device are only given their
-    placements. Raises ModelError for an architecture without a plan or with parts that cannot be cut, and for
-    sizes that do not divide.
+    `but_experts` leaves experts to `apply_expert_parallel`. Weights that are there must be the same on all
+    ranks; those on the meta device are only given their placements. Raises ModelError for an architecture
+    without a plan or with parts that cannot be cut, and for sizes that do not divide.
     """
     assert mesh.ndim == 1, f"tensor parallelism takes a mesh of one dimension, got {mesh}"
     backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
-    styles = tensor_styles(backbone)
+    styles = tensor_styles(backbone, but_experts=but_experts)
     check_sizes(backbone, styles, mesh.size())
     for name, style in styles.items():
         parallelize_module(backbone.get_submodule(name), mesh, _parallel_style(style), src_data_rank=None)
@@ -69,8 +72,8 @@ def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> 
         )
 
 
-def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
-    """Return the style of each module that is cut, by its name in `hf`.
+def tensor_styles(hf: PreTrainedModel, *, but_experts: bool = False) -> dict[str, Style]:
+    """Return the style of each module that is cut, by its name in `hf`; `but_experts` passes experts over.
 
     Raises ModelError where the architecture cannot be cut.
     """
@@ -81,7 +84,18 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
     if reads_media(hf.config):
         raise _cannot(backbone, "it reads pictures, and only models of text are cut so far")
     plan = _published_plan(backbone)
-    modules = {name: module for name, module in backbone.named_modules() if _generic(name) in plan}
+    experts = expert_modules(backbone)
+    if experts and not but_experts:
+        raise _cannot(
+            backbone,
+            "its experts are not cut. In training, ranks of tensor parallelism can share them: set "
+            "fsdp_config.expert_parallel_size to 2 or more",
+        )
+    modules = {
+        name: module
+        for name, module in backbone.named_modules()
+        if _generic(name) in plan and name not in experts
+    }
     styles: dict[str, Style] = {}
     for name, module in modules.items():
         published = plan[_generic(name)]
@@ -94,7 +108,7 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
             )
         styles[prefix + name] = style
     for name, _ in backbone.named_parameters():
-        if _generic(name) in plan:
+        if _generic(name) in plan and name.rpartition(".")[0] not in experts:
             raise _cannot(
                 backbone,
                 f"its plan asks for {plan[_generic(name)]!r} of the parameter {name}, which is not "
@@ -104,13 +118,13 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
     return styles
 
 
-def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
+def tensor_slices(hf: PreTrainedModel, *, but_experts: bool = False) -> dict[str, int]:
     """Return the dimension along which each parameter is cut, by its name in `hf`; whole ones are absent.
 
     Rank r of n holds the r-th of n equal slices. A rowwise layer's bias is whole: it follows the sum.
     """
     slices: dict[str, int] = {}
-    for name, style in tensor_styles(hf).items():
+    for name, style in tensor_styles(hf, but_experts=but_experts).items():
         if style.startswith("colwise"):
             slices |= {f"{name}.{leaf}": 0 for leaf, _ in hf.get_submodule(name).named_parameters()}
         elif style.startswith("rowwise"):

@@ -18,7 +18,7 @@ FOUR = ["trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.task.name=arith
     [
         (["expert_parallel_size=3"], r"expert_parallel_size=3 does not divide the 4 ranks"),
         (["expert_parallel_size=4", "fsdp_size=2"], r"does not divide the 2 ranks"),
-        (["expert_parallel_size=2", "tensor_parallel_size=2"], r"layers with experts are not split"),
+        (["expert_parallel_size=4", "tensor_parallel_size=2", "fsdp_size=1"], r"does not divide the 2 ranks"),
         (["expert_parallel_size=4", "pipeline_parallel_size=2"], r"does not divide the 2 ranks"),
         (["expert_parallel_size=2", "use_torch_compile=true"], r"cannot be compiled"),
     ],
@@ -33,6 +33,12 @@ def test_ranks_of_experts_are_some_of_those_that_share_the_parameters() -> None:
     layout = ParallelLayout.from_keys(8, 4, experts=2)
     assert (layout.dp_replicate, layout.dp_shard, layout.ep, layout.data) == (2, 4, 2, 8)
     assert "experts 2" in str(layout)
+
+
+def test_ranks_of_experts_may_be_those_of_tensor_parallelism() -> None:
+    layout = ParallelLayout.from_keys(4, tensor=2, experts=4)
+    assert (layout.dp_shard, layout.tp, layout.ep, layout.data) == (2, 2, 4, 2)
+    assert layout.place(3) == "shard 2 of 2, experts 4 of 4, slice 2 of 2"
 
 
 def test_megatrons_size_is_ours() -> None:

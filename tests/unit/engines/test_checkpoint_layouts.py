@@ -41,6 +41,7 @@ LAYOUTS: dict[str, Layouts] = {
     "experts": {
         **COMMON,
         "experts": (2, {"sizes": {"experts": 2}}),
+        "slices and experts": (2, {"sizes": {"tensor": 2, "experts": 2}, "deal": EVERYONE}),
         "experts in shards": (4, {"sizes": {"experts": 2}, "deal": QUARTERS}),
         "stages of experts": (4, {"sizes": {"pipeline": 2, "experts": 2}}),
     },

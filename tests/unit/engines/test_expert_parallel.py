@@ -29,6 +29,7 @@ from ranks import Ranks
 
 ASK = Ask(log_probs=True, entropy=True, routes=True)
 EXPERTS = {"experts": 2}
+SLICED = {"tensor": 2, "experts": 2}
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +192,28 @@ def test_what_cannot_be_cut_is_refused(two_ranks: Ranks, tmp_path: Path) -> None
             assert message in text and "expert_parallel_size" in text
 
 
+def test_ranks_of_tensor_parallelism_share_experts(two_ranks: Ranks, run: Run, routes: Tensor) -> None:
+    """Attention is cut, and experts are shared, by ranks that have the same rows."""
+    wide = replace(run, model={"dtype": "float64"}, deal=(tuple(range(7)),))
+    one = step(0, wide, 1, routes)
+    ranks = two_ranks.run(step, replace(wide, sizes=SLICED), 2, routes)
+    assert_close(ranks, one, 1e-10)
+    for name, weight in one["weights"].items():
+        assert (ranks[0]["weights"][name] - weight).abs().max() < 1e-10
+        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]), "replicas stay the same"
+    name = "hf.model.layers.0.mlp.experts.gate_up_proj"
+    assert [rank["held"][name][0] for rank in ranks] == [2, 2]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [EXPERTS, {"experts": 4}, {"fsdp_size": 2, "experts": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [EXPERTS, {"experts": 4}, {"fsdp_size": 2, "experts": 2}, SLICED, {"tensor": 2, "experts": 4}],
+)
 def test_four_ranks(four_ranks: Ranks, run: Run, routes: Tensor, sizes: dict[str, int]) -> None:
-    """EP 2 × FSDP 2, EP 4, and two copies of EP 2."""
-    cut = replace(run, sizes=sizes, deal=((0, 4), (1, 5), (2, 6), (3,)))
+    """EP 2 × FSDP 2, EP 4, two copies of EP 2, and TP 2 with EP 2 and EP 4."""
+    deal = ((0, 4), (1, 5), (2, 6), (3,))
+    if "tensor" in sizes:
+        deal = ((0, 2, 4, 6), (1, 3, 5))
+    cut = replace(run, sizes=sizes, deal=deal)
     assert_close(four_ranks.run(step, cut, 4, routes), step(0, run, 1, routes), 1e-5)

@@ -219,9 +219,15 @@ def test_stages_record_and_replay_routes(parts: int, two_ranks: Ranks, experts: 
 
 
 @pytest.mark.slow
-def test_stages_of_a_mixture_of_experts_share_them(four_ranks: Ranks, experts: str) -> None:
-    deal = ((0, 1, 3, 4, 5, 6), (2,))  # the second has passes that weigh nothing
-    compare_replays(four_ranks, Run(experts, sizes={"pipeline": 2, "experts": 2}, deal=deal, steps=1), 4)
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}])
+def test_stages_of_a_mixture_of_experts_share_them(
+    four_ranks: Ranks, experts: str, sizes: dict[str, int]
+) -> None:
+    deal: Any = ((0, 1, 3, 4, 5, 6), (2,))  # the second has passes that weigh nothing
+    if sizes:
+        deal = ALL
+    run = Run(experts, sizes={"pipeline": 2, "experts": 2, **sizes}, deal=deal, steps=1)
+    compare_replays(four_ranks, run, 4)
 
 
 def test_adapters_train_in_stages(two_ranks: Ranks, folders: dict[str, str]) -> None:

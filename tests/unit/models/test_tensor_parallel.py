@@ -16,6 +16,7 @@ from zoo import packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
 from hybridflow.models.build import enable_gradient_checkpointing
+from hybridflow.models.expert_parallel import apply_expert_parallel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import apply_tensor_parallel, tensor_slices, tensor_styles
 from hybridflow.models.value import ValueModel
@@ -50,7 +51,9 @@ def _blocks(model: PolicyModel | ValueModel) -> nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
-def _cut(model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta: bool) -> None:
+def _cut(
+    model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta: bool, experts: bool
+) -> None:
     """Tensor parallel, and FSDP on the other dimension; `meta`: placements first, then weights slice by
     slice.
     """
@@ -60,7 +63,9 @@ def _cut(model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta
         model.to("meta")
         if isinstance(model, PolicyModel):
             model.hf.tie_weights()
-    apply_tensor_parallel(model, mesh["tensor"])
+    apply_tensor_parallel(model, mesh["tensor"], but_experts=experts)
+    if experts:
+        apply_expert_parallel(model, mesh["tensor"], mesh["tensor"].get_group())
     if shard:
         for block in _blocks(model):
             fully_shard(block, mesh=mesh["shard"])
@@ -95,7 +100,7 @@ def cut_against_whole(
         assert isinstance(model, PolicyModel)
         enable_gradient_checkpointing(model.hf)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
-    _cut(model, mesh, shard=options.get("shard", False), meta=options.get("meta", False))
+    _cut(model, mesh, **{name: options.get(name, False) for name in ("shard", "meta", "experts")})
     got, grads = _gradients(model)
     assert grads.keys() == wanted_grads.keys()
     between = 0.0
@@ -127,6 +132,14 @@ def test_architectures(two_ranks: Ranks, model_type: str) -> None:
     windows.
     """
     _check(two_ranks, model_type)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "olmoe"]
+)
+def test_experts_are_shared_by_the_same_ranks(two_ranks: Ranks, model_type: str) -> None:
+    """Attention, dense layers and shared experts are cut; each rank computes routed experts of its tokens."""
+    _check(two_ranks, model_type, experts=True, meta=True)
 
 
 def test_biases_after_the_sum(two_ranks: Ranks) -> None:

@@ -124,19 +124,14 @@ class RoleLayout:
         elif size > 0 and size % self.sequence and self.sequence % size:
             yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
         elif self.fsdp.expert_parallel_size > 1:
-            yield from self._expert_problems(here, sharers if size == -1 else size)
+            yield from self._expert_problems(here, tensor * (sharers if size == -1 else size))
 
-    def _expert_problems(self, here: str, shards: int) -> Iterator[str]:
-        """Yield one line for each size that does not go with expert parallelism over `shards` ranks."""
+    def _expert_problems(self, here: str, ranks: int) -> Iterator[str]:
+        """Yield one line for each size that does not go with expert parallelism over `ranks` ranks."""
         experts = self.fsdp.expert_parallel_size
         key = f"{here}expert_parallel_size={experts}"
-        if shards % experts:
-            yield f"{key} does not divide the {shards} ranks that share the parameters: set a divisor"
-        if self.fsdp.tensor_parallel_size > 1:
-            yield (
-                f"{key} with {here}tensor_parallel_size={self.fsdp.tensor_parallel_size}: layers with "
-                "experts are not split; set tensor_parallel_size=1"
-            )
+        if ranks % experts:
+            yield f"{key} does not divide the {ranks} ranks that share the parameters: set a divisor"
         if self.fsdp.use_torch_compile:
             yield (
                 f"{key} with {here}use_torch_compile=true: ranks exchange as many tokens as a pass wants, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import echo_world
@@ -13,8 +14,10 @@ import torch
 from tiny_run import Inputs, metrics_of, small_run
 from transformers import AutoModelForSequenceClassification
 
+from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.main_ppo import main
 from ranks import Command
+from verl_commands import FLAGS, MOE_GRPO
 
 OF_EACH_PROCESS = {"rollout/decode_steps", "rollout/max_rows"}
 """Metrics of how the work was done: two processes take their steps side by side, each with half of the rows.
@@ -34,12 +37,19 @@ def under_ray(log: Path, arguments: list[str]) -> Command:
 
 
 def metrics_of_both(
-    inputs: Inputs, folder: Path, keys: Sequence[str], of_two: Sequence[str] = ()
+    inputs: Inputs,
+    folder: Path,
+    keys: Sequence[str],
+    of_two: Sequence[str] = (),
+    command: Sequence[str] = (),
 ) -> list[dict[int, dict[str, float]]]:
-    """Run in one process and, beside it, in two under Ray, with `of_two` besides; return what each logged."""
-    two = under_ray(folder / "log", small_run(inputs, folder / "two", *keys, *TWO, *of_two))
+    """Run in one process and, beside it, in two under Ray, with `of_two` besides; return what each logged.
+
+    Keys of a `command` hold where nothing else is said.
+    """
+    two = under_ray(folder / "log", [*command, *small_run(inputs, folder / "two", *keys, *TWO, *of_two)])
     try:
-        assert main(small_run(inputs, folder / "one", *keys)) == 0
+        assert main([*command, *small_run(inputs, folder / "one", *keys)]) == 0
         done = two.wait()
         assert done.returncode == 0 and "2 worker processes on" in done.output, done.output
     finally:
@@ -96,6 +106,44 @@ def test_a_documented_megatron_command_in_two_stages(inputs: Inputs, tmp_path: P
     assert "run by PyTorch's own engine" in (tmp_path / "log").read_text()
     for step, metrics in one.items():
         assert sorted(got[step]) == sorted(metrics)
+        for name in sorted(metrics.keys() - OF_EACH_PROCESS):
+            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+
+
+def sized(tensor: int, experts: int) -> list[str]:
+    """Sizes of the actor and the reference, in verl's words."""
+    sizes = {"pipeline": 1, "tensor": tensor, "expert": experts}
+    return [
+        f"actor_rollout_ref.{role}.megatron.{name}_model_parallel_size={size}"
+        for role in ("actor", "ref")
+        for name, size in sizes.items()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("ray")
+def test_the_documented_command_of_a_mixture_of_experts(inputs: Inputs, tmp_path: Path) -> None:
+    """Word by word but for sizes, model and engine; routes of generation are replayed, else some may flip."""
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
+    model = create_tiny_model(tmp_path / "model", experts=4, **sizes)
+    keys = (
+        "actor_rollout_ref.rollout.exact=false",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        *sized(1, 1),
+    )
+    command = [*FLAGS, *MOE_GRPO.split()]
+    one, got = metrics_of_both(replace(inputs, model=model), tmp_path, keys, sized(2, 2), command)
+    assert "run by PyTorch's own engine" in (tmp_path / "log").read_text()
+    for step, metrics in one.items():
+        assert sorted(got[step]) == sorted(metrics)
+        assert metrics["actor/moe/without_route"] > 0 and metrics["actor/grad_norm"] > 0
         for name in sorted(metrics.keys() - OF_EACH_PROCESS):
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
 

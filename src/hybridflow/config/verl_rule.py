@@ -121,12 +121,16 @@ OPTIMIZER: tuple[Rule, ...] = (
         r"(.+\.)?optim\.optimizer_impl",
         "optimizers are torch's and our own, by the name in optimizer: AdamW8bit needs no other library",
     ),
-    off(
-        r"(.+\.)?optim\.override_optimizer_config\.(optimizer_offload_fraction|optimizer_cpu_offload)",
-        "set optimizer_offload=true in the fsdp_config of the same role (engine.optimizer_offload of a "
-        "supervised run), which keeps the whole state in CPU memory between steps",
+    ignored(
+        r"(.+\.)?optim\.override_optimizer_config\.(optimizer_offload_fraction|optimizer_cpu_offload|"
+        r"overlap_cpu_optimizer_d2h_h2d)",
+        "optimizer_offload=true in the fsdp_config (or megatron) block of the same role, or in the block "
+        "engine of a supervised run, keeps the whole state in CPU memory between steps",
     ),
-    ignored(r"(.+\.)?optim\.override_optimizer_config\.overlap_cpu_optimizer_d2h_h2d", RESULTS_SAME),
+    ignored(
+        r"(.+\.)?optim\.override_optimizer_config\.use_precision_aware_optimizer",
+        "master weights and moments are float32, which is that optimizer's default too",
+    ),
     off(
         r"(.+\.)?optim\.override_optimizer_config(\..+)?",
         "set the keys of the optim block: betas, eps, weight_decay, momentum, muon_ns_steps, muon_adjust_lr",

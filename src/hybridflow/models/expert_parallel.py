@@ -156,7 +156,7 @@ def _gathered(own: Tensor, group: dist.ProcessGroup, count: int) -> Tensor:
     padded[: len(own)] = own
     parts = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts)[:count]
+    return torch.cat([each[: max(count - part * rank, 0)] for rank, each in enumerate(parts)])
 
 
 def _forward(

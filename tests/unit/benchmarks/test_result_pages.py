@@ -63,9 +63,9 @@ def test_weights_of_a_step_are_judged_by_the_learning_rate() -> None:
     assert lora["largest_move"] == pytest.approx(2e-3), (
         "two updates at the smaller learning rate, the critic's"
     )
-    worse = cluster_parity.with_share({**lora, "step_weights": 5e-5})
+    worse = cluster_parity.with_share({**lora, "step_loss": 5e-5})
     (problem,) = cluster_parity.missed(worse, result["steps"])
-    assert problem.startswith("ppo/lora: step_weights_share 2.50e-02 > 0.02")
+    assert problem.startswith("ppo/lora: step_loss 5.00e-05 > 1e-05")
     assert cluster_parity.page_of(result) == cluster_parity.RESULT.with_suffix(".md").read_text()
 
 

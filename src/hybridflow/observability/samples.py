@@ -21,6 +21,7 @@ import base64
 import json
 import numbers
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ TOKEN_FIELDS = (
     "ref_log_prob",
     "advantages",
     "values",
+    "entropys",
+    "policy_version",
     "response_mask",
     "loss_mask",
 )
@@ -183,6 +186,39 @@ def _media(prompt: Sequence[int], media: Sequence[Medium], decode: Decode) -> li
             entry["picture"] = f"data:image/{form};base64,{base64.b64encode(medium.shown).decode()}"
         entries.append(entry)
     return entries
+
+
+def rollout_columns(batch: DataProto) -> dict[str, list[Any]]:
+    """Return the numbers of all rows of a scored batch, a list for each column that it has, without texts.
+
+    `num_tokens` is the length of the response, and `key` is the same for the same prompt.
+    """
+    count = len(batch)
+    columns: dict[str, list[Any]] = {
+        name: list(batch.non_tensor_batch[name])
+        for name in ("uid", "finish_reason")
+        if name in batch.non_tensor_batch
+    }
+    if "row_id" in batch:
+        columns["row_id"] = [str(number) for number in batch.batch["row_id"].tolist()]
+    if "trajectory_id" in batch:
+        columns["trajectory_id"] = batch.batch["trajectory_id"].tolist()
+    if scores := _scores(batch):
+        columns["score"] = [_short(score) for score in scores]
+    if "prompts" not in batch or "attention_mask" not in batch:
+        return columns
+    prompts = batch.batch["prompts"].cpu()
+    attended = batch.batch["attention_mask"].bool().cpu()
+    width = prompts.shape[1]
+    columns["num_tokens"] = attended[:, width:].sum(1).tolist()
+    keys: dict[Any, str] = {}
+    uids = columns.get("uid", range(count))
+    for index, uid in enumerate(uids):
+        if uid not in keys:
+            ids = prompts[index][attended[index, :width]].long()
+            keys[uid] = f"{zlib.crc32(ids.numpy().tobytes()):08x}"
+    columns["key"] = [keys[uid] for uid in uids]
+    return columns
 
 
 def _scores(batch: DataProto) -> list[float]:

@@ -1,7 +1,8 @@
 """Seconds spent in the named sections of a step, which are also what a run reports that it is doing.
 
 with timer("step"): with timer("gen"): …  ──as_metrics──► {"timing_s/gen": …, "timing_s/step": …}
-                         └── progress: "generating"
+                         ├── progress: "generating"
+                         └── timeline: from when to when
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hybridflow.observability.profiling import profiler
 from hybridflow.observability.progress import Progress
+from hybridflow.observability.timeline import timeline
 
 WORDS = {
     "gen": "generating",
@@ -56,7 +58,7 @@ class Timer:
         if self._open[name] == 1:
             self._since[name] = start
         try:
-            with self._reported(name), profiler.span(name):
+            with self._reported(name), profiler.span(name), timeline.section(name):
                 yield
         finally:
             self._open[name] -= 1

@@ -21,8 +21,9 @@ KEY = "trainer.default_local_dir"
 
 
 class RunFolder:
-    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `failures.json`, `samples/`,
-    `validation/`, `rows/`, `nonfinite/`, `reference/`, `summary.json`, `report.html` and `global_step_N/`.
+    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `timeline.jsonl`, `rollouts.jsonl`,
+    `failures.json`, `samples/`, `validation/`, `rows/`, `nonfinite/`, `reference/`, `summary.json`,
+    `report.html` and `global_step_N/`.
     """
 
     def __init__(self, path: str | Path) -> None:

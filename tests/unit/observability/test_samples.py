@@ -16,7 +16,7 @@ import torch
 from hybridflow.errors import ConfigError
 from hybridflow.observability import samples
 from hybridflow.observability.logging_setup import setup_logging
-from hybridflow.observability.samples import SampleWriter, sample_rows
+from hybridflow.observability.samples import SampleWriter, rollout_columns, sample_rows
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import MEDIA, Medium
 
@@ -215,3 +215,15 @@ def test_a_file_has_each_picture_once_and_no_more_than_fit(
     kept = [[medium.get("picture") for medium in json.loads(line).get("media", [])] for line in lines]
     assert kept == [["pic a"], [None], [None], ["pic b"], [None], []]
     assert rows[1]["media"][0]["picture"] == "pic a", "the caller's rows stay as they are"
+
+
+def test_numbers_of_all_rollouts_have_no_texts_and_one_key_a_prompt(batch: DataProto) -> None:
+    columns = rollout_columns(batch)
+    assert all(len(values) == len(batch) for values in columns.values())
+    rows = sample_rows(batch, decode)
+    assert columns["score"] == [row["score"] for row in rows]
+    assert columns["num_tokens"] == [row["num_tokens"] for row in rows]
+    assert columns["uid"] == [row["uid"] for row in rows]
+    prompts = [row["prompt"] for row in rows]
+    assert (columns["key"][0] == columns["key"][1]) == (prompts[0] == prompts[1])
+    json.dumps(columns)

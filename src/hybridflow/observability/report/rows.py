@@ -51,6 +51,8 @@ def brief(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
     entry = {name: finite(row[name]) for name in COLUMNS if name in row}
+    if "row_id" in row:
+        entry["row_id"] = str(row["row_id"])  # more digits than a number of the page has
     extra = row.get("extra_info")
     if isinstance(extra, Mapping) and "num_turns" in extra:
         entry["num_turns"] = extra["num_turns"]

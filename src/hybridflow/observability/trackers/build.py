@@ -23,6 +23,7 @@ from hybridflow.observability.trackers.mlflow import MlflowTracker
 from hybridflow.observability.trackers.prometheus import PrometheusTracker
 from hybridflow.observability.trackers.swanlab import SwanlabTracker
 from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
+from hybridflow.observability.trackers.timeline import TimelineTracker
 from hybridflow.observability.trackers.trackio import TrackioTracker
 from hybridflow.observability.trackers.wandb import WandbTracker
 from hybridflow.observability.trackers.weave import WeaveTracker
@@ -138,6 +139,7 @@ def build_trackers(
                 Trackers(built).close()
                 raise
             logger.info("no TensorBoard files: %s", error.__cause__ or error)
+    built.append(TimelineTracker(run))
     return Trackers(built, earlier, running)
 
 

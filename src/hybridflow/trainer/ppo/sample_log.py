@@ -1,5 +1,5 @@
-"""Samples that are kept for readers: a few of some steps, token by token, for the report, and all that is
-asked for.
+"""Samples that are kept for readers: the numbers of all, a few of some steps token by token, for the report,
+and all that is asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from hybridflow.config import PPOConfig
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.observability.samples import SampleWriter, sample_rows
+from hybridflow.observability.samples import SampleWriter, rollout_columns, sample_rows
+from hybridflow.observability.step_lines import StepLines
 from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
@@ -51,6 +52,7 @@ class SampleLog:
         keep_to = done or -1  # a fresh run begins with the validation before its first step
         self.report = SampleWriter(run_dir / "samples", keep_to=keep_to)
         self.report_validation = SampleWriter(run_dir / "validation", keep_to=keep_to)
+        self.numbers = StepLines(run_dir / "rollouts.jsonl", keep_to)
         self.watch = RewardWatch() if config.reward.watch else None
         self._earlier: Path | None = run_dir / "metrics.jsonl" if done else None
         self.rollouts = _writer(config.trainer.rollout_data_dir)
@@ -98,6 +100,7 @@ class SampleLog:
                 told = "; ".join(sign.message for sign in signs)
                 rows_shown = [{**row, "reward_watch": told} for row in rows_shown]
             self.report.write(rows_shown, step)
+        self.numbers.write(step, rollout_columns(batch))
         if self.rollouts:
             self.rollouts.write(sample_rows(batch, self.decode), step)
         return figures

@@ -34,7 +34,7 @@ class Browser:
         self._patience = patience
         self._number = 0
         self._buffer = b""
-        self._profile = tempfile.TemporaryDirectory()
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         flags = [
@@ -163,15 +163,19 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    def busy(self, expression: str) -> float:
-        """Return the seconds of processor time of the main thread, from an expression until it is drawn."""
+    def busy(self, expression: str, until: str = "true") -> float:
+        """Return the seconds of processor time of the main thread, from an expression until something is true
+        and drawn.
+        """
         self.settle()
-        before = self._task_seconds()
+        before = self.task_seconds()
         self.evaluate(expression)
+        self.wait_for(until)
         self.settle()
-        return self._task_seconds() - before
+        return self.task_seconds() - before
 
-    def _task_seconds(self) -> float:
+    def task_seconds(self) -> float:
+        """Return the seconds of processor time that the main thread has worked."""
         metrics = {one["name"]: one["value"] for one in self.call("Performance.getMetrics")["metrics"]}
         return float(metrics["TaskDuration"])
 

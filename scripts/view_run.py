@@ -1,4 +1,4 @@
-"""A made-up run with as many rollouts as wanted, written by the library's own writers, for looking at the page."""
+"""A made-up run of any length, written by the library's own writers, for looking at its page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,22 @@ SAMPLES = 8
 ROWS = GROUPS * SAMPLES
 """Rollouts of a step."""
 EPOCH = 1_700_000_000.0
-WORDS = "so we add the two numbers and carry one over then check that the sum is right".split()
+WORDS = [
+    "so",
+    "we",
+    "add",
+    "two",
+    "numbers",
+    "carry",
+    "one",
+    "over",
+    "then",
+    "check",
+    "that",
+    "it",
+    "is",
+    "right",
+]
 
 
 class MadeUpRun:
@@ -74,7 +89,8 @@ class MadeUpRun:
         number = (step * GROUPS + group) % 211
         hard = number % 7 == 0
         right = 0.0 if hard else min(0.97, 0.3 + 0.005 * step + self.skill)
-        length = max(6, int(self.random.gauss(34 + 0.2 * step, 9)))
+        asked = f"What is {number} + {number * 3 % 97}?"
+        length = max(6, int(self.random.gauss(34 + 0.28 * step, 9)))
         cut = length > 70
         answer = " ".join(self.random.choice(WORDS) for _ in range(length // 2))
         return {
@@ -82,13 +98,13 @@ class MadeUpRun:
             "row_id": str(((step << 20) + group * 4096 + sample) * 1024),
             "trajectory_id": (step << 20) + group * 4096 + sample,
             "lineage": 0,
-            "prompt": f"<|im_start|>user\nWhat is {number} + {number * 3 % 97}?<|im_end|>\n<|im_start|>assistant\n",
+            "prompt": f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n",
             "response": answer,
             "score": float(not cut and self.random.random() < right),
             "num_tokens": min(length, 70),
             "finish_reason": "length" if cut else "stop",
             "data_source": "sums",
-            "extra_info": {"num_turns": 2},
+            "extra_info": {"num_turns": 2, "question": asked},
         }
 
     def _with_tokens(self, row: dict[str, Any], step: int) -> dict[str, Any]:
@@ -100,7 +116,7 @@ class MadeUpRun:
         given = range(count // 2, count // 2 + 5)
         call = {"function": {"name": "add", "arguments": {"a": 3, "b": 9}}}
         messages = [
-            {"role": "user", "content": row["prompt"].split("\n")[1]},
+            {"role": "user", "content": row["extra_info"]["question"]},
             {"role": "assistant", "content": "I ask the calculator.", "tool_calls": [call]},
             {"role": "tool", "name": "add", "content": "12"},
             {"role": "assistant", "content": row["response"]},
@@ -130,7 +146,7 @@ class MadeUpRun:
             "response_length/max": float(max(lengths)),
             "response_length/min": float(min(lengths)),
             "response_length/clip_ratio": sum(row["finish_reason"] == "length" for row in rows) / ROWS,
-            "training/zero_variance_groups": sum(min(group) == max(group) for group in groups) / GROUPS + 0.3,
+            "training/zero_variance_groups": sum(min(group) == max(group) for group in groups) / GROUPS,
             "training/rollout_log_probs_diff_max": abs(self.random.gauss(0.0, 0.002)),
             "actor/entropy": 0.9 * math.exp(-step / 90),
             "actor/ppo_kl": abs(self.random.gauss(0.0, 0.001)),

@@ -42,7 +42,7 @@ globalThis.document = { ...nowhere,
   createElement: (tag) => new Node(tag), createElementNS: (_, tag) => new Node(tag),
   documentElement: new Node(),
 };
-globalThis.addEventListener = () => {};
+globalThis.addEventListener = globalThis.scrollTo = () => {};
 globalThis.devicePixelRatio = 1;
 globalThis.location = { hash: process.argv[2], search: "" };
 globalThis.matchMedia = () => ({ matches: false, ...nowhere });

@@ -39,7 +39,10 @@ function route() {
   tooltip.hide();
   header();
   PAGES[current].show(argument);
-  if (moved) say(`${TITLES[current]} is shown`);
+  if (moved) {
+    scrollTo(0, 0);
+    say(`${TITLES[current]} is shown`);
+  }
 }
 
 function theme() {

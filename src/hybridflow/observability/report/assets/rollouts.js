@@ -107,6 +107,8 @@ class RolloutsPage {
   }
 }
 
+const FEW_LEVELS = 8;
+
 // Points on a canvas; the nearest one is told under the pointer and opened by a click.
 class Scatter {
   constructor(across, up, open) {
@@ -129,8 +131,9 @@ class Scatter {
     context.scale(ratio, ratio);
     this.points = [];
     if (!rows.length) return;
+    const few = new Set(rows.map(y)).size <= FEW_LEVELS; // points of one level would hide each other
     const ys = yAxis(rows.map(y), false), xs = yAxis(rows.map(x), false);
-    const box = { left: 46, right: width - 10, top: 8, bottom: height - 34 };
+    const box = { left: 46, right: width - 10, top: 18, bottom: height - 46 };
     const place = { x: (value) => box.left + xs.place(value) * (box.right - box.left), y: (value) => box.bottom - ys.place(value) * (box.bottom - box.top) };
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = look.getPropertyValue("--muted");
@@ -138,12 +141,13 @@ class Scatter {
     context.textAlign = "right";
     for (const { value, text } of ys.ticks) { context.strokeRect(box.left, place.y(value), box.right - box.left, 0); context.fillText(text, box.left - 6, place.y(value) + 4); }
     context.textAlign = "center";
-    for (const { value, text } of xs.ticks) context.fillText(text, place.x(value), box.bottom + 15);
-    context.fillText(`${this.across} across, ${this.up} up`, (box.left + box.right) / 2, height - 4);
+    for (const { value, text } of xs.ticks) context.fillText(text, place.x(value), box.bottom + 27);
+    context.fillText(`${this.across} across, ${this.up} up${few ? ", spread where equal" : ""}`, (box.left + box.right) / 2, height - 4);
     context.globalAlpha = rows.length > 2000 ? 0.35 : 0.7;
     const colours = {};
-    for (const row of rows) {
-      const name = colour(row), point = { row, x: place.x(x(row)), y: place.y(y(row)) };
+    for (const [index, row] of rows.entries()) {
+      const spread = few ? ((index * 37) % 25) - 12 : 0;
+      const name = colour(row), point = { row, x: place.x(x(row)), y: place.y(y(row)) + spread };
       context.fillStyle = colours[name] ??= look.getPropertyValue(name);
       context.fillRect(point.x - 2, point.y - 2, 4, 4);
       this.points.push(point);

@@ -88,7 +88,8 @@ class TimelinePage {
     for (const span of this.spans.filter((one) => one.name === "update_weights")) { // from here on engines have newer weights
       context.fillStyle = ink("--accent");
       context.fillRect(place(span.end), 0, 1.5, lanes.length * LANE_HEIGHT);
-      context.fillText(`version ${span.step}`, place(span.end) - 60, lanes.length * LANE_HEIGHT + 30);
+      context.textAlign = "right";
+      context.fillText(`version ${span.step}`, place(span.end), lanes.length * LANE_HEIGHT + 30);
     }
     if (cut) this.note.textContent += ` ${cut} further lanes are not drawn.`;
   }

@@ -26,7 +26,9 @@ class TimelineTracker(Tracker):
         if step != self._step:
             self._spans = []
             self._step = step
-        new = [(self._lanes.get(lane, lane), *rest) for lane, *rest in timeline.take()]
+        new: list[TimeSpan] = [
+            (self._lanes.get(lane, lane), name, start, end) for lane, name, start, end in timeline.take()
+        ]
         if new:
             self._spans += new
             self._lines.write(step, {"spans": self._spans})

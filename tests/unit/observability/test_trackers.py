@@ -215,7 +215,7 @@ def test_missing_tensorboard_is_skipped_only_when_it_was_a_default(
     names = [
         type(tracker).__name__ for tracker in build_trackers(["console", "tensorboard"], tmp_path).trackers
     ]
-    assert names == ["JsonlTracker", "ConsoleTracker"]
+    assert names == ["JsonlTracker", "ConsoleTracker", "TimelineTracker"]
     with pytest.raises(ConfigError, match="install the extra 'tensorboard'"):
         build_trackers(["tensorboard"], tmp_path)
 

@@ -27,3 +27,8 @@ class ProfilerConfig:
         None, "Ranks of each role on which tools other than phases record; null: rank 0."
     )
     save_path: str | None = key(None, "Folder of the traces; null: profile/ in the run folder.")
+
+    @property
+    def recorded_steps(self) -> list[int]:
+        """The steps that are recorded with a tool."""
+        return self.steps or [2]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
-from hybridflow.data.pictures import MediaError, read_picture, read_video, thumbnail
+from hybridflow.data.pictures import NAMES, MediaError, read_picture, read_video, thumbnail
 from hybridflow.data.processor import Expanded, MediaProcessor, Read, load_processor
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -128,8 +128,8 @@ class MediaReader:
         kind = MEDIA_PARTS.get(str(part.get("type", "text")))
         if kind is None:
             return {"type": "text", "text": part.get("text", "")}
-        held = {name: value for name, value in part.items() if name not in ("type", "text") and value}
-        if not held:
+        held: Any = {name: value for name, value in part.items() if name not in ("type", "text") and value}
+        if held.keys().isdisjoint(NAMES):
             if not waiting[kind]:
                 raise MediaError(f"there are more places for an {kind} than the row has in data.{kind}_key")
             held = waiting[kind].pop(0)

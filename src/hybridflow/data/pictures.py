@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ FETCH_SECONDS = 30.0
 SHOWN_SIDE = 160
 """Pixels of the longer side of a picture that is kept for readers of samples."""
 SHOWN_BYTES = 8192
-_NAMES = ("image", "image_url", "video", "video_url", "url", "bytes", "path")
+NAMES = ("image", "image_url", "video", "video_url", "url", "bytes", "path")
 """Entries of a dictionary that hold the picture itself, in the order in which they count."""
 
 
@@ -53,7 +55,7 @@ def read_video(value: Any, *, fetch: bool = False) -> tuple[list[Picture], float
     """Return the frames of a video in RGB and their number in a second; MediaError as `read_picture`."""
     fps = FPS
     if isinstance(value, Mapping):
-        fps = float(value.get("fps") or FPS)
+        fps = _fps(value.get("fps"))
         value = _inside(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if not value:
@@ -81,13 +83,24 @@ def thumbnail(picture: Picture) -> bytes:
     return file.getvalue()
 
 
+def _fps(given: Any) -> float:
+    """Return the frames in a second that a video names; MediaError for what is no number above 0."""
+    if given is None:
+        return FPS
+    with suppress(TypeError, ValueError):
+        fps = float(given)
+        if 0 < fps < math.inf:
+            return fps
+    raise MediaError(f"a video has fps={given!r}: wanted its frames in a second, a number above 0")
+
+
 def _inside(value: Mapping[str, Any]) -> Any:
     """Return what a dictionary holds; the bytes of {bytes, path} come before the path."""
-    found = [value[name] for name in _NAMES if value.get(name) is not None]
+    found = [value[name] for name in NAMES if value.get(name) is not None]
     if not found:
         raise MediaError(
             f"an object with the entries {', '.join(value) or 'none'} is no picture: wanted one of "
-            f"{', '.join(_NAMES)}"
+            f"{', '.join(NAMES)}"
         )
     return found[0]
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoConfig
+
+# its other name would need torchvision with transformers 5.17
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hybridflow.data.mrope import grid_positions
 from hybridflow.data.pictures import MediaError, Picture

@@ -78,7 +78,10 @@ def _read_patches(base: Any, media: Sequence[Medium]) -> list[Features]:
     grids = torch.stack([medium.values["grid_thw"] for medium in media]).to(device)
     read = base.get_image_features(pixels, grids, return_dict=True)
     tokens = read.pooler_output
+    lengths = [len(each) for each in tokens]
     deep = getattr(read, "deepstack_features", None) or []
+    # transformers 5.17 leaves those of all media together
+    deep = [each.split(lengths) if isinstance(each, Tensor) else each for each in deep]
     return [Features(*each) for each in zip(tokens, zip(*deep) if deep else [()] * len(media), strict=True)]
 
 

@@ -22,8 +22,6 @@ from hybridflow.observability.profiling import ProfileSettings, Span, profiler
 logger = logging.getLogger(__name__)
 
 DRIVER = "driver"
-SECOND = (2,)
-"""The steps that are recorded where none are named: the first one has what is done once."""
 
 
 class StepProfiler:
@@ -46,7 +44,7 @@ class StepProfiler:
 
     def __call__(self, step: int) -> AbstractContextManager[None]:
         """Return the context of a step."""
-        if self._config.tool is None or step not in (self._config.steps or SECOND):
+        if self._config.tool is None or step not in self._config.recorded_steps:
             return nullcontext()
         return self._recorded(step)
 

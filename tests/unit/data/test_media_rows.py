@@ -49,7 +49,10 @@ def test_marks_and_parts_give_the_same_prompt(tokenizer: PreTrainedTokenizerFast
     red = png(RED)
     forms = [
         row("<image>red ?", red),
-        row([{"type": "image"}, {"type": "text", "text": "red ?"}], {"bytes": red, "path": None}),
+        row(
+            [{"type": "image", "detail": "high"}, {"type": "text", "text": "red ?"}],
+            {"bytes": red, "path": None},
+        ),
         row([{"type": "image", "image": red}, {"type": "text", "text": "red ?"}]),
         row([{"type": "image_url", "image_url": {"url": red}}, {"type": "text", "text": "red ?"}]),
         {"prompt": _templated(tokenizer), "images": [red]},

@@ -96,6 +96,9 @@ def test_a_video_is_frames_or_a_file_with_several(tmp_path: Path) -> None:
     assert [frame.getpixel((0, 0)) for frame in frames] == [RED, BLUE] and fps == 4.0
     with pytest.raises(MediaError, match="no frames"):
         read_video([])
+    for odd in (-1, 0, "fast", float("nan"), [2]):
+        with pytest.raises(MediaError, match="wanted its frames in a second, a number above 0"):
+            read_video({"video": [squares(RED)], "fps": odd})
 
 
 def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,22 @@ def test_the_exact_kl_from_itself_is_nothing() -> None:
     assert bool(policy.head.weight.grad.isfinite().all())
 
 
+def test_features_of_deep_layers_may_come_unsplit(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = picture_policy("qwen3_vl")
+    packed = pack(rows(policy, 1, 2))
+    wanted = policy(packed).log_probs
+    base = policy.hf.base_model
+    read = base.get_image_features
+
+    def as_in_transformers_5_17(*args, **kwargs):
+        found = read(*args, **kwargs)
+        found.deepstack_features = [torch.cat(tuple(each)) for each in found.deepstack_features]
+        return found
+
+    monkeypatch.setattr(base, "get_image_features", as_in_transformers_5_17)
+    assert torch.equal(policy(packed).log_probs, wanted)
+
+
 def test_a_picture_with_another_number_of_features_is_refused() -> None:
     policy = picture_policy()
     prompt = picture_prompt(policy, 1)

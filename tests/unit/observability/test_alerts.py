@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,6 +22,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.advice import Advice
 from hybridflow.observability.trackers import build_trackers
 from hybridflow.observability.trackers.base import RunInfo
+from hybridflow.observability.trackers.build import check_trackers
 from hybridflow.observability.trackers.prometheus import PrometheusTracker, prometheus_name
 
 
@@ -125,3 +127,11 @@ def test_a_file_for_prometheus_that_cannot_be_written_ends_the_run(tmp_path: Pat
     settings = PrometheusConfig(enable=True, port=0, file=str(tmp_path / "file" / "targets.yml"))
     with pytest.raises(ConfigError, match=r"trainer.prometheus.file=.* cannot be written"):
         build_trackers([], tmp_path, "p", "e", prometheus=settings)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = PrometheusConfig(enable=True, port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"cannot be listened at .*to a free port"):
+            check_trackers(TrainerConfig(logger=["console"], prometheus=settings))
+    check_trackers(TrainerConfig(logger=["console"], prometheus=settings))

@@ -121,6 +121,12 @@ def test_a_tool_of_another_device_is_refused(tmp_path: Path) -> None:
             assert not own.active
 
 
+def test_steps_that_the_run_does_not_reach_are_refused() -> None:
+    one = TrainerConfig(total_training_steps=1)
+    with pytest.raises(ConfigError, match=r"would record step 2, and trainer.total_training_steps=1"):
+        check(PPOConfig(global_profiler=ProfilerConfig("phases"), trainer=one), needs_model=False)
+
+
 def test_verls_keys_of_profilers() -> None:
     loaded = load_config(
         PPOConfig,

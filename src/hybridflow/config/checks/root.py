@@ -98,7 +98,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
         if keys.updates:
             yield from _optim(get_value(config, keys.updates).optim, f"{keys.updates}.optim")
     yield from _trainer(config.trainer)
-    yield from _profiler(config.global_profiler, config.trainer.device)
+    yield from _profiler(config.global_profiler, config.trainer)
     yield from ppo_cluster_problems(config)
 
 
@@ -109,7 +109,7 @@ def _sft_problems(config: SFTConfig) -> Iterator[str]:
     yield from kernel_problems(config)
     yield from _optim(config.optim, "optim")
     yield from _trainer(config.trainer)
-    yield from _profiler(config.global_profiler, config.trainer.device)
+    yield from _profiler(config.global_profiler, config.trainer)
     yield from sft_cluster_problems(config)
 
 
@@ -306,12 +306,19 @@ def _is_web_address(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def _profiler(profiler: ProfilerConfig, device: str) -> Iterator[str]:
-    """Yield what cannot be recorded on a device."""
-    if profiler.tool in ("torch_memory", "nsys") and device in ("cpu", "npu"):
+def _profiler(profiler: ProfilerConfig, trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+    """Yield what cannot be recorded: by its device, or because the run ends before."""
+    if profiler.tool in ("torch_memory", "nsys") and trainer.device in ("cpu", "npu"):
         yield (
-            f"global_profiler.tool={profiler.tool} records CUDA, and trainer.device={device}: take torch "
-            "or phases"
+            f"global_profiler.tool={profiler.tool} records CUDA, and trainer.device={trainer.device}: take "
+            "torch or phases"
+        )
+    steps = profiler.recorded_steps
+    if profiler.tool is not None and 0 < (trainer.total_training_steps or 0) < min(steps):
+        yield (
+            f"global_profiler.tool={profiler.tool} would record step {min(steps)}, and "
+            f"trainer.total_training_steps={trainer.total_training_steps}: set global_profiler.steps to one "
+            "of them"
         )
 
 

@@ -20,7 +20,7 @@ from hybridflow.observability.trackers.console import ConsoleTracker
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
 from hybridflow.observability.trackers.mlflow import MlflowTracker
-from hybridflow.observability.trackers.prometheus import PrometheusTracker
+from hybridflow.observability.trackers.prometheus import PrometheusTracker, check_port
 from hybridflow.observability.trackers.swanlab import SwanlabTracker
 from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
 from hybridflow.observability.trackers.timeline import TimelineTracker
@@ -55,12 +55,13 @@ IN_PROCESS = ("console", "jsonl")
 
 def check_trackers(trainer: BaseTrainerConfig) -> None:
     """Raise ConfigError for a name in `trainer.logger` that is no tracker, or whose library is not installed,
-    too old, or lacks a key that it needs; and where that of `trainer.prometheus` is missing.
+    too old, or lacks a key that it needs; and where `trainer.prometheus` lacks its own or its port.
 
     Nothing is imported, so this takes no time. In the default list a missing tensorboard is allowed.
     """
     _known(trainer.logger)
     raise_all(list(tracker_problems(trainer)))
+    check_port(trainer.prometheus)
 
 
 def tracker_problems(trainer: BaseTrainerConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,24 @@ def prometheus_name(name: str) -> str:
     return f"{PREFIX}_{re.sub('[^a-zA-Z0-9]+', '_', name).strip('_')}"
 
 
+def check_port(settings: PrometheusConfig) -> None:
+    """Raise ConfigError where nothing can listen at the address; a run asks before it loads anything."""
+    if not settings.enable:
+        return
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        socket.create_server(found[0][4][:2], family=found[0][0]).close()
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+
+
+def _cannot_listen(settings: PrometheusConfig, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"trainer.prometheus: {settings.host}:{settings.port} cannot be listened at ({error}): set "
+        "trainer.prometheus.port to a free port, or to 0 for any"
+    )
+
+
 class PrometheusTracker(Tracker):
     """Serves the newest value of each metric until the run ends."""
 
@@ -55,10 +74,7 @@ class PrometheusTracker(Tracker):
                 settings.port, settings.host, registry=self._registry
             )
         except OSError as error:
-            raise ConfigError(
-                f"trainer.prometheus: {settings.host}:{settings.port} cannot be listened at ({error}): set "
-                "trainer.prometheus.port to a free port, or to 0 for any"
-            ) from error
+            raise _cannot_listen(settings, error) from error
         self.port: int = self._server.server_port
         logger.info("metrics for Prometheus at http://%s:%d/metrics", settings.host, self.port)
         if settings.file is not None:

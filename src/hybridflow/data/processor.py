@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-
-# its other name would need torchvision with transformers 5.17
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from hybridflow.data.mrope import grid_positions
 from hybridflow.data.pictures import MediaError, Picture
@@ -59,6 +58,8 @@ class MediaProcessor(ABC):
 
     marks: Mapping[MediumKind, str]
     """The text that the chat template writes for a picture or a video."""
+    image_class: Any
+    """The image processor of transformers, by PIL: it has the same values on every machine."""
 
     def __init__(self, tokenizer: Tokenizer, config: Any, image_processor: Any) -> None:
         self.tokenizer = tokenizer
@@ -129,6 +130,8 @@ class MediaProcessor(ABC):
 
 class QwenProcessor(MediaProcessor):
     """Qwen2-VL and Qwen2.5-VL: flat patches, and one run of placeholders for a picture or a video."""
+
+    image_class = Qwen2VLImageProcessorPil
 
     def __init__(self, tokenizer: Tokenizer, config: Any, image_processor: Any) -> None:
         super().__init__(tokenizer, config, image_processor)
@@ -218,6 +221,8 @@ class Qwen3Processor(QwenProcessor):
 class SmolVLMProcessor(MediaProcessor):
     """SmolVLM: a picture is itself, made small, behind the crops that it is cut into."""
 
+    image_class = SmolVLMImageProcessorPil
+
     def __init__(self, tokenizer: Tokenizer, config: Any, image_processor: Any) -> None:
         super().__init__(tokenizer, config, image_processor)
         self.marks = {"image": str(tokenizer.convert_ids_to_tokens(config.image_token_id))}
@@ -275,14 +280,15 @@ def load_processor(tokenizer: Tokenizer, *, trust_remote_code: bool = False) -> 
             f"{path}: model_type {config.model_type!r} reads pictures in a way that is not known here: use "
             f"one of {', '.join(PROCESSORS)}"
         )
+    family = PROCESSORS[config.model_type]
     try:
-        images = AutoImageProcessor.from_pretrained(path, backend="pil")
+        images = family.image_class.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
             f"{path} has no image processor that can be loaded ({', '.join(PROCESSOR_FILES[:2])}): take "
             f"the files of the model's own folder ({' '.join(str(error).split())[:200]})"
         ) from error
-    return PROCESSORS[config.model_type](tokenizer, config, images)
+    return family(tokenizer, config, images)
 
 
 def digest_of(kind: MediumKind, values: Mapping[str, Tensor]) -> str:

@@ -174,7 +174,8 @@ def test_features_of_deep_layers_may_come_unsplit(monkeypatch: pytest.MonkeyPatc
 
     def as_in_transformers_5_17(*args, **kwargs):
         found = read(*args, **kwargs)
-        found.deepstack_features = [torch.cat(tuple(each)) for each in found.deepstack_features]
+        deep = found.deepstack_features
+        found.deepstack_features = [torch.cat(each) if isinstance(each, tuple) else each for each in deep]
         return found
 
     monkeypatch.setattr(base, "get_image_features", as_in_transformers_5_17)

@@ -18,6 +18,7 @@ from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
 from hybridflow.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
+from hybridflow.errors import ConfigError
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.machine import machine_facts
 from hybridflow.observability.report import write_report
@@ -57,6 +58,10 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> dict[str, Any]:
     """Run the demo from a new model on; write and return the summary: accuracies, seconds, machine."""
     start = time.perf_counter()
+    if options.experts < 0 or options.experts == 1:
+        raise ConfigError(f"--experts {options.experts}: wanted 0, or 2 and more: a token has two")
+    if options.algorithm == "moe" and not options.experts:
+        raise ConfigError("--algo moe trains a mixture of experts: give their number too, as in --experts 4")
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", experts=options.experts, seed=options.seed)
     logger.info(

@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.demo import demo, warm_up
 from hybridflow.demo.demo import DemoOptions
+from hybridflow.errors import ConfigError
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.trackers import build_trackers
 
@@ -24,6 +25,17 @@ def test_the_greedy_accuracies_of_the_demo_are_its_own_validations(tmp_path: Pat
     assert demo._validates_the_same(DemoOptions(tmp_path))
     assert not demo._validates_the_same(DemoOptions(tmp_path, reward="random"))
     assert not demo._validates_the_same(DemoOptions(tmp_path, overrides=("data.task.val_size=8",)))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "experts", "said"),
+    [("moe", 0, "give their number too"), ("grpo", 1, "a token has two"), ("grpo", -4, "a token has two")],
+)
+def test_experts_that_make_no_model_are_refused(
+    algorithm: str, experts: int, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        demo.run_demo(DemoOptions(tmp_path, algorithm=algorithm, experts=experts))
 
 
 def test_the_warm_up_tries_all_questions_only_near_the_mark(

@@ -245,6 +245,7 @@ class Session:
         """Prefill, in one or more passes; a prompt in chunked prefill gives way to rows that have grown."""
         count = self.rows.count
         if self._partial is not None and not self._grow(count, count, self._longest + 1):
+            self._stats.preemptions += 1
             self._preempt()
         while self._partial or self.scheduler.may_enter(self.rows.count):
             self.cache.plan(self.rows.count, self._ahead(self._longest + 1))

@@ -304,9 +304,14 @@ def test_passwords_of_addresses_stay_with_the_run(tmp_path: Path, monkeypatch: p
     library = Recorder("swanlab")
     monkeypatch.setitem(sys.modules, "swanlab", library)
     config = {"a": {"b": ["sftp://me:secret@host/x", "s3://bucket/a@b", 1]}, "c": "http://me:secret@host:1"}
+    config["trainer"] = {"alert_webhook": "https://hooks.example/secret"}
     build_trackers(["swanlab"], tmp_path, config_dict=config).close()
     sent = library.named("init")[0][1]["config"]
-    assert sent == {"a": {"b": ["sftp://…@host/x", "s3://bucket/a@b", 1]}, "c": "http://…@host:1"}
+    assert sent == {
+        "a": {"b": ["sftp://…@host/x", "s3://bucket/a@b", 1]},
+        "c": "http://…@host:1",
+        "trainer": {"alert_webhook": "…"},
+    }
 
 
 def test_clearml_online_begins_a_task_where_the_run_was_offline_before(

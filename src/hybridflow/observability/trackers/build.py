@@ -145,9 +145,15 @@ def build_trackers(
 
 
 def _without_passwords(value: Any) -> Any:
-    """Leave users and passwords out of addresses, since a tracker's configuration is read by many."""
+    """Leave users and passwords out of addresses, since a tracker's configuration is read by many.
+
+    The address of a webhook is a password as a whole.
+    """
     if isinstance(value, Mapping):
-        return {name: _without_passwords(each) for name, each in value.items()}
+        return {
+            name: "…" if each and name == "alert_webhook" else _without_passwords(each)
+            for name, each in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [_without_passwords(each) for each in value]
     if isinstance(value, str):

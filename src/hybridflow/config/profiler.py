@@ -7,6 +7,8 @@ from typing import Literal
 
 from hybridflow.config.schema import key
 
+SECOND = (2,)
+"""The steps that are recorded where none are named: the first one has what is done once."""
 ProfilerTool = Literal["phases", "torch", "torch_memory", "nsys"]
 
 
@@ -27,8 +29,3 @@ class ProfilerConfig:
         None, "Ranks of each role on which tools other than phases record; null: rank 0."
     )
     save_path: str | None = key(None, "Folder of the traces; null: profile/ in the run folder.")
-
-    @property
-    def recorded_steps(self) -> list[int]:
-        """The steps that are recorded with a tool."""
-        return self.steps or [2]

@@ -40,10 +40,6 @@ class Plan:
     seconds: float
     """Seconds of a step."""
 
-    def pool_of(self, role: str) -> Pool:
-        """Return the pool that hosts a role."""
-        return next(pool for pool in self.pools if role in pool.roles)
-
     @property
     def devices(self) -> int:
         """Devices of all pools."""

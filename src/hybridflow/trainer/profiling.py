@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.profiler import ProfilerConfig
+from hybridflow.config.profiler import SECOND, ProfilerConfig
 from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.errors import ConfigError
@@ -44,7 +44,7 @@ class StepProfiler:
 
     def __call__(self, step: int) -> AbstractContextManager[None]:
         """Return the context of a step."""
-        if self._config.tool is None or step not in self._config.recorded_steps:
+        if self._config.tool is None or step not in (self._config.steps or SECOND):
             return nullcontext()
         return self._recorded(step)
 

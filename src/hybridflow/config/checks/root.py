@@ -32,7 +32,7 @@ from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.preference import learns_from_pairs
-from hybridflow.config.profiler import ProfilerConfig
+from hybridflow.config.profiler import SECOND, ProfilerConfig
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, Tracker, TrainerConfig
@@ -313,7 +313,7 @@ def _profiler(profiler: ProfilerConfig, trainer: TrainerConfig | SFTTrainerConfi
             f"global_profiler.tool={profiler.tool} records CUDA, and trainer.device={trainer.device}: take "
             "torch or phases"
         )
-    steps = profiler.recorded_steps
+    steps = profiler.steps or SECOND
     if profiler.tool is not None and 0 < (trainer.total_training_steps or 0) < min(steps):
         yield (
             f"global_profiler.tool={profiler.tool} would record step {min(steps)}, and "

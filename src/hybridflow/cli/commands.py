@@ -233,11 +233,14 @@ def try_environment(options: argparse.Namespace) -> int:
 
 def view(options: argparse.Namespace) -> int:
     """Write the page of a run as one self-contained HTML file, or serve it while the run writes."""
+    from hybridflow.errors import ConfigError
     from hybridflow.observability.report import LiveServer, write_report
 
     if not options.live:
         print(f"wrote {write_report(options.run, options.out, options.against)}")
         return 0
+    if options.out:
+        raise ConfigError("--out names the file that is written, and --live writes none: give one of them")
     server = LiveServer([run for run in (options.run, options.against) if run], options.port)
     print(f"{server.url}\nfollows {options.run}; Ctrl-C ends it, and the run goes on", flush=True)
     try:

@@ -92,6 +92,13 @@ function start() {
     merge(RUN, DATA);
     if (OTHER) merge(OTHER, DATA.other);
   }
+  // by script: in a notebook the page is in a frame, where such a link would lead to the notebook
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest?.('a[href^="#/"]');
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    go(link.getAttribute("href").slice(2));
+  });
   theme();
   PAGES.rollouts.refresh(); // the page of a trajectory goes through its rows
   addEventListener("hashchange", route);

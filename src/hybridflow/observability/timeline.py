@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from hybridflow.protocol.spans import TraceSpan
 
 TimeSpan = tuple[str, str, float, float]
 """Lane, name, start and end; times in seconds since the epoch."""
 
 MOST_SPANS = 4000
 """Spans that wait to be taken; later ones are left out."""
+MOST_TRAJECTORIES = 48
+"""Trajectories of a step whose spans are kept, the first ones."""
 DRIVER = "driver"
 """Lane of what the trainer's own process computes."""
 ROLES = {
@@ -43,6 +47,7 @@ class Timeline:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: list[TimeSpan] = []
+        self._trajectories = 0
         self.active = False
         """Whether somebody takes the spans."""
 
@@ -62,6 +67,13 @@ class Timeline:
             if self.active and len(self._spans) < MOST_SPANS:
                 self._spans.append((lane, name, round(start, 4), round(end, 4)))
 
+    def add_trajectory(self, number: int, spans: Iterable[TraceSpan]) -> None:
+        """Keep what a trajectory has waited for, in a lane of its own."""
+        if self.active and self._trajectories < MOST_TRAJECTORIES:
+            self._trajectories += 1
+            for span in spans:
+                self.add(f"trajectory {number}", span.name, span.start, span.end)
+
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Keep the time of this context as a section of a step, in the lane of its role."""
@@ -79,6 +91,7 @@ class Timeline:
         with self._lock:
             spans = self._spans
             self._spans = []
+            self._trajectories = 0
         return spans
 
 

@@ -7,10 +7,11 @@ import pytest
 
 from hybridflow.observability.report.follow import RunFollower
 from hybridflow.observability.step_lines import StepLines
-from hybridflow.observability.timeline import MOST_SPANS, Timeline, timeline
+from hybridflow.observability.timeline import MOST_SPANS, MOST_TRAJECTORIES, Timeline, timeline
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import build_trackers
 from hybridflow.observability.trackers.timeline import lanes_of
+from hybridflow.protocol.spans import TraceSpan
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
@@ -80,3 +81,18 @@ def test_a_timeline_that_nobody_empties_stays_small() -> None:
     for _ in range(MOST_SPANS + 10):
         full.add("a", "b", 0.0, 1.0)
     assert len(full.take()) == MOST_SPANS and full.take() == []
+
+
+def test_the_first_trajectories_of_a_step_have_lanes() -> None:
+    times = Timeline()
+    spans = [TraceSpan("generate", 1.0, 2.0), TraceSpan("tool", 2.0, 2.5)]
+    times.add_trajectory(1, spans)
+    assert times.take() == [], "nobody takes them"
+    times.start()
+    for number in range(MOST_TRAJECTORIES + 5):
+        times.add_trajectory(number, spans)
+    taken = times.take()
+    assert taken[:2] == [("trajectory 0", "generate", 1.0, 2.0), ("trajectory 0", "tool", 2.0, 2.5)]
+    assert len(taken) == 2 * MOST_TRAJECTORIES
+    times.add_trajectory(99, spans)
+    assert [span[0] for span in times.take()] == ["trajectory 99"] * 2

@@ -68,6 +68,11 @@ def test_a_run_learns_from_what_the_loop_says_exact_to_the_bit(model: Path, tmp_
     assert first["messages"][-1] == {"role": "assistant", "content": "done", "calls": []}
     mask = first["tokens"]["response_mask"]
     assert 2 <= sum(mask) <= 6 and not all(mask), "three tokens of each answer at most, and none of the hint"
+    spans = collect(tmp_path / "run")["timeline"][0]["spans"]
+    lanes = {lane for lane, *_ in spans}
+    own = [name for lane, name, *_ in spans if lane == f"trajectory {first['trajectory_id']}"]
+    assert {"driver", "devices"} <= lanes
+    assert own.count("generate") >= 2 and own[-1] == "reward", "the loop asks the model more than once"
     assert "two_answers" in write_report(tmp_path / "run").read_text(encoding="utf-8")
 
 

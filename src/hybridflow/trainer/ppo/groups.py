@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from hybridflow.agent.agents import Agents
-from hybridflow.agent.collate import collate
+from hybridflow.agent.collate import collate, trajectory_id
 from hybridflow.agent.single_turn import RequestBatch, build_requests, demonstration_outputs, one_more_each
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.timeline import timeline
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.trajectory import Outcome, Trajectory
@@ -103,7 +104,12 @@ class GroupMaker:
     def trace(
         self, trajectories: Sequence[Trajectory], requests: RequestBatch, *, validate: bool = False
     ) -> None:
-        """Send traces of trajectories, in the order of their `requests`, where the run has traces."""
+        """Send traces of trajectories, in the order of their `requests`, where the run has traces; those of
+        training are also noted for the page of the run.
+        """
+        for trajectory in trajectories:
+            if not validate:
+                timeline.add_trajectory(trajectory_id(trajectory), trajectory.spans)
         if self._traces is not None:
             self._traces.add(trajectories, requests.rows, validate=validate)
 

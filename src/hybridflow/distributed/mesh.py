@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.distributed.process_group import subgroup
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Column:
         found: Column | None = None
         for first in range(layout.stage_size):
             ranks = tuple(range(first, layout.world_size, layout.stage_size))
-            forward, backward = (dist.new_group(list(ranks)) for _ in range(2))
-            ends = dist.new_group([ranks[0], ranks[-1]])
+            forward, backward = (subgroup(ranks) for _ in range(2))
+            ends = subgroup([ranks[0], ranks[-1]])
             if rank in ranks:
                 found = cls(ranks, ranks.index(rank), forward, backward, ends)
         assert found is not None, "every rank is in a column"

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_timeout: timedelta | None = None  # of the world; torch gives other groups its own default
+
 
 def init(rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float) -> None:
     """Join the group of `world_size` processes whose rank 0 listens at `address`:`port`.
@@ -35,6 +37,8 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
     if is_accelerator(device.type):
         set_current(device)
         backend = f"cpu:gloo,{device.type}:{features(device.type).backend}"
+    global _timeout
+    _timeout = timedelta(seconds=timeout_s)
     host = address
     if ":" in address:  # IPv6
         host = f"[{address}]"
@@ -44,7 +48,7 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
             init_method=f"tcp://{host}:{port}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=_timeout,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise WorkerError(
@@ -54,6 +58,14 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
             rank=rank,
         ) from error
     logger.debug("rank %d of %d has joined at %s:%d (%s)", rank, world_size, address, port, backend)
+
+
+def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new group of some ranks, whose collectives wait as long as those of the world.
+
+    All ranks of the world call it together, in the same order.
+    """
+    return dist.new_group(list(ranks), timeout=_timeout)
 
 
 def destroy() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.distributed.process_group import min_over, rank_and_size
+from hybridflow.distributed.process_group import min_over, rank_and_size, subgroup
 from hybridflow.errors import ConfigError, RolloutError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class ReplicaRanks:
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} "
                 "rank(s) of the pool that generates: set it to a divisor of them"
             )
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
+        groups = [subgroup(range(first, first + size)) for first in range(0, ranks, size)]
         return cls(size, rank % size, groups[rank // size])
 
     def sum_(self, tensor: Tensor) -> Tensor:

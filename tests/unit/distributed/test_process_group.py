@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def test_a_group_of_one_is_joined_and_left() -> None:
         assert dist.get_world_size() == 1 and process_group.max_over([3, 1]) == [3, 1]
         mesh = engine_mesh(ParallelLayout(), "cpu")
         assert mesh is engine_mesh(ParallelLayout(), "cpu") and mesh.returns
+        backend = process_group.subgroup([0])._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=10), "a group waits as long as the world"
     finally:
         process_group.destroy()
     assert not dist.is_initialized()

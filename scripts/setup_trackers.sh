@@ -16,6 +16,7 @@ clearml==2.1.12
 gql[httpx]==4.0.0
 graphql-core==3.2.14
 mlflow==3.17.2
+opentelemetry-exporter-otlp-proto-http==1.45.2
 swanlab==0.10.3
 tensorboard==2.21.0
 trackio==0.43.0

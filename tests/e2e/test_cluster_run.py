@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -70,13 +71,32 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: t
         "actor_rollout_ref.rollout.exact=false",
         *more,
     )
-    one, got = metrics_of_both(inputs, tmp_path, keys)
+    profiled = ("global_profiler.tool=phases", "global_profiler.steps=[2]")
+    one, got = metrics_of_both(inputs, tmp_path, keys, profiled)
+    check_trace(tmp_path / "two" / "profile" / "step_2.json")
     for step, metrics in one.items():
         assert sorted(got[step]) == sorted(metrics)
         for name in sorted(metrics.keys() - OF_EACH_PROCESS):
             if more and name.startswith(echo_world.OF_THE_WAY):
                 continue
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+
+
+def check_trace(file: Path) -> None:
+    """Fail where a profile is not one trace whose ranks work while the driver waits for them."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["actor 0", "actor 1", "driver"]
+    spans = {
+        (names[event["pid"]], event["name"]): (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    }
+    begin, end = spans["driver", "update_actor"]
+    ranks = [spans[f"actor {rank}", "actor.update_mini_batch"] for rank in (0, 1)]
+    for start, stop in ranks:
+        assert begin <= start < stop <= end, "the clock is that of one machine"
+    assert max(start for start, _ in ranks) < min(stop for _, stop in ranks), "side by side"
 
 
 MEGATRON = (

@@ -61,6 +61,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.rollout\.prometheus\.(enable|file|served_model_name)",
         r"trainer.prometheus.\1",
     ),
+    (r"actor_rollout_ref\.rollout\.prometheus\.port", r"trainer.prometheus.reload_port"),
     (ROLLOUT + r"multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     (r"data\.tool_config_path", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     (ROLLOUT + r"response_length", r"data.max_response_length"),

@@ -20,7 +20,16 @@ class PrometheusConfig:
     host: str = key("127.0.0.1", "Address to listen at; 0.0.0.0: all of the machine's.")
     port: int = key(9400, "Port to listen at; 0: a free one, which the log says.", minimum=0, maximum=65535)
     file: str | None = key(
-        None, "File that is written with a configuration of Prometheus that scrapes this run; null: none."
+        None,
+        "Configuration of Prometheus into which this run is written as the job hybridflow; what else it has "
+        "stays. null: none.",
+    )
+    reload_port: int | None = key(
+        None,
+        "Port of a Prometheus on this machine that is asked to read `file` again; it wants "
+        "--web.enable-lifecycle. null: nobody is asked.",
+        minimum=1,
+        maximum=65535,
     )
     served_model_name: str | None = key(None, "Value of the label model_name; null: no such label.")
 

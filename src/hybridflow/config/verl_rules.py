@@ -223,11 +223,6 @@ ROLLOUTS: tuple[Rule, ...] = (
     ),
     only(ROLLOUT + r"skip\.steps", (None, []), "every step is dumped and read back"),
     ignored(ROLLOUT + r"skip\.max_dump_step", "every step is dumped; repeat takes those that are there"),
-    ignored(
-        ROLLOUT + r"prometheus\.port",
-        "Prometheus finds this run by trainer.prometheus.port, and the run need not know Prometheus' own "
-        "port",
-    ),
 )
 
 

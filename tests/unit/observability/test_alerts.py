@@ -28,7 +28,8 @@ from hybridflow.observability.trackers.prometheus import PrometheusTracker, prom
 
 def scraped(port: int) -> dict[tuple[str, str], tuple[float, str]]:
     """Value and meaning by name and experiment, as Prometheus reads them."""
-    page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"  # Prometheus' own
+    page = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept}).text
     return {
         (sample.name, sample.labels["experiment"]): (sample.value, family.documentation)
         for family in text_string_to_metric_families(page)
@@ -57,6 +58,30 @@ def test_prometheus_reads_every_metric_with_its_meaning(tmp_path: Path) -> None:
         httpx.get(f"http://127.0.0.1:{tracker.port}/metrics")
 
 
+def test_a_run_joins_a_configuration_and_has_it_read_again(
+    tmp_path: Path, received: tuple[str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    address, bodies = received
+    file = tmp_path / "prometheus.yml"
+    rays = {"job_name": "ray", "file_sd_configs": [{"files": ["ray.json"]}]}
+    old = {"job_name": "hybridflow", "static_configs": [{"targets": ["gone:1"]}]}
+    file.write_text(yaml.safe_dump({"global": {"scrape_interval": "3s"}, "scrape_configs": [rays, old]}))
+    reload_port = int(address.rstrip("/").rpartition(":")[2])
+    settings = PrometheusConfig(enable=True, port=0, file=str(file), reload_port=reload_port)
+    for _ in range(2):
+        tracker = PrometheusTracker(RunInfo(tmp_path, prometheus=settings))
+        tracker.close()
+    config = yaml.safe_load(file.read_text())
+    assert config["global"] == {"scrape_interval": "3s"} and config["scrape_configs"][0] == rays
+    (ours,) = config["scrape_configs"][1:]
+    assert ours["static_configs"] == [{"targets": [f"127.0.0.1:{tracker.port}"]}]
+    assert bodies == ["", ""], "it was asked each time"
+    assert sum("does not answer" in record.message for record in caplog.records) == 1, "500 the first time"
+    file.write_text("- no configuration")
+    with pytest.raises(ConfigError, match=r"trainer\.prometheus\.file"):
+        PrometheusTracker(RunInfo(tmp_path, prometheus=settings))
+
+
 def test_names_for_prometheus() -> None:
     assert prometheus_name("val-core/gsm8k/acc/mean@1") == "hybridflow_val_core_gsm8k_acc_mean_1"
     assert prometheus_name("timing_s/gen") == "hybridflow_timing_s_gen"
@@ -79,7 +104,8 @@ def received() -> Iterator[tuple[str, list[Any]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            body = self.rfile.read(int(self.headers["content-length"]))
+            bodies.append(json.loads(body) if body else "")
             self.send_response(500 if len(bodies) == 1 else 200)
             self.end_headers()
 

@@ -26,7 +26,7 @@ MOST_AT_ONCE = 256
 """Traces of one request to the collector."""
 LINGER_SECONDS = 0.5
 """Time for further traces to come, after the first one, before a request is made."""
-CLOSE_SECONDS = 15.0
+CLOSE_SECONDS = 60.0
 """How long the end of a run waits until the traces are sent."""
 DEAD_SECONDS = 2.0
 """How long it waits where none was ever taken."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from hybridflow.config.trainer import PrometheusConfig
@@ -23,6 +26,9 @@ from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker, im
 logger = logging.getLogger(__name__)
 
 PREFIX = "hybridflow"
+JOB = "hybridflow"
+"""Name of the runs' job in a configuration of Prometheus."""
+RELOAD_SECONDS = 10.0
 VLLM_COUNTERS = {
     "rollout/generated_tokens": ("vllm:generation_tokens", "Tokens that were sampled."),
     "rollout/prompt_tokens": ("vllm:prompt_tokens", "Tokens of the prompts of admitted requests."),
@@ -70,15 +76,18 @@ class PrometheusTracker(Tracker):
         self._gauges: dict[str, Any] = {}
         self._counters: dict[str, Any] = {}
         try:
-            self._server, self._thread = client.start_http_server(
-                settings.port, settings.host, registry=self._registry
-            )
+            self._server = _server(settings.host, settings.port, self._page)
         except OSError as error:
             raise _cannot_listen(settings, error) from error
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
         self.port: int = self._server.server_port
         logger.info("metrics for Prometheus at http://%s:%d/metrics", settings.host, self.port)
         if settings.file is not None:
-            self._write_targets(Path(settings.file), f"{settings.host}:{self.port}")
+            try:
+                self._write_targets(settings, Path(settings.file))
+            except BaseException:
+                self.close()
+                raise
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -90,6 +99,10 @@ class PrometheusTracker(Tracker):
     def close(self, outcome: Outcome = "finished") -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def _page(self) -> bytes:
+        page: bytes = self._client.generate_latest(self._registry)
+        return page
 
     def _gauge(self, name: str) -> Any:
         short = prometheus_name(name)
@@ -110,16 +123,76 @@ class PrometheusTracker(Tracker):
             )
         return self._counters[name]
 
-    def _write_targets(self, file: Path, target: str) -> None:
-        """Write a configuration with which Prometheus scrapes this run."""
-        job = {"job_name": "hybridflow", "static_configs": [{"targets": [target]}]}
-        config = {"global": {"scrape_interval": "10s"}, "scrape_configs": [job]}
+    def _write_targets(self, settings: PrometheusConfig, file: Path) -> None:
+        """Write this run into a configuration of Prometheus, and have that read it where it is asked to."""
+        config: dict[str, Any] = {"global": {"scrape_interval": "10s"}}
+        if file.is_file():
+            config = _configuration(file)
+        targets = [{"targets": [f"{settings.host}:{self.port}"]}]
+        others = [job for job in config.get("scrape_configs") or [] if job.get("job_name") != JOB]
+        config["scrape_configs"] = [*others, {"job_name": JOB, "static_configs": targets}]
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         except OSError as error:
-            self.close()
             raise ConfigError(
                 f"trainer.prometheus.file={file} cannot be written ({error.strerror or error}): set another "
                 "path, or leave it out"
             ) from error
+        if settings.reload_port is not None:
+            _reload(f"http://127.0.0.1:{settings.reload_port}/-/reload")
+
+
+def _server(host: str, port: int, page: Callable[[], bytes]) -> ThreadingHTTPServer:
+    """Return a server of a page in Prometheus' text format, whatever format is asked for.
+
+    The library's own server has OpenMetrics too, where it writes `vllm:x` as `vllm_x`, which no board finds.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = page()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing of each request."""
+
+    found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+    class Server(ThreadingHTTPServer):
+        address_family = found[0]
+        daemon_threads = True
+
+    return Server(found[4][:2], Handler)
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    """Return a configuration of Prometheus that is there. ConfigError where it is none."""
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"trainer.prometheus.file: {file} cannot be read ({error}): name another file"
+        ) from error
+    if not isinstance(config, dict | None):
+        raise ConfigError(
+            f"trainer.prometheus.file: {file} has no configuration of Prometheus: name another file"
+        )
+    return config or {}
+
+
+def _reload(address: str) -> None:
+    """Ask a Prometheus to read its configuration again; one that does not answer costs a warning."""
+    try:
+        httpx.post(address, timeout=RELOAD_SECONDS).raise_for_status()
+    except httpx.HTTPError as error:
+        logger.warning(
+            "trainer.prometheus.reload_port: %s does not answer (%s): start Prometheus with "
+            "--web.enable-lifecycle and with this file as --config.file, or have it read the file yourself",
+            address,
+            error,
+        )

@@ -65,7 +65,8 @@ def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     All ranks of the world call it together, in the same order.
     """
-    return dist.new_group(list(ranks), timeout=_timeout)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_timeout)
+    return group
 
 
 def destroy() -> None:

@@ -45,6 +45,14 @@ HEADING = "document.querySelectorAll('#page-rollouts .table:not([hidden]) th but
 TABLE = "PAGES.rollouts.rollouts.node"
 OPEN = "document.querySelector('.strips')?.remove(); "
 OPEN += "PAGES.rollouts.rollouts.open([...RUN.rollouts.values()].filter((row) => row.has_tokens)[{}])"
+LONG = """
+const filled = (make) => Array.from({ length: 2048 }, (_, index) => make(index));
+const wave = filled((index) => -Math.abs(Math.sin(index)));
+const tokens = { text: filled((index) => ` w${index}`), rollout_log_probs: wave, old_log_probs: wave,
+  advantages: wave, entropys: wave, policy_version: filled((index) => index >> 9),
+  response_mask: filled(() => 1) };
+PAGES.trajectory.fill({ step: 1 }, { rows: [{ prompt: "long", tokens }], pictures: {} }, "");
+"""
 INTERACTIONS = {
     "open the overview": ("overview", "location.hash = '#/overview'", "#/rollouts"),
     "open the rollouts": ("rollouts", "location.hash = '#/rollouts'", "#/overview"),
@@ -65,6 +73,7 @@ INTERACTIONS = {
         f"{TABLE}.scrollTop = ({TABLE}.scrollTop + 70000) % 280000",
         "#/rollouts",
     ),
+    "show a response of 2,048 tokens": ("trajectory", f"{{ {LONG} }}", "#/trajectory"),
     "go to the next token": (
         "trajectory",
         "document.querySelector('.strips')"

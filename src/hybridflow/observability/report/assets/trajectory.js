@@ -1,6 +1,7 @@
 // The page of one trajectory: its facts, conversation, pictures, and its rows with a strip for each quantity of tokens.
 "use strict";
 
+const PIECE = 800; // tokens whose text is shown at first
 const HEAT_RANGE = 5; // nats: colours saturate at a log-prob of −5, a probability of 0.7 %
 const column = (name) => ({ has: (tokens) => Boolean(tokens[name]), at: (tokens, index) => tokens[name][index] });
 // look: signed (around 0), heat (from 0), version (one colour each), mask
@@ -103,9 +104,10 @@ class TrajectoryPage {
     paint();
     const strips = stripsNode(row.tokens, choices, (index) => {
       facts.textContent = factsOfToken(row.tokens, index).map(([title, value]) => `${title} ${value}`).join(" · ");
-      for (const node of text.querySelectorAll(".token.at")) node.classList.remove("at");
-      text.children[index]?.classList.add("at");
-      text.children[index]?.scrollIntoView({ block: "nearest" });
+      text.chosen?.classList.remove("at");
+      text.chosen = text.querySelectorAll(".token")[index]; // none where its text is not shown
+      text.chosen?.classList.add("at");
+      text.chosen?.scrollIntoView({ block: "nearest" });
     });
     return [...nodes, el("div", { class: "block-head" }, el("span", {}, "response"), el("span", { class: "control" }, "tokens by", colour)), text, strips, facts];
   }
@@ -153,16 +155,23 @@ function shade(quantity, value, range) {
   return quantity.look === "heat" ? ["--heat", 0.75 * part ** 0.6] : [value < 0 ? "--neg" : "--pos", 0.65 * part];
 }
 
+// Tokens as text with colours; of a long response the first ones, and the others when they are asked for.
 function paintTokens(host, row, quantity) {
   const { tokens } = row, range = quantity ? rangeOf(tokens, quantity) : 1;
-  host.replaceChildren(...tokens.text.map((text, index) => {
-    const span = el("span", { class: isGiven(tokens, index) ? "token given" : "token" }, visible(text));
+  const span = (index) => {
+    const node = el("span", { class: isGiven(tokens, index) ? "token given" : "token" }, visible(tokens.text[index]));
     if (quantity && !(isGiven(tokens, index) && quantity.look !== "mask")) {
       const [name, opacity] = shade(quantity, quantity.at(tokens, index), range);
-      span.style.background = `rgba(var(${name}), ${opacity.toFixed(3)})`;
+      if (opacity > 0.02) node.style.background = `rgba(var(${name}), ${opacity.toFixed(2)})`;
     }
-    return span;
-  }), row.tokens_cut ? el("span", { class: "muted" }, ` … ${row.tokens_cut} more tokens`) : "");
+    return node;
+  };
+  const first = Array.from({ length: Math.min(PIECE, tokens.text.length) }, (_, index) => span(index));
+  host.replaceChildren(...first, row.tokens_cut ? el("span", { class: "muted" }, ` … ${row.tokens_cut} more tokens`) : "");
+  if (tokens.text.length > PIECE) {
+    const more = el("button", { type: "button", onclick: () => more.replaceWith(...tokens.text.slice(PIECE).map((_, index) => span(PIECE + index))) }, `show ${tokens.text.length - PIECE} more tokens`);
+    first[PIECE - 1].after(more);
+  }
   host.onpointermove = (event) => {
     const index = [...host.children].indexOf(event.target);
     if (event.target.classList.contains("token")) tooltip.show(event, `token ${index}: ${JSON.stringify(tokens.text[index])}`, factsOfToken(tokens, index).slice(1));
@@ -186,29 +195,48 @@ function factsOfToken(tokens, index) {
 function stripsNode(tokens, quantities, choose) {
   const count = tokens.text.length, height = 18, left = 210;
   let at = 0;
-  const canvas = el("canvas");
+  let width = 600;
+  const canvas = el("canvas"), base = el("canvas"); // the strips are drawn once, and copied under the mark of a token
   const node = el("div", { class: "strips", tabindex: 0, role: "slider", "aria-label": "tokens of the response", "aria-valuemin": 0, "aria-valuemax": Math.max(0, count - 1), "aria-valuenow": 0 }, canvas);
-  const place = (index) => left + (index / count) * (canvas.clientWidth - left - 1);
+  const place = (index) => left + (index / count) * (width - left - 1);
   node.draw = () => {
-    const ratio = devicePixelRatio || 1, width = node.clientWidth || 600, look = getComputedStyle(document.documentElement);
-    Object.assign(canvas, { width: width * ratio, height: (quantities.length * height + 4) * ratio });
+    const ratio = devicePixelRatio || 1, look = getComputedStyle(document.documentElement), colours = {};
+    width = node.clientWidth || 600;
+    for (const one of [canvas, base]) Object.assign(one, { width: width * ratio, height: (quantities.length * height + 4) * ratio });
     Object.assign(canvas.style, { width: `${width}px`, height: `${quantities.length * height + 4}px` });
-    const context = canvas.getContext("2d");
+    const context = base.getContext("2d");
     context.scale(ratio, ratio);
     context.font = "12px system-ui, sans-serif";
+    const columns = Math.min(count, Math.floor(width - left)), each = count / columns, wide = (width - left - 1) / columns;
     quantities.forEach((quantity, number) => {
       const range = rangeOf(tokens, quantity), top = number * height + 2;
+      context.globalAlpha = 1;
       context.fillStyle = look.getPropertyValue("--muted");
       const most = quantity.look === "mask" || quantity.look === "version" ? "" : ` ≤ ${format(range)}`;
       context.fillText(quantity.title + most, 0, top + 12, left - 8);
-      for (let index = 0; index < count; index++) {
-        if (isGiven(tokens, index) && quantity.look !== "mask") continue;
-        const [name, opacity] = shade(quantity, quantity.at(tokens, index), range);
-        context.fillStyle = `rgba(${look.getPropertyValue(name)}, ${opacity})`;
-        context.fillRect(place(index), top, Math.max(1, place(index + 1) - place(index)), height - 3);
+      for (let column = 0; column < columns; column++) {
+        let strongest = null; // of the tokens that share a column
+        for (let index = Math.floor(column * each); index < Math.floor((column + 1) * each); index++) {
+          if (isGiven(tokens, index) && quantity.look !== "mask") continue;
+          const found = shade(quantity, quantity.at(tokens, index), range);
+          if (!strongest || found[1] > strongest[1]) strongest = found;
+        }
+        if (!strongest) continue;
+        const [name, opacity] = strongest;
+        context.globalAlpha = opacity;
+        context.fillStyle = colours[name] ??= `rgb(${look.getPropertyValue(name)})`;
+        context.fillRect(left + column * wide, top, wide, height - 3);
       }
     });
-    context.strokeStyle = look.getPropertyValue("--accent");
+    mark();
+  };
+  const mark = () => {
+    const context = canvas.getContext("2d"), ratio = devicePixelRatio || 1;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(base, 0, 0);
+    context.scale(ratio, ratio);
+    context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--accent");
     context.lineWidth = 1.5;
     if (count) context.strokeRect(place(at), 1, Math.max(3, place(at + 1) - place(at)), quantities.length * height);
   };
@@ -216,7 +244,7 @@ function stripsNode(tokens, quantities, choose) {
     at = Math.min(count - 1, Math.max(0, index));
     node.setAttribute("aria-valuenow", at);
     node.setAttribute("aria-valuetext", factsOfToken(tokens, at).map((fact) => fact.join(" ")).join(", "));
-    node.draw();
+    mark();
     choose(at);
   };
   node.addEventListener("keydown", (event) => {

@@ -1,4 +1,4 @@
-"""What this machine's CPU can do, and the memory that this process has taken at its most."""
+"""Measurements of this machine's CPU, and of the most memory that this process has taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loaded model computes with, in words: for the log of a run and for `hybridflow config --explain`."""
+"""A description of what a loaded model computes with, for the log of a run and for `config --explain`."""
 
 from __future__ import annotations
 

@@ -69,12 +69,16 @@ def _pieces(rows: Sequence[tuple[int, int]], mine: int, other: int, part: int) -
     if other < 0:  # what has gone round past the first rank comes after all queries
         return
     for start, end in rows:
-        first, last = (max(start, mine * part), min(end, (mine + 1) * part))
-        first_key, last_key = (max(start, other * part), min(end, (other + 1) * part))
-        if first < last and first_key < last_key:
-            queries = slice(first - mine * part, last - mine * part)
-            keys = slice(first_key - other * part, last_key - other * part)
-            yield Piece(queries, keys, first - first_key)
+        queries = _within(start, end, mine * part, part)
+        keys = _within(start, end, other * part, part)
+        if queries.start < queries.stop and keys.start < keys.stop:
+            ahead = mine * part + queries.start - other * part - keys.start
+            yield Piece(queries, keys, ahead)
+
+
+def _within(start: int, end: int, first: int, part: int) -> slice:
+    """Return the places of tokens start to end - 1 in the part that begins at `first`."""
+    return slice(max(start, first) - first, min(end, first + part) - first)
 
 
 class _Ring(torch.autograd.Function):
@@ -103,7 +107,8 @@ class _Ring(torch.autograd.Function):
                 coming = _Passed(held, layout.group)
             keys, values = held.split([key.shape[-1], value.shape[-1]], dim=-1)
             for block in _blocks(pieces, how.sliding_window):
-                queries, span = block.piece.queries, block.piece.keys
+                queries = block.piece.queries
+                span = block.piece.keys
                 weights, _ = _scores(query[:, queries], keys[:, span], block, how)
                 before = sums[:, queries]
                 after = torch.logaddexp(before, weights.logsumexp(-1).flatten(0, 1))
@@ -138,7 +143,8 @@ class _Ring(torch.autograd.Function):
             keys, values = held.split(split, dim=-1)
             of_keys, of_values = of_held.split(split, dim=-1)
             for block in _blocks(pieces, ctx.how.sliding_window):
-                queries, span = block.piece.queries, block.piece.keys
+                queries = block.piece.queries
+                span = block.piece.keys
                 logits, slope = _scores(query[:, queries], keys[:, span], block, ctx.how)
                 weights = (logits - _by_group(sums[:, queries], kv_heads)[..., None]).exp_()
                 above = _by_group(grad[:, queries], kv_heads)

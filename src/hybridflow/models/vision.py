@@ -39,7 +39,7 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class TextInputs:
-    """What a text model reads in the place of token ids."""
+    """The inputs of a text model that stand in the place of token ids."""
 
     embeds: Tensor
     """[1, N, H]."""

@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What a process records, and where its own files go."""
+    """The tool by which a process records, and the place of its own files."""
 
     tool: ProfilerTool
     folder: Path

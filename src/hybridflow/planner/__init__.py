@@ -1,1 +1,1 @@
-"""What a run will take: memory and time of each phase, and the placement that takes least. No torch."""
+"""Predictions of a run: memory and time of each phase, and the placement that takes least. No torch."""

@@ -208,7 +208,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """What the check says: ratios within the bar, and the same mode is the faster one."""
+        """The result of the check: the ratios are within the bar, and the same mode is the faster one."""
         if (self.published > 1) != (self.predicted > 1):
             return "missed, and the order too"
         return "within" if abs(self.predicted / self.published - 1) <= RATIO_BAR else "missed"

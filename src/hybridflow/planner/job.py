@@ -1,4 +1,4 @@
-"""What a run asks of devices: its models, rows and optimizer steps, from its configuration.
+"""The work of a run: its models, rows and optimizer steps, from its configuration.
 
 resolved PPOConfig, config.json of its models ──job_of──► Job
 """

@@ -52,7 +52,7 @@ class Layer:
 
     @property
     def expert_parameters(self) -> int:
-        """Those of routed experts."""
+        """Parameters of its routed experts."""
         return sum(linear.size for linear in self.linears if linear.copies > 1)
 
     @property
@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the sizes of a causal language model follow from."""
+    """The facts from which the sizes of a causal language model follow."""
 
     name: str
     hidden: int
@@ -114,7 +114,7 @@ class ModelShape:
 
     @cached_property
     def active_experts(self) -> int:
-        """Of the parameters that a token is multiplied with, those of routed experts."""
+        """Parameters of routed experts that a token is multiplied with."""
         return sum(
             linear.inputs * linear.outputs * linear.used
             for layer in self.layers

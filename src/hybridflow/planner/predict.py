@@ -1,4 +1,4 @@
-"""What a step of a run with a fixed layout will take, phase by phase, by the model of `hybridflow plan`.
+"""Predictions of a step of a run with a fixed layout, phase by phase, by the model of `hybridflow plan`.
 
     job, layouts ──StepModel.phases(rows)──► seconds of each phase, named as its `timing_s/` metric
     first measured step ──Calibration──► the same, corrected for this machine

@@ -23,7 +23,7 @@ class Receipt:
 
 
 class Channels:
-    """What one rank sends to the stages before and behind it, and receives from them.
+    """The messages of one rank to the stages before and behind it, and from them.
 
     The last stage is followed by the first, since parts may go round several times. Two ranks must send and
     receive in the same order in each direction. All ranks of `column` make it together.

@@ -17,7 +17,7 @@ _KEPT_VALIDATIONS = 20
 
 @dataclass(frozen=True)
 class Advice:
-    """What a rule has found in a run."""
+    """A finding of a rule about a run."""
 
     rule: str
     """Name of the rule."""

@@ -1,4 +1,4 @@
-"""Says what the rules find, and says it rarely."""
+"""The watch that lets all rules look at each step, and repeats their advice rarely."""
 
 from __future__ import annotations
 

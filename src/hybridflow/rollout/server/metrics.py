@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus reads it: under our own names, and under those of vLLM's server.
+"""The counts of the server, as Prometheus reads them: under our own names, and under those of vLLM's server.
 
 Boards and alerts that were made for vLLM work with the second ones.
 """

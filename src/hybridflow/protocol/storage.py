@@ -40,7 +40,7 @@ def write(
     cannot hold.
     """
     if MEDIA in columns:
-        entries, values = _plain_media(columns[MEDIA])
+        entries, values = plain_media(columns[MEDIA])
         columns = {**columns, MEDIA: entries}
         tensors = {**tensors, **values}
     text = json.dumps(
@@ -74,11 +74,11 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[Any]], dict[st
         raise DataError(f"{folder / _META} is not a DataProto of format {_FORMAT}")
     columns = meta["non_tensor_batch"]
     if MEDIA in columns:
-        columns[MEDIA] = _media_of(columns[MEDIA], tensors)
+        columns[MEDIA] = media_of(columns[MEDIA], tensors)
     return tensors, columns, meta["meta_info"], int(meta["num_rows"])
 
 
-def _plain_media(column: Sequence[tuple[Medium, ...] | None]) -> tuple[list[Any], dict[str, Tensor]]:
+def plain_media(column: Sequence[tuple[Medium, ...] | None]) -> tuple[list[Any], dict[str, Tensor]]:
     """Return the media of rows in JSON's types, and their tensors by name, those of equal media once."""
     tensors: dict[str, Tensor] = {}
     for medium in {each.digest: each for media in column for each in media or ()}.values():
@@ -92,8 +92,8 @@ def _plain_media(column: Sequence[tuple[Medium, ...] | None]) -> tuple[list[Any]
     return entries, tensors
 
 
-def _media_of(entries: Sequence[Any], tensors: dict[str, Tensor]) -> list[tuple[Medium, ...]]:
-    """Return the media that `_plain_media` took apart, and take their tensors out of `tensors`."""
+def media_of(entries: Sequence[Any], tensors: dict[str, Tensor]) -> list[tuple[Medium, ...]]:
+    """Return the media that `plain_media` took apart, and take their tensors out of `tensors`."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key in [key for key in tensors if key.startswith(f"{MEDIA}/")]:
         _, digest, name = key.split("/")

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from hybridflow.agent.collate import collate
+from hybridflow.checkpoint.state import load_tree, save_tree
 from hybridflow.controller.ray.transport import decode, encode
 from hybridflow.data.mrope import grid_positions
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.packing import make_rows, pack, prompt_groups, share_prompts
 from hybridflow.protocol.prompt import MEDIA, Medium, Prompt, make_position_ids
+from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.protocol.trajectory import Lineage, Segment, Trajectory
 
 PAD = 9
@@ -92,11 +94,16 @@ def test_rows_of_a_prompt_carry_its_pixels_once() -> None:
     assert all(each is firsts[0] for each in firsts) and torch.equal(firsts[0], big)
 
 
-def test_a_batch_with_pictures_is_read_back_from_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["folder", "checkpoint"])
+def test_a_batch_with_pictures_is_read_back_from_disk(checkpoint: bool, tmp_path: Path) -> None:
     rows = batch("aba", [[1], [2], [3]])
     rows.non_tensor_batch[MEDIA][1] = ()
-    rows.save_to_disk(tmp_path)
-    again = DataProto.load_from_disk(tmp_path)
+    if checkpoint:  # of a schedule that has rows in store
+        save_tree(tmp_path, state_of_rows(rows))
+        again = rows_of_state(load_tree(tmp_path))
+    else:
+        rows.save_to_disk(tmp_path)
+        again = DataProto.load_from_disk(tmp_path)
     assert [list(row) for row in again.non_tensor_batch[MEDIA]] == [
         list(row) for row in rows.non_tensor_batch[MEDIA]
     ]

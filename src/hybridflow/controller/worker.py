@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from hybridflow.config.profiler import ProfilerTool
 from hybridflow.controller.dispatch import Dispatch, register
 from hybridflow.controller.place import RankInfo
 from hybridflow.distributed.measure import peak_since_asked
-from hybridflow.observability.profiling import ProfileSettings, Span, profiler
+from hybridflow.observability.profiling import ProfileSettings, Span, check_tool, profiler
 from hybridflow.protocol import DataProto
 
 
@@ -43,6 +44,11 @@ class Worker:
     def peak_memory(self) -> int:
         """Return the most bytes that this process has had since it was asked last; 0: not known."""
         return peak_since_asked()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def check_profile(self, tool: ProfilerTool) -> None:
+        """Raise ConfigError where this process cannot record with a tool."""
+        check_tool(tool)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def profile(self, settings: ProfileSettings | None) -> None:

@@ -10,6 +10,8 @@ There is one `profiler` in a process, as there is one clock. A span costs nothin
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +51,23 @@ class ProfileSettings:
     """Name of this process's files."""
 
 
+def check_tool(tool: ProfilerTool) -> None:
+    """Raise ConfigError where this process has not what a tool records, or records with."""
+    import torch  # not before it is needed: timings are read where there is no torch
+
+    if tool in ("torch_memory", "nsys") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"global_profiler.tool={tool} records CUDA, and this process has no such device: take torch or "
+            "phases"
+        )
+    is_under_nsys = any(name.startswith("NSYS_") for name in os.environ)
+    if tool == "nsys" and not is_under_nsys and shutil.which("nsys") is None:
+        raise ConfigError(
+            "global_profiler.tool=nsys opens the range that Nsight Systems captures, and there is no nsys "
+            "here: start the run by `nsys profile --capture-range=cudaProfilerApi`, or take torch or phases"
+        )
+
+
 class Profiler:
     """Records what this process does between `start` and `stop`, which one thread calls."""
 
@@ -65,18 +84,14 @@ class Profiler:
         """
         if self.active:
             return
+        if settings is not None:
+            check_tool(settings.tool)
         self.active = True
         self._settings = settings
         if settings is None:
             return
-        import torch  # not before it is needed: timings are read where there is no torch
+        import torch
 
-        if settings.tool in ("torch_memory", "nsys") and not torch.cuda.is_available():
-            self.active = False
-            raise ConfigError(
-                f"global_profiler.tool={settings.tool} records CUDA, and this process has no such device: "
-                "take torch or phases"
-            )
         settings.folder.mkdir(parents=True, exist_ok=True)
         if settings.tool == "torch":
             self._torch = torch.profiler.profile(record_shapes=False, with_stack=False)

@@ -41,6 +41,9 @@ class StepProfiler:
                     f"global_profiler.save_path={config.save_path}: the folder {self._folder} cannot be made "
                     f"({error.strerror or error}): set one that can"
                 ) from error
+        if config.tool not in (None, "phases"):
+            for group, rank in self._recording():  # said now, and not when the step comes
+                group.call_one(rank, Worker.check_profile, config.tool).result()
 
     def __call__(self, step: int) -> AbstractContextManager[None]:
         """Return the context of a step."""
@@ -63,6 +66,13 @@ class StepProfiler:
         file = self._folder / f"step_{step}.json"
         file.write_text(json.dumps(trace_of(spans)), encoding="utf-8")
         logger.info("profile of step %d: %s, for chrome://tracing or ui.perfetto.dev", step, file)
+
+    def _recording(self) -> Iterator[tuple[WorkerGroup[Any], int]]:
+        """Yield the ranks on which the tool records."""
+        for group in self._groups:
+            for rank in range(group.world_size):
+                if rank in (self._config.ranks or (0,)):
+                    yield group, rank
 
     def _start(self, step: int) -> None:
         config = self._config

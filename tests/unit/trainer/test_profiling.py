@@ -16,6 +16,7 @@ from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.controller import Dispatch, LocalBackend, Worker, WorkerGroup, register
 from hybridflow.errors import ConfigError
+from hybridflow.observability import profiling
 from hybridflow.observability.profiling import Profiler, ProfileSettings, Span, profiler
 from hybridflow.observability.timing import Timer
 from hybridflow.trainer.profiling import StepProfiler, trace_of
@@ -125,6 +126,20 @@ def test_steps_that_the_run_does_not_reach_are_refused() -> None:
     one = TrainerConfig(total_training_steps=1)
     with pytest.raises(ConfigError, match=r"would record step 2, and trainer.total_training_steps=1"):
         check(PPOConfig(global_profiler=ProfilerConfig("phases"), trainer=one), needs_model=False)
+
+
+def test_a_tool_that_cannot_record_is_refused_before_the_first_step(
+    groups: list[WorkerGroup[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="tool=torch_memory records CUDA, and this process has no such"):
+        StepProfiler(ProfilerConfig("torch_memory"), groups, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="there is no nsys here"):
+        StepProfiler(ProfilerConfig("nsys"), groups, tmp_path)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    StepProfiler(ProfilerConfig("nsys"), groups, tmp_path)
 
 
 def test_verls_keys_of_profilers() -> None:

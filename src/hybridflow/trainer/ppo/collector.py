@@ -226,7 +226,7 @@ class Collectors:
 
     def end_traces(self) -> None:
         """Have all traces sent; nothing is played afterwards."""
-        self._group.call(Collector.end_traces)
+        self._group.call_list(Collector.end_traces)
 
     async def play(
         self, index: int, prompt: PromptRow, client: LLMClient, *, timed: bool

@@ -133,6 +133,14 @@ def test_the_table_has_the_newest_rollouts_where_there_are_too_many(tmp_path: Pa
     answer = polled(RunFollower(tmp_path))
     assert [part["step"] for part in answer["rollouts"]] == [2]
     assert "The table has the newest rollouts, from step 2 on." in answer["notes"]
+    more = "".join(json.dumps({**lines[0], "step": step}) + "\n" for step in (3, 4, 5))
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write(more)
+    follower = RunFollower(tmp_path)
+    assert [part["step"] for part in polled(follower)["rollouts"]] == [5]
+    assert [step for step, line in follower.recorded.by_step.items() if line] == [3, 4, 5], (
+        "old ones are let go"
+    )
 
 
 def test_a_trajectory_has_all_its_rows_and_no_other(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class RunFollower:
         self._find_all_rollouts()
         sources: list[Lines | Folder] = [self.metrics, self.timeline, self.recorded, *self.folders.values()]
         gone = sum(source.poll(self._number) for source in sources) > 0  # all are polled
+        self._forget_old_rollouts()
         if gone:
             self._epoch = os.urandom(4).hex()  # the page begins anew
             self._findings = Findings()
@@ -167,6 +169,20 @@ class RunFollower:
                 break
             if changed > after:
                 yield {"kind": kind, "step": step, "total": total, "columns": finite(columns)}
+
+    def _forget_old_rollouts(self) -> None:
+        """Keep no rows that the table will never have: newer ones are far more than it takes."""
+        left = 2 * MAX_ROLLOUTS
+        for step in sorted(self.recorded.by_step, reverse=True):
+            left -= _num_rows(self.recorded.by_step[step])
+            if left < 0:
+                self.recorded.by_step[step] = {}
+        for folder in self.folders.values():
+            left = 2 * MAX_ROLLOUTS
+            for step in sorted(folder.files, reverse=True):
+                left -= folder.files[step].total
+                if left < 0 and folder.files[step].columns:
+                    folder.files[step] = replace(folder.files[step], columns={})
 
     def _find_all_rollouts(self) -> None:
         """Follow the folder of `trainer.rollout_data_dir` too, where the run has one."""

@@ -56,7 +56,6 @@ class ParallelLayout:
         if fsdp_size == -1:
             shards = ranks
         given = f"{world_size} ranks, {fsdp_size=}, {sequence=}, {tensor=}, {pipeline=}"
-        assert 1 in (sequence, tensor), f"{given}: a model is split in one of these ways"
         assert ranks * tensor * pipeline == world_size and ranks % sequence == 0, f"{given}: no divisor"
         assert shards >= 1 and ranks % shards == 0, f"{given}: fsdp_size is no divisor"
         copies = ranks // shards

@@ -2,7 +2,7 @@
 
 rank = (pp, copy, shard, tp)           parameters: stages × copies of each × shards × tensor-parallel slices
 rank = (pp, copy, rest, ep)            experts: stages × copies of each × shards × parts
-rank = (pp, dp, sp) or (pp, dp, tp)    rows: parts of the batch × ranks that compute the same part
+rank = (pp, dp, sp, tp)                rows: parts of the batch × ranks that compute the same part
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class EngineMesh:
         self.experts, self.expert_fsdp = _expert_meshes(layout, device_type)
         self.sequence_group = None
         if layout.cp > 1:
-            shape = (layout.pp * layout.data, layout.cp)
-            rows = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "sp"))
+            shape = (layout.pp * layout.data, layout.cp, layout.tp)
+            rows = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "sp", "tp"))
             self.sequence_group = rows["sp"].get_group()
         self.column = None
         if layout.pp > 1:

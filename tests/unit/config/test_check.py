@@ -251,11 +251,11 @@ BAD = [
     (["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=0"], "fsdp_size=0"),
     (
         [
-            "trainer.nnodes=4",
+            "trainer.nnodes=2",
             "critic.fsdp_config.tensor_parallel_size=2",
             "critic.ulysses_sequence_parallel_size=2",
         ],
-        "a model is split in one of these ways",
+        "critic.ulysses_sequence_parallel_size=4 does not divide the 2 processes of its pool",
     ),
     (
         [

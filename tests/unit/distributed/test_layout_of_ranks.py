@@ -72,7 +72,7 @@ def test_the_driver_deals_rows_as_the_layout_says() -> None:
         {"world_size": 4, "fsdp_size": 3},
         {"world_size": 4, "fsdp_size": 4, "tensor": 2},
         {"world_size": 4, "fsdp_size": 0},
-        {"world_size": 4, "sequence": 2, "tensor": 2},
+        {"world_size": 2, "sequence": 2, "tensor": 2},
     ],
 )
 def test_sizes_that_do_not_go_together(sizes: dict[str, int]) -> None:

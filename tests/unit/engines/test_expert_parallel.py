@@ -208,12 +208,21 @@ def test_ranks_of_tensor_parallelism_share_experts(two_ranks: Ranks, run: Run, r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [EXPERTS, {"experts": 4}, {"fsdp_size": 2, "experts": 2}, SLICED, {"tensor": 2, "experts": 4}],
+    [
+        EXPERTS,
+        {"experts": 4},
+        {"fsdp_size": 2, "experts": 2},
+        SLICED,
+        {"tensor": 2, "experts": 4},
+        {**SLICED, "sequence": 2},
+    ],
 )
 def test_four_ranks(four_ranks: Ranks, run: Run, routes: Tensor, sizes: dict[str, int]) -> None:
-    """EP 2 × FSDP 2, EP 4, two copies of EP 2, and TP 2 with EP 2 and EP 4."""
+    """EP 2 × FSDP 2, EP 4, two copies of EP 2, and TP 2 with EP 2, EP 4 and CP 2."""
     deal = ((0, 4), (1, 5), (2, 6), (3,))
     if "tensor" in sizes:
         deal = ((0, 2, 4, 6), (1, 3, 5))
+    if "sequence" in sizes:
+        deal = (tuple(range(7)),)
     cut = replace(run, sizes=sizes, deal=deal)
     assert_close(four_ranks.run(step, cut, 4, routes), step(0, run, 1, routes), 1e-5)

@@ -138,6 +138,21 @@ def test_a_ring_steps_as_one_rank_in_float64(two_ranks: Ranks, folders: dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["ulysses", "ring"])
+def test_slices_and_tokens_of_a_row_step_as_one_rank_in_float64(
+    four_ranks: Ranks, folders: dict[str, str], alone: Any, how: Any
+) -> None:
+    run = Run(
+        folders["tied"],
+        sizes={"sequence": 2, "tensor": 2},
+        fsdp=FSDPConfig(context_parallel=how),
+        deal=(ALL,),
+        model={"dtype": "float64", "gradient_checkpointing": True},
+    )
+    compare(four_ranks.run(train, run, 4), alone(run), bound=1e-10)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kind": "value", "model": {"gradient_checkpointing": True}}])
 def test_adapters_train_as_on_one_rank(
     two_ranks: Ranks, folders: dict[str, str], alone: Any, settings: dict[str, Any]

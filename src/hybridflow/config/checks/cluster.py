@@ -84,12 +84,6 @@ class RoleLayout:
                 f"{here}context_parallel=ring, but no ranks share rows: set {ulysses} to the number of "
                 "ranks in the ring, or leave it out"
             )
-        if tensor > 1 and self.sequence > 1:
-            yield (
-                f"{here}tensor_parallel_size={tensor} with {ulysses}={self.sequence}: a model is split in "
-                "one of these ways; set one to 1"
-            )
-            return
         stages = self.fsdp.pipeline_parallel_size
         if stages == 1 and self.fsdp.virtual_pipeline_parallel_size > 1:
             yield (
@@ -106,7 +100,10 @@ class RoleLayout:
         whose = "processes of its pool"
         if stages > 1:
             whose = f"processes of each of the {stages} stages"
-        for name, width in ((f"{here}tensor_parallel_size", tensor), (ulysses, self.sequence)):
+        widths = {f"{here}tensor_parallel_size": tensor, ulysses: self.sequence}
+        if min(widths.values()) > 1 and not any(ranks % width for width in widths.values()):
+            widths = {f"{here}tensor_parallel_size × {ulysses}": tensor * self.sequence}
+        for name, width in widths.items():
             if ranks % width:
                 yield (f"{name}={width} does not divide the {ranks} {whose}: set a divisor, or other devices")
                 return

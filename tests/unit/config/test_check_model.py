@@ -87,6 +87,7 @@ def test_each_role_that_the_run_builds_is_looked_at(base: list[str], tmp_path: P
             "has 6 experts, which fsdp_config.exp",
         ),
         ({"num_hidden_layers": 8}, "expert_parallel_size=2", "has no experts, which"),
+        ({"num_experts": 4}, "tensor_parallel_size=2", "has 4 experts, which are not cut"),
     ],
 )
 def test_a_model_that_cannot_be_divided_as_asked_is_refused(

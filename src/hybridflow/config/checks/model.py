@@ -75,6 +75,12 @@ def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
         )
     ranks = fsdp.expert_parallel_size
     experts = next((sizes[name] for name in NUMBERS_OF_EXPERTS if sizes.get(name)), 0)
+    if experts and ranks == 1 and fsdp.tensor_parallel_size > 1:
+        yield (
+            f"{where} has {experts} experts, which are not cut by fsdp_config.tensor_parallel_size="
+            f"{fsdp.tensor_parallel_size}: let its ranks share them by fsdp_config.expert_parallel_size of 2 "
+            "or more"
+        )
     if ranks > 1 and isinstance(experts, int) and (not experts or experts % ranks):
         yield (
             f"{where} has {experts or 'no'} experts, which fsdp_config.expert_parallel_size={ranks} does not "

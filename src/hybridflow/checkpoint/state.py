@@ -75,6 +75,8 @@ class _Encoder:
             if math.isfinite(value):
                 return value
             return {"$float": struct.pack(">d", value).hex()}
+        if type(value) is bytes:
+            return {"$bytes": self._keep(_array_as_tensor(np.frombuffer(value, np.uint8), path), path)}
         if isinstance(value, Tensor):
             return {"$tensor": self._keep(value, path)}
         if isinstance(value, np.ndarray):
@@ -130,8 +132,8 @@ class _Encoder:
 
 
 _ACCEPTED = (
-    "a state holds dict, list, tuple, dense real tensors, real numpy arrays, int, float, bool, str and None "
-    "(convert the rest, for example by .tolist())"
+    "a state holds dict, list, tuple, dense real tensors, real numpy arrays, int, float, bool, str, "
+    "bytes and None (convert the rest, for example by .tolist())"
 )
 
 
@@ -172,6 +174,8 @@ def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
             return tensor(node[kind])
         if kind == "$array":
             return tensor(node[kind]).numpy().astype(_numpy_dtype(node["dtype"]))
+        if kind == "$bytes":
+            return tensor(node[kind]).numpy().tobytes()
         if kind == "$scalar":
             return np.frombuffer(bytes.fromhex(node[kind]), dtype=_numpy_dtype(node["dtype"]))[0]
         if kind == "$float":

@@ -11,8 +11,9 @@ is read again from the table on access, and its pictures are made into tensors t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import Row, Rows, as_rows
@@ -26,6 +27,7 @@ from hybridflow.data.row_schema import complete_row, note_missing_columns, requi
 from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_chat
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Medium, Prompt
+from hybridflow.protocol.storage import media_of, plain_media
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,18 @@ class PromptRow:
     def prompt(self) -> Prompt:
         """The token ids and media that a response continues."""
         return Prompt(tuple(self.prompt_token_ids), self.media)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return all fields in types that a checkpoint can keep."""
+        (media,), tensors = plain_media([self.media])
+        return {**vars(self), "media": media, "media_tensors": tensors}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> PromptRow:
+        """Return the row of which `to_state` was taken; older checkpoints have no media."""
+        fields = {name: value for name, value in state.items() if name not in ("media", "media_tensors")}
+        (media,) = media_of([state.get("media", ())], dict(state.get("media_tensors", {})))
+        return cls(**fields, media=media)
 
 
 class PromptDataset:

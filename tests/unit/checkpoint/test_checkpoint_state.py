@@ -52,6 +52,7 @@ def test_every_kind_of_entry_comes_back_as_it_was(tmp_path: Path) -> None:
         "flags": [True, False, 1, 0],
         "ints": (-(2**80), 2**63, 0),
         "floats": [0.1, -0.0, 1e-323, math.inf, -math.inf, math.nan, 1.0, 3e38],
+        "bytes": [b"\x00picture", b""],
         "odd nan": struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0],
         "text": ["", "ü 数", "\ud800", '"\n'],
         "empty": [{}, [], (), {"": {}}],
@@ -142,7 +143,7 @@ def test_a_module_and_its_optimizer(tmp_path: Path) -> None:
         ({"a": torch.ones(2).to_sparse()}, "/a: a tensor"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "/a: a tensor"),
         ({"a": torch.ones(2, device="meta")}, "/a: a tensor"),
-        ({"a": b"bytes"}, "/a of type bytes"),
+        ({"a": bytearray(b"x")}, "/a of type bytearray"),
     ],
 )
 def test_what_cannot_be_stored_is_named(tmp_path: Path, tree: Any, message: str) -> None:

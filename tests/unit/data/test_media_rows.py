@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
+from hybridflow.checkpoint.state import load_tree, save_tree
 from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.preference import PreferenceDataConfig
 from hybridflow.data.files import Rows
 from hybridflow.data.media import MediaReader, Source
 from hybridflow.data.pictures import thumbnail
 from hybridflow.data.preference import PreferenceDataset
-from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.sft import SFTDataset
 from hybridflow.data.tasks import RedSquares
 from hybridflow.data.tokenizer import load_tokenizer
@@ -139,6 +141,19 @@ def test_a_long_prompt_is_never_cut_through_a_picture(tokenizer: PreTrainedToken
         with pytest.raises(DataError, match=f"data.truncation={side} would cut the places of pictures"):
             dataset(rows, tokenizer, max_prompt_length=20, truncation=side)
     assert len(dataset(rows, tokenizer, max_prompt_length=20, filter_overlong_prompts=True)) == 1
+
+
+def test_a_prompt_that_waits_is_kept_in_a_checkpoint(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    seen, plain = dataset([row("<image>?", {"bytes": png(RED)}), row("hi")], tokenizer)
+    save_tree(tmp_path, [seen.to_state(), plain.to_state()])
+    again = [PromptRow.from_state(state) for state in load_tree(tmp_path)]
+    assert again == [seen, plain] and again[0].row["images"] == [{"bytes": png(RED)}]
+    (medium,) = again[0].media
+    assert all(map(torch.equal, medium.values.values(), seen.media[0].values.values()))
+    older = {name: value for name, value in vars(plain).items() if name != "media"}
+    assert PromptRow.from_state(older) == plain
 
 
 def test_a_picture_that_goes_away_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -154,7 +154,7 @@ class ContinuousSource(AheadSource):
 
     def place(self) -> dict[str, Any]:
         """Return where the next row is read, and the rows that were read and not admitted, as plain data."""
-        read = [(epoch, vars(prompt)) for epoch, prompt in self._prompts]
+        read = [(epoch, prompt.to_state()) for epoch, prompt in self._prompts]
         return {**super().place(), "read": read}
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class ContinuousSource(AheadSource):
         """
         super().load_state_dict(state)
         refuse_other_steps(state["groups_per_step"], self.groups_per_step)
-        self._prompts = deque((epoch, PromptRow(**prompt)) for epoch, prompt in state["read"])
+        self._prompts = deque((epoch, PromptRow.from_state(prompt)) for epoch, prompt in state["read"])
         self.ledger.go_on_from(unpacked(state["ledger"]))
         for each in state["groups"]:
             group = _from_state(each)
@@ -380,7 +380,7 @@ def _cause(metrics: Metrics) -> str:
 
 
 def _to_state(group: Group) -> dict[str, Any]:
-    state = {"index": group.index, "prompt": vars(group.prompt), "epoch": group.epoch, "rows": None}
+    state = {"index": group.index, "prompt": group.prompt.to_state(), "epoch": group.epoch, "rows": None}
     if group.rows is not None:
         state["rows"] = state_of_rows(whole(group.rows))
         state["metrics"] = group.metrics.state_dict()
@@ -388,7 +388,7 @@ def _to_state(group: Group) -> dict[str, Any]:
 
 
 def _from_state(state: Mapping[str, Any]) -> Group:
-    group = Group(state["index"], PromptRow(**state["prompt"]), state["epoch"])
+    group = Group(state["index"], PromptRow.from_state(state["prompt"]), state["epoch"])
     if state["rows"] is not None:
         group.rows = rows_of_state(state["rows"])
         group.metrics = Metrics.from_state(state["metrics"])

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from hybridflow.protocol.spans import TraceSpan
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import TraceSpan
 
 TimeSpan = tuple[str, str, float, float]
 """Lane, name, start and end; times in seconds since the epoch."""

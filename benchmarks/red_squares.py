@@ -34,9 +34,15 @@ PAGE = RESULTS / "red_squares.md"
 METRIC = "val-core/red_squares/acc/mean@1"
 KINDS: dict[str, tuple[str, ...]] = {
     "its own picture": (),
-    "the picture of another row": ("data.task.options.shuffled=true",),
+    "the picture of another row": (
+        "data.task.options.shuffled=true",
+        "trainer.total_training_steps=40",
+        "actor_rollout_ref.actor.optim.total_training_steps=120",
+    ),
 }
-"""What answers of training belong to, and the keys of that; the second is the control."""
+"""What answers of training belong to, and the keys of that; the second is the control, which is the same run
+but for its answers, and ends at its first look.
+"""
 GAIN = 0.2
 """Share of the held-out pictures that a run has to count right more than its warm start did.
 
@@ -76,11 +82,11 @@ class Curve(NamedTuple):
 
 def run(seed: int, overrides: tuple[str, ...]) -> Curve:
     """Train from the warm start of a seed, on one thread."""
-    warm = warm_start(seed)
     folder = WORK / f"run_{seed}_{len(overrides)}"
     ended = folder / "curve.json"
     if ended.exists():
         return Curve(*json.loads(ended.read_text()))
+    warm = warm_start(seed)
     shutil.rmtree(folder, ignore_errors=True)
     keys = [
         f"actor_rollout_ref.model.path='{warm}'",
@@ -130,8 +136,8 @@ def write_page(rows: list[str], missed: list[str]) -> None:
         "squares of a picture of 16 × 16 pixels are red, 0 to 6. A short warm-up on right answers comes",
         "first; the steps of GRPO (`recipes/tiny/vlm.yaml`) see only whether an answer is right. The",
         "control's training pictures have the answers of other pictures. Numbers are the shares of held-out",
-        "pictures that are counted right, sampled at temperature 1, after every 40 steps. A run on its own",
-        f"pictures has to gain {GAIN}, and the control has not to. Each run has one thread.\n",
+        "pictures that are counted right, sampled at temperature 1, after every 40 steps, on one thread.",
+        f"A run on its own pictures has to gain {GAIN}; the control, which ends after 40, must not.\n",
         "| trained on | seed | before | after | looks | CPU seconds |",
         "| --- | --- | --- | --- | --- | --- |",
         *rows,

@@ -10,10 +10,12 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.observability.tracing.shown import parts_of, tags_of, title_of
-from hybridflow.protocol.spans import TraceSpan
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import TraceSpan
 
 NANOSECONDS = 1_000_000_000
 KINDS = {"generate": "LLM", "tool": "TOOL", "trajectory": "AGENT", "turn": "CHAIN", "reward": "EVALUATOR"}

@@ -8,10 +8,12 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.observability.tracing.shown import title_of
-from hybridflow.protocol.spans import Attribute, TraceSpan
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import Attribute, TraceSpan
 
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 NANOSECONDS = 1_000_000_000

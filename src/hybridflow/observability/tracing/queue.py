@@ -12,9 +12,11 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hybridflow.protocol.spans import TraceSpan
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import TraceSpan
+
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hybridflow.protocol.spans import Attribute, TraceSpan
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import Attribute, TraceSpan
+
 
 INPUTS = ("prompt_text", "arguments")
 """Texts that a span reads."""

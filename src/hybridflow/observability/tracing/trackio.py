@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.observability.tracing.shown import parts_of, title_of
-from hybridflow.protocol.spans import TraceSpan
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import TraceSpan
 
 KINDS = {"generate": "generation", "tool": "tool"}
 

@@ -6,10 +6,12 @@ import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.observability.tracing.shown import parts_of, title_of
-from hybridflow.protocol.spans import TraceSpan
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import TraceSpan
 
 
 class WeaveExporter:

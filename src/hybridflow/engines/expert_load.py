@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.routing import Routing
+from hybridflow.models.routing import Routing, count_choices
 from hybridflow.observability.metrics import Metrics
 
 
@@ -74,7 +74,7 @@ class ExpertLoad:
         if not counts:
             return share
         for layer, chosen in tape.chosen.items():
-            self.tokens[layer] += torch.bincount(chosen.reshape(-1), minlength=self.tokens.shape[1])
+            self.tokens[layer] += count_choices(chosen, self.tokens.shape[1])
         if tells:
             self.routes[0] += tape.num_tokens
         if tape.replayed is not None:

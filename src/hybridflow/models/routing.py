@@ -89,9 +89,16 @@ class RouteTape:
         losses = []
         for layer, scores in self.scores.items():
             count = scores.shape[1]
-            chosen = torch.bincount(self.chosen[layer].reshape(-1), minlength=count) / self.num_tokens
+            chosen = count_choices(self.chosen[layer], count).float() / self.num_tokens
             losses.append(count * (chosen * scores.mean(0)).sum())
         return sum(losses, start=torch.zeros(()))
+
+
+def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, [E] float64. Unlike for bincount, no host waits."""
+    flat = chosen.reshape(-1)
+    ones = torch.ones_like(flat, dtype=torch.float64)
+    return ones.new_zeros(num_experts).index_add_(0, flat, ones)
 
 
 class Routing:

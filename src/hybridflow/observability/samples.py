@@ -136,13 +136,21 @@ def sample_rows(
     pieces: dict[int, str] = {}
     scores = _scores(batch)
     rows = []
+    # arrays: to index one row of a tensor takes several times as long
+    prompts = columns["prompts"].numpy()
+    responses = columns["responses"].numpy()
+    masks = attended.numpy()
+    texts: dict[tuple[int, ...], str] = {}  # prompts of a group are one text
     for index in range(count):
-        prompt = columns["prompts"][index][attended[index, :prompt_width]].tolist()
+        prompt = prompts[index][masks[index, :prompt_width]].tolist()
         here = attended[index, prompt_width:]
-        response = columns["responses"][index][here].tolist()
+        response = responses[index][masks[index, prompt_width:]].tolist()
         media = batch.non_tensor_batch.get(MEDIA, no_media)[index] or ()
+        key = tuple(prompt)
+        if media or key not in texts:
+            texts[key] = _prompt_text(prompt, media, decode)
         row: dict[str, Any] = {
-            "prompt": _prompt_text(prompt, media, decode),
+            "prompt": texts[key],
             "response": decode(response),
             "num_tokens": len(response),
         }

@@ -13,17 +13,19 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jsonschema
 
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import CallFailed, CallRaised, HostsLike, LocalHosts, ObjectLike
-from hybridflow.protocol.spans import SpanLog
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
 from hybridflow.tools.parsers.base import NO_JSON, ToolCall
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
+
+if TYPE_CHECKING:  # the room `protocol` imports torch, and `hybridflow try` starts without it
+    from hybridflow.protocol.spans import SpanLog
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +138,12 @@ class OpenTools:
 
     async def call(self, calls: Sequence[ToolCall], log: SpanLog | None = None) -> list[ToolAnswer]:
         """Return an answer for each call of a turn, in their order; they are made side by side, and each is
-        noted in `log`.
+        noted in `log`, where there is one.
 
         A call that cannot be made, or fails, has an answer that says so. Raises ToolFailed, after all have
         ended, where the process of one was lost.
         """
         most = self._keys.max_parallel_calls
-        log = log or SpanLog()
         answers = await _all(self._noted_answer(call, log) for call in calls[:most])
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
@@ -157,7 +158,9 @@ class OpenTools:
         """
         return sum(await _all(tool.close(score) for tool in self._tools.values()))
 
-    async def _noted_answer(self, call: ToolCall, log: SpanLog) -> ToolAnswer:
+    async def _noted_answer(self, call: ToolCall, log: SpanLog | None) -> ToolAnswer:
+        if log is None:
+            return await self._answer(call)
         with log.span("tool", tool=call.name) as span:
             span.texts["arguments"] = call.arguments
             answer = await self._answer(call)

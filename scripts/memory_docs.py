@@ -63,6 +63,8 @@ PROMPT, RESPONSE, GROUP, BATCH, MINI, AT_ONCE = 512, 1536, 8, 128, 32, 32
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+OTHERS = ("actor_rollout_ref.ref", "critic")
+"""Roles that take the actor's model where no other is named."""
 RL = [
     "data.train_files=train.jsonl",
     f"data.max_prompt_length={PROMPT}",
@@ -189,8 +191,8 @@ def _column(
     """Return the cell for each memory: the first setting that fits, with the GiB of a process."""
     cells: dict[int, str] = {}
     config = with_values(config, {f"{work.model}.path": str(path)})
-    if hasattr(config, "critic"):
-        config = with_values(config, {"critic.model.path": str(path)})
+    if work.command == "train":
+        config = with_values(config, {f"{role}.model.path": str(path) for role in OTHERS})
     for setting in settings(work, shape, devices):
         plan = Plan.of(with_values(config, setting.keys))
         found = {role: count(plan, role) for role in plan.engines}

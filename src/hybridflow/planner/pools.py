@@ -139,7 +139,7 @@ class PoolPlanner:
             sharers = devices // (stages * tensor)
             if devices % (stages * tensor) or shape.kv_heads % tensor or tensor > node:
                 continue
-            if (whole and tensor > 1) or stages > len(shape.layers) // 4:
+            if (whole and tensor > 1) or stages > max(1, len(shape.layers) // 4):
                 continue
             shards = [-1]
             if sharers * tensor > node and sharers % (node // tensor) == 0:

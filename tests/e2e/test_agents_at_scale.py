@@ -74,12 +74,12 @@ class World(Environment):
         return Step(done=True, reward=self.step_seed % 7)
 """
 FATES = {
-    "fine": 0.86,
+    "fine": 0.87,
     "raises": 0.05,  # the tool
-    "hangs": 0.01,  # the tool, past its deadline
+    "hangs": 0.005,  # the tool, past its deadline
     "malformed": 0.01,  # the model's call
     "breaks": 0.05,  # the environment; tried again once
-    "sticks": 0.01,  # the environment, past its deadline
+    "sticks": 0.005,  # the environment, past its deadline
     "kills": 0.01,  # its own process
 }
 CAUSES = {"breaks": "environment", "sticks": "deadline", "kills": "infrastructure"}
@@ -164,7 +164,7 @@ def config(inputs: Inputs, folder: Path) -> PPOConfig:
         f"{rollout}.multi_turn.function_tool_path={folder / 'tools.py'}",
         f"{rollout}.agent.max_concurrent={GROUPS * SAMPLES}",
         f"{rollout}.agent.num_workers=4",
-        f"{rollout}.agent.call_deadline=3",
+        f"{rollout}.agent.call_deadline=6",  # a loaded machine answers within it
         f"{rollout}.agent.retries={{infrastructure: 0, environment: 1, deadline: 0}}",
     )
     return prepare_config(PPOConfig, small_run(inputs, folder / "run", *keys, steps=1)).config

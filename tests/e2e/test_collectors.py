@@ -86,8 +86,8 @@ def finished(command: Command) -> str:
     ("keys", "numbers"),
     [
         (GRPO, (1, 2)),
-        (PPO, (1, 2)),
-        (echo_world.KEYS, (1, 2)),
+        (PPO, (2,)),
+        (echo_world.KEYS, (2,)),
         (REMAX, (2,)),
         ((*GRPO, ONE_POOL), (2,)),
         ((*GRPO, "trainer.schedule=one_step_off", "algorithm.rollout_correction.rollout_is=token"), (2,)),

@@ -66,7 +66,7 @@ def under_ray(folder: Path, arguments: list[str], *, workers: int) -> Command:
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
     ("ahead", "workers"),
-    [(0, 1), (1, 1), (1, 2), (1, 4), (2, 1), (2, 2)],
+    [(0, 1), (1, 2), (1, 4), (2, 2)],
     ids=lambda number: str(number),
 )
 def test_timing_and_number_of_workers_change_nothing(

@@ -196,6 +196,8 @@ def _override_rope(config: PretrainedConfig, rope: dict[str, Any]) -> None:
         for name, block in rope.items():
             merged[name] = _merge(config, current[name], dict(block), f"{ROPE}.{name}")
     setattr(config, ROPE, deepcopy(merged))  # transformers changes it in place
+    if getattr(config, "head_dim", 0) is None:  # scaled frequencies are computed of it; attention derives it
+        config.head_dim = config.hidden_size // config.num_attention_heads
     try:
         config.standardize_rope_params()
         config.validate_rope()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen2Config
 
 from hybridflow.errors import ModelError
 from hybridflow.models.build import build_policy, load_config, override_in_full
@@ -69,6 +69,12 @@ def test_the_original_length_is_the_models_own() -> None:
     apply_override(config, {"max_position_embeddings": 4000, "rope_scaling": {"type": "yarn", "factor": 4.0}})
     assert config.max_position_embeddings == 4000
     assert config.rope_parameters["original_max_position_embeddings"] == 1000
+
+
+def test_a_width_of_heads_that_config_json_leaves_open() -> None:
+    config = MixtralConfig(hidden_size=32, num_attention_heads=4, head_dim=None)
+    apply_override(config, {"rope_scaling": YARN})
+    assert config.head_dim == 8, "transformers computes scaled frequencies of it"
 
 
 def test_another_type_leaves_nothing_of_the_one_before() -> None:

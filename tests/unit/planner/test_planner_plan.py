@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hybridflow.cli.main import main
@@ -101,6 +104,13 @@ def test_a_step_is_its_critical_path() -> None:
 
 def test_what_does_not_fit_is_no_plan() -> None:
     assert not Search(job("ppo", "Llama-2-70B"), Costs(read_devices("2xA100"), FITTED)).run().plans
+
+
+def test_a_model_of_two_layers_is_planned(tmp_path: Path) -> None:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    numbers = dict(zip(names, (64, 2, 4, 128, 300), strict=True))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **numbers}))
+    assert Search(job("grpo", str(tmp_path)), Costs(read_devices("1xH100"), FITTED)).run().plans
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def generate_responses(config: PPOConfig, count: int) -> tuple[list[Row], list[s
     model = config.actor_rollout_ref.model
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in ("native", "hf"):
-        rollout = replace(rollout, name="native")
+        rollout = replace(rollout, name="native", quantization=None)
     policy = build_policy(
         str(model.path),
         device=resolve_device(config.trainer.device),

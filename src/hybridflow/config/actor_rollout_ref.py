@@ -366,7 +366,8 @@ class RolloutConfig:
     )
     quantization: str | None = key(
         None,
-        "vllm, sglang: generate with quantised weights, for example fp8; null: with the weights as they are.",
+        "Generate with weights rounded to fewer bits; native: int8, fp8 or, on a CPU, float16; vllm, sglang: "
+        "a name that the engine knows, for example fp8; null: with the weights as they are.",
     )
     lora_as_adapters: bool = key(
         False,

@@ -106,10 +106,7 @@ _STUBBED = (
 
 TABLE: Mapping[str, Mapping[str, Cell]] = {
     "native": _column(
-        quantization=no(
-            "it generates with the module that trains, in its dtype; on a CPU int8 copies of the weights "
-            "were measured and did not pay (benchmarks/results/int8_rollout.md)"
-        ),
+        quantization=yes("int8, fp8 and float16, from copies that it rounds itself"),
         routes=yes("of mixtures of experts, at no extra pass"),
         exact=yes("on CPU in float32"),
         any_architecture=no("the layers must let their attention be chosen: set rollout.name=hf"),

@@ -8,6 +8,7 @@ transformers keep as one tensor for all of them: `experts.gate_up_proj [E, 2I, H
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from transformers.integrations.moe import ExpertsInterface
 
 from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
 from hybridflow.models.exact import ExactMode
+from hybridflow.models.rounded_weights import RoundedWeight
 
-EXACT_EXPERTS = "hybridflow_exact"
-"""The name of `exact_experts` among the kernels of experts."""
+EXPERTS_ONE_BY_ONE = "hybridflow_one_by_one"
+"""The name of `experts_one_by_one` among the kernels of experts."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -64,38 +66,52 @@ def mlp_width(config: PretrainedConfig) -> int:
 
 
 class ExactExperts:
-    """The switch between a model's own kernel of experts and the one of exact mode."""
+    """The switch between a model's own kernel of experts and the one that computes them one by one, for exact
+    mode and for rounded weights.
+    """
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self.hf = hf
         self.usual: str | None = None
         """The kernel outside of exact mode; None for a model that has no choice of one."""
         if num_experts(hf.config) and hf._can_set_experts_implementation():
-            ExpertsInterface.register(EXACT_EXPERTS, exact_experts)
+            ExpertsInterface.register(EXPERTS_ONE_BY_ONE, experts_one_by_one)
             self.usual = hf.config._experts_implementation
 
     def switch(self, mode: ExactMode | None) -> None:
         """Compute experts as `mode` needs it, or as usual; nothing is done for a dense model."""
         if self.usual is None:
             return
-        self.hf.set_experts_implementation(self.usual if mode is None else EXACT_EXPERTS)
+        self.hf.set_experts_implementation(self.usual if mode is None else EXPERTS_ONE_BY_ONE)
         for experts in expert_modules(self.hf).values():
             experts.exact_mode = mode
 
+    def use_rounded(self, rounded: Mapping[str, Mapping[str, Sequence[RoundedWeight]]]) -> None:
+        """Compute experts with rounded weights from now on: by module and parameter, one for each expert."""
+        assert self.usual is not None, "a kernel of our own needs a model that lets its kernel be chosen"
+        self.usual = EXPERTS_ONE_BY_ONE
+        self.hf.set_experts_implementation(EXPERTS_ONE_BY_ONE)
+        for name, weights in rounded.items():
+            module: Any = self.hf.get_submodule(name)
+            module.rounded = weights
 
-def exact_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts of hidden states [N, H] in exact mode: indices and weights [N, K] -> [N, H].
 
-    Each expert gets its tokens in one product of as many rows as exact mode gives a dense layer, so that the
-    bits of a token depend on no other. The K products of a token are added up in the order of its experts.
+def experts_one_by_one(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the experts of hidden states [N, H] one by one: indices and weights [N, K] -> [N, H].
+
+    In exact mode each expert gets its tokens in one product of as many rows as a dense layer gets, so that
+    the bits of a token depend on no other. The K products of a token are added up in its experts' order.
     """
     count, chosen = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
     sizes = torch.bincount(flat, minlength=experts.num_experts).tolist()
     parts = hidden_states[order // chosen].split(sizes)
+    mode: ExactMode | None = getattr(experts, "exact_mode", None)
     done = [
-        _expert(experts, expert, experts.exact_mode.pad_rows(part))[: len(part)]
+        _expert(experts, expert, part if mode is None else mode.pad_rows(part))[: len(part)]
         for expert, part in enumerate(parts)
         if len(part)
     ]
@@ -110,8 +126,12 @@ def _expert(experts: Any, expert: int, states: Tensor) -> Tensor:
 
 
 def _product(experts: Any, name: str, expert: int, states: Tensor) -> Tensor:
-    weight = getattr(experts, name)[expert]
     bias = None
     if experts.has_bias:
         bias = getattr(experts, f"{name}_bias")[expert]
+    rounded = getattr(experts, "rounded", {}).get(name)
+    if rounded is not None:
+        product: Tensor = rounded[expert].linear(states, bias)
+        return product
+    weight = getattr(experts, name)[expert]
     return linear(states, weight.T if experts.is_transposed else weight, bias)

@@ -6,7 +6,7 @@ rollout engine calls `hidden` and `logits` with another layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.distributed.mesh import Column
+    from hybridflow.models.rounded_weights import RoundedWeight
     from hybridflow.protocol.packing import PackedBatch, PlacedMedium
 
 
@@ -92,6 +93,15 @@ class PolicyModel(nn.Module):
     def exact(self, mode: ExactMode | None) -> None:
         self._exact = mode
         self._experts.switch(mode)
+
+    @property
+    def chooses_experts_kernel(self) -> bool:
+        """Whether the model has experts, and lets the kernel be chosen that computes them."""
+        return self._experts.usual is not None
+
+    def round_experts(self, rounded: Mapping[str, Mapping[str, Sequence[RoundedWeight]]]) -> None:
+        """Compute experts with rounded weights: by module and parameter, one for each expert."""
+        self._experts.use_rounded(rounded)
 
     @property
     def config(self) -> PretrainedConfig:

@@ -17,6 +17,7 @@ from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import ADAPTER
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.rounded_weights import RoundedWeight
 from hybridflow.models.tensor_parallel import KEY, Style, check_sizes, tensor_styles
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -27,20 +28,27 @@ class SlicedLinear(nn.Linear):
 
     style: Style
     replica: ReplicaRanks
+    rounded: RoundedWeight | None = None
+    """A copy in fewer bits that is multiplied by in the place of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., in] -> [..., out]: colwise its own outputs, rowwise the sum from its own inputs."""
         if self.style.startswith("colwise"):
-            out = linear(input, self.weight, self.bias)
+            out = self._product(input, self.bias)
             if self.style == "colwise_gather":
                 return self._gathered(out)
             return out
         if self.style == "rowwise_split":
             input = input.chunk(self.replica.size, -1)[self.replica.rank]
-        out = self.replica.sum_(linear(input, self.weight))
+        out = self.replica.sum_(self._product(input, None))
         if self.bias is not None:
             out = out + self.bias
         return out
+
+    def _product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        if self.rounded is not None:
+            return self.rounded.linear(input, bias)
+        return linear(input, self.weight, bias)
 
     def _gathered(self, out: Tensor) -> Tensor:
         parts = [torch.empty_like(out) for _ in range(self.replica.size)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ConfigError
+from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 
 
@@ -19,15 +23,22 @@ def build_rollout_engine(
     source: WeightSource | None = None,
     replica: ReplicaRanks | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
+    lora: LoraSettings | None = None,
+    device: torch.device | None = None,
 ) -> RolloutEngine:
     """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError where unknown.
 
     `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`:
-    the ranks it generates with. `decode`: token ids to text, needed where `rollout.stop` is set.
+    the ranks it generates with. `decode`: token ids to text, needed where `rollout.stop` is set. For rounded
+    weights (`rollout.quantization`), `lora` has the policy's adapters, and `device` is where they are to
+    be; left out: where the policy is.
     """
     if config.name == "native":
         from hybridflow.rollout.native.engine import NativeEngine
 
+        rounded = None
+        if config.quantization is not None:
+            rounded = RoundedTwin(policy, config.quantization, device=device, lora=lora, replica=replica)
         return NativeEngine(
             policy,
             eos_token_ids=eos_token_ids,
@@ -43,6 +54,7 @@ def build_rollout_engine(
             source=source,
             replica=replica,
             decode=decode,
+            rounded=rounded,
         )
     if config.name == "hf":
         if replica is not None and replica.size > 1:

@@ -53,22 +53,27 @@ def build_rollout_worker(
         return _with_own_weights(config, actor_engine, model, eos_token_ids, lora, tokenizer)
     replica = ReplicaRanks.of_this_rank(config.tensor_model_parallel_size)
     build = partial(
-        build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model)
+        build_rollout_engine,
+        config,
+        eos_token_ids=eos_token_ids,
+        replica=replica,
+        decode=_decode(config, tokenizer, model),
+        lora=lora,
     )
     if actor_engine is None:
-        return _standalone(build, model, lora, replica, recomputes=config.recompute_kv_after_update)
+        return _standalone(config, build, model, lora, replica)
     policy = actor_engine.policy
     if replica.size == 1 and actor_engine.layout.world_size == 1:
         shared = None
         if actor_engine.is_offloaded:
             shared = OffloadedSource(actor_engine, None)
-        return RolloutWorker(build(policy, source=shared))
+        return RolloutWorker(build(policy, source=shared, device=actor_engine.device))
     dtypes = {held.name: held.compute_dtype for held in actor_engine.held_weights()}
     twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
     source: WeightSource = GatheredTwin(actor_engine.held_weights, twin)
     if actor_engine.is_offloaded:
         source = OffloadedSource(actor_engine, source)
-    return RolloutWorker(build(twin.policy, source=source, replica=replica), ranks=replica)
+    return RolloutWorker(build(twin.policy, source=source), ranks=replica)
 
 
 def _decode(
@@ -85,35 +90,38 @@ def _decode(
 
 
 def _standalone(
+    config: RolloutConfig,
     build: Callable[..., RolloutEngine],
     model: dict[str, Any],
     lora: LoraSettings | None,
     replica: ReplicaRanks,
-    *,
-    recomputes: bool,
 ) -> RolloutWorker:
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
-    where = {"device": device if replica.size == 1 else "cpu", "dtype": str(dtype).removeprefix("torch.")}
+    whole = device
+    if replica.size > 1 or config.quantization is not None:  # the device has slices or rounded weights only
+        whole = torch.device("cpu")
+    where = {"device": whole, "dtype": str(dtype).removeprefix("torch.")}
     # the actor's ranks probe the same model
     policy = build_policy(**{**model, **where}, probe=False).requires_grad_(False)
     if lora is not None:
         add_lora(policy, lora)
     holding = Holding.whole(policy)
     if replica.size > 1:
-        whole = dict(policy.named_parameters())
+        weights = dict(policy.named_parameters())
         twin = Twin(
             policy,
-            dtypes={name: tensor.dtype for name, tensor in whole.items()},
-            device=device,
+            dtypes={name: tensor.dtype for name, tensor in weights.items()},
+            device=device if config.quantization is None else whole,
             lora=lora,
             replica=replica,
         )
-        holding = Holding.of(twin, {name: tuple(tensor.shape) for name, tensor in whole.items()})
+        holding = Holding.of(twin, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         for name, own in twin.allocate().items():
-            own.copy_(holding.part(name, whole[name].detach()))
+            own.copy_(holding.part(name, weights[name].detach()))
         policy = twin.policy
-    engine = build(policy, replica=replica)
+    recomputes = config.recompute_kv_after_update
+    engine = build(policy, device=device)
     return RolloutWorker(engine, RemotePush(policy, holding), ranks=replica, recomputes=recomputes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zoo import SPARSE, VOCABULARY, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.models.build import build_policy
-from hybridflow.models.experts import EXACT_EXPERTS, experts_per_token, mlp_width, num_experts, routers
+from hybridflow.models.experts import EXPERTS_ONE_BY_ONE, experts_per_token, mlp_width, num_experts, routers
 from hybridflow.models.export import plain_weights, save_hf_sharded
 from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
@@ -57,13 +57,13 @@ def test_rollout_and_training_agree_and_exact_mode_to_the_bit(family: str) -> No
     engine = NativeEngine(policy, eos_token_ids=(2,))
     usual = policy.config._experts_implementation
     mode = choose_exact_mode(engine, policy, longest=64, temperature=1.0)
-    assert policy.config._experts_implementation == usual != EXACT_EXPERTS
+    assert policy.config._experts_implementation == usual != EXPERTS_ONE_BY_ONE
     if family in INEXACT:
         assert isinstance(mode, str) and "has log-prob" in mode
         return
     assert not isinstance(mode, str), mode
     policy.exact = mode
-    assert policy.config._experts_implementation == EXACT_EXPERTS and gap(policy) == 0
+    assert policy.config._experts_implementation == EXPERTS_ONE_BY_ONE and gap(policy) == 0
     policy.exact = None
     assert policy.config._experts_implementation == usual
 

@@ -54,6 +54,30 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def uncorrected(config: PPOConfig, why: str) -> Iterator[str]:
+    """Yield a line if nothing corrects for the policy that sampled; `why` says that it is another one."""
+    correction = config.algorithm.rollout_correction
+    if not (correction.corrects or correction.bypass_mode):
+        yield (
+            f"{why}, and nothing corrects for the policy that sampled them. Set one of "
+            f"{PATH}.rollout_is=token (or sequence: the loss is weighted by the ratio of the policy at "
+            "the start of the step to the one that sampled: decoupled PPO), "
+            f"{PATH}.rollout_rs=token_k1 with rollout_rs_threshold (tokens or rows whose ratio is off "
+            f"are left out), or {PATH}.bypass_mode=true (the policy that sampled is the old policy of "
+            "the loss, which saves a pass over the batch)"
+        )
+        return
+    facts = loss_facts(config)
+    weighted = correction.rollout_is and correction.loss_type == "reinforce"
+    if correction.bypass_mode and facts and not (facts.has_ratio or weighted or correction.rollout_rs):
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        yield (
+            f"{why}, and {PATH}.bypass_mode=true leaves the correction to the ratio of the loss, "
+            f"which actor_rollout_ref.actor.policy_loss.loss_mode={loss} does not have: set "
+            f"{PATH}.bypass_mode=false with rollout_is=token, or a loss with a ratio"
+        )
+
+
 def _unreadable(correction: RolloutCorrectionConfig) -> Iterator[str]:
     """Thresholds and options that do not parse, or do not fit each other."""
     try:

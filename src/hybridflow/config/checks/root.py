@@ -25,6 +25,7 @@ from hybridflow.config.checks.kernels import kernel_problems
 from hybridflow.config.checks.model import model_problems
 from hybridflow.config.checks.notes import has_validation, ppo_notes
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
+from hybridflow.config.checks.precision import precision_problems
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout_problems
 from hybridflow.config.checks.schedule import schedule_notes, schedule_problems
@@ -89,6 +90,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from agent_problems(config)
     yield from schedule_problems(config)
     yield from engine_problems(config)
+    yield from precision_problems(config)
     yield from expert_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set
 
-from hybridflow.config.needs import is_given, loss_facts, replayed_steps
+from hybridflow.config.checks.correction import uncorrected
+from hybridflow.config.needs import is_given, replayed_steps
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 
 PATH = "trainer.async"
-CORRECTION = "algorithm.rollout_correction"
 
 
 def schedule_problems(config: PPOConfig) -> Iterator[str]:
@@ -93,31 +93,12 @@ def _correction(config: PPOConfig) -> Iterator[str]:
     """A loss on stale tokens has to know the policy that sampled them."""
     bound = config.trainer.async_.max_staleness
     age = replayed_steps(config)
-    correction = config.algorithm.rollout_correction
     if not bound and not age:
         return
     stale = f"trainer.schedule={config.trainer.schedule} trains tokens up to {bound} steps old"
     if age:
         stale = f"algorithm.pf_ppo.max_age={age} trains rows again that are up to {age} steps older"
-    if not (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
-        yield (
-            f"{stale}, and nothing corrects for the policy that sampled them. Set one of "
-            f"{CORRECTION}.rollout_is=token (or sequence: the loss is weighted by the ratio of the policy at "
-            "the start of the step to the one that sampled: decoupled PPO), "
-            f"{CORRECTION}.rollout_rs=token_k1 with rollout_rs_threshold (tokens or rows whose ratio is off "
-            f"are left out), or {CORRECTION}.bypass_mode=true (the policy that sampled is the old policy of "
-            "the loss, which saves a pass over the batch)"
-        )
-        return
-    facts = loss_facts(config)
-    weighted = correction.rollout_is and correction.loss_type == "reinforce"
-    if correction.bypass_mode and facts and not (facts.has_ratio or weighted or correction.rollout_rs):
-        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-        yield (
-            f"{stale}, and {CORRECTION}.bypass_mode=true leaves the correction to the ratio of the loss, "
-            f"which actor_rollout_ref.actor.policy_loss.loss_mode={loss} does not have: set "
-            f"{CORRECTION}.bypass_mode=false with rollout_is=token, or a loss with a ratio"
-        )
+    yield from uncorrected(config, stale)
 
 
 def _replayed(config: PPOConfig) -> Iterator[str]:

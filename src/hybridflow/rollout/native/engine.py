@@ -25,6 +25,7 @@ from hybridflow.models.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_ke
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import layer_facts
 from hybridflow.models.rope import longest_generated
+from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
@@ -59,6 +60,7 @@ class NativeEngine(SessionEngine):
     `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
     `enable_torch_compile`: fuse the small operations of decoding, not in exact mode. `records_routes`:
     outputs have the experts that their tokens went to, kept beside keys and values; no graphs then.
+    `rounded`: generate with its copy of the policy, whose weights are rounded anew when they have changed.
     """
 
     def __init__(
@@ -82,13 +84,17 @@ class NativeEngine(SessionEngine):
         reserve_cache: bool | None = None,
         enable_torch_compile: bool = False,
         records_routes: bool = False,
+        rounded: RoundedTwin | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
-        policy.compiles_decoding = enable_torch_compile
+        self.rounded = rounded
+        self.model = policy if rounded is None else rounded.policy
+        """The module that generates."""
+        self.model.compiles_decoding = enable_torch_compile
         self.records_routes = records_routes
         if records_routes:
-            policy.follow_routes()
+            self.model.follow_routes()
         self.source = source
         self.replica = replica or ReplicaRanks()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -100,12 +106,13 @@ class NativeEngine(SessionEngine):
         self._stop_texts = None if decode is None else StopTexts(decode)
         self._version = 0
         self._weights_state = 0  # counts changes
+        self._rounded_state: int | None = None  # the count when weights were rounded last
         self._asleep = source is not None
         self._cache: KVCache | None = None
         self._shapes: dict[int, LayerShape] | None = None
         self.kv_cache = kv_cache
         self.block_size = block_size
-        beside_host = is_accelerator(policy.device.type)
+        beside_host = is_accelerator(self.model.device.type)
         self.look_ahead = beside_host if look_ahead is None else look_ahead
         self.reserve_cache = beside_host if reserve_cache is None else reserve_cache
         self._paged = False
@@ -137,8 +144,7 @@ class NativeEngine(SessionEngine):
         Running rows go on under it, with their keys and values or, with `recompute_on_update`, new ones.
         """
         self._weights_state += int(version != self._version)
-        self._version = version
-        self._recheck_graphs()
+        self._weights_are(version)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights that come from elsewhere into the module, by Hugging Face name.
@@ -147,8 +153,26 @@ class NativeEngine(SessionEngine):
         """
         self._weights_state += 1
         load_weights(self.policy.hf, weights)
+        self._weights_are(version)
+
+    def _weights_are(self, version: int) -> None:
         self._version = version
+        if not self._asleep:
+            self._round()
         self._recheck_graphs()
+
+    def _round(self) -> None:
+        """Round weights that have changed, where copies are asked for; whole ones of a source go again."""
+        if self.rounded is None or self._rounded_state == self._weights_state:
+            return
+        if self.source is not None:
+            self.source.acquire(self._version)
+        try:
+            self.rounded.take()
+        finally:
+            if self.source is not None:
+                self.source.release()
+        self._rounded_state = self._weights_state
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and, at every level, weights that have a source. RolloutError while in use.
@@ -159,36 +183,41 @@ class NativeEngine(SessionEngine):
         self._check_free("sleep()")
         self._asleep = True
         self._cache = None
-        if self.graphs is not None and not (self._paged and self.reserve_cache and self.source is None):
+        weights_stay = self.source is None and self.rounded is None
+        if self.graphs is not None and not (self._paged and self.reserve_cache and weights_stay):
             self.graphs.drop()
         if self.source is not None:
             self.source.release()
-        give_back(self.policy.device)
+        if self.rounded is not None:
+            self.rounded.free()
+            self._rounded_state = None
+        give_back(self.model.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Fetch weights that have a source, and allow generation; the cache is made as it is needed."""
         if self._asleep:
-            give_back(self.policy.device)  # what training left
-        if self._asleep and self.source is not None:
+            give_back(self.model.device)  # what training left
+        if self._asleep and self.source is not None and self.rounded is None:
             self.source.acquire(self._version)
+        self._round()
         self._asleep = False
 
     @cached_property  # a configuration is slow to ask, and each request asks
     def _positions(self) -> int | None:
         """Most tokens that the model has positions for, where it says so."""
-        return longest_generated(self.policy.config)
+        return longest_generated(self.model.config)
 
     def _problem(self, request: GenerationRequest) -> str | None:
         """Return why a request cannot be served, or None; whatever its own values raise is such a reason."""
         sampling = request.sampling
-        vocabulary = self.policy.head.weight.shape[0]
+        vocabulary = self.model.head.weight.shape[0]
         try:
             ends = end_tokens(sampling, self.eos_token_ids, vocabulary)
             problem = request_problem(
                 request,
                 vocabulary=vocabulary,
                 positions=self._positions,
-                reads_media=self.policy.vision is not None,
+                reads_media=self.model.vision is not None,
             )
             problem = problem or sampling_problem(
                 sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
@@ -203,26 +232,26 @@ class NativeEngine(SessionEngine):
         """Return the KV cache; the first call makes it, empty, and sets how large it may become."""
         if self._cache is None:
             if self._shapes is None:
-                self._shapes, scores = layer_facts(self.policy)
+                self._shapes, scores = layer_facts(self.model)
                 self._paged = self._chosen(self._shapes, scores)
                 self.graphs = graph_decoder(
-                    self.policy,
+                    self.model,
                     max_rows=self.max_num_seqs,
                     enforce_eager=True if self.records_routes else self.enforce_eager,
                     sizes=self.cudagraph_capture_sizes,
                     ranks=self.replica.size,
                 )
                 if self.records_routes:
-                    self._shapes = {**self._shapes, ROUTES: routes_shape(self.policy.follow_routes())}
-            budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
+                    self._shapes = {**self._shapes, ROUTES: routes_shape(self.model.follow_routes())}
+            budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.model.device)))
             self._cache = self._new_cache(self._shapes, budget // bytes_per_token(self._shapes))
         if isinstance(self._cache, SlotCache):
-            exact = self.policy.exact
+            exact = self.model.exact
             self._cache.capacity_of = slot_capacity if exact is None else exact.num_keys
         return self._cache
 
     def _new_cache(self, shapes: dict[int, LayerShape], max_tokens: int) -> KVCache:
-        device = self.policy.device
+        device = self.model.device
         if not self._paged:
             return SlotCache(shapes, device=device, max_tokens=max_tokens)
         kernel = None
@@ -238,9 +267,9 @@ class NativeEngine(SessionEngine):
         """Return whether the KV cache is paged, the same on all ranks. RolloutError where it is set so and
         the device has no kernel that reads blocks.
         """
-        device = self.policy.device
+        device = self.model.device
         may_read_blocks = features(device.type).varlen_attention
-        slots = not may_read_blocks or self.policy.exact is not None
+        slots = not may_read_blocks or self.model.exact is not None
         if self.kv_cache == "slots" or (self.kv_cache == "auto" and slots):
             return False
         if not may_read_blocks:  # no kernel: rows are gathered, which is right and slow
@@ -271,6 +300,7 @@ class NativeEngine(SessionEngine):
             stop_texts=self._stop_texts,
             look_ahead=self.look_ahead,
         )
+        self._round()
         cache = self._kv_cache()
         self._recheck_graphs()
 
@@ -284,7 +314,7 @@ class NativeEngine(SessionEngine):
             return found
 
         return Session(
-            self.policy,
+            self.model,
             cache,
             settings,
             weights=lambda: Weights(self._version, self._weights_state),

@@ -129,6 +129,8 @@ def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} "
             "sums partial products"
         )
+    if rollout.quantization is not None:
+        return f"actor_rollout_ref.rollout.quantization={rollout.quantization} rounds the weights"
     if config.actor_rollout_ref.actor.use_prefix_grouper:
         return (
             "actor_rollout_ref.actor.use_prefix_grouper computes a prompt once for all its rows, which "

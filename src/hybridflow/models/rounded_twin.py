@@ -1,0 +1,152 @@
+"""A second module of a policy that generates with rounded weights (`rollout.quantization`).
+
+    policy's weights ──take──► linear layers and experts of the text model, rounded; all else as it is
+
+The output head, embeddings, norms, routers, adapters and the tower that reads pictures keep their precision.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.errors import ModelError
+from hybridflow.models.experts import expert_modules
+from hybridflow.models.lora import LoraSettings
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.rounded_weights import KEY, MULTIPLE, RoundedWeight, check_kind
+from hybridflow.models.sliced import SlicedLinear
+from hybridflow.models.twin import Twin
+
+logger = logging.getLogger(__name__)
+
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer with a rounded copy; its own weight has no memory."""
+
+    rounded: RoundedWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute [..., in] -> [..., out]."""
+        return self.rounded.linear(input, self.bias)
+
+
+class RoundedTwin:
+    """The second module of `policy`, whose weights `take` rounds.
+
+    `kind`: a key of `rounded_weights.KINDS`. `device`: where it generates; left out: where the policy is.
+    `lora` and `replica` are those that the policy was made with. Raises ConfigError where the device cannot
+    multiply by this kind, ModelError where a model allows no second module.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        kind: str,
+        *,
+        device: torch.device | None = None,
+        lora: LoraSettings | None = None,
+        replica: ReplicaRanks | None = None,
+    ) -> None:
+        self.whole = policy
+        self.kind = kind
+        self._device = device or policy.device
+        self._make = check_kind(kind, self._device)
+        dtypes = {name: parameter.dtype for name, parameter in policy.named_parameters()}
+        self._twin = Twin(policy, dtypes=dtypes, device=self._device, lora=lora, replica=replica)
+        self.policy = self._twin.policy
+        """The module that generates, without memory for its weights before `take`."""
+        self._rounded: dict[str, list[RoundedWeight]] = {}
+        """Rounded copies by the name of their parameter: one, or one for each expert."""
+        self._transposed: set[str] = set()
+        """Names of experts' parameters [E, K, N]."""
+        self._round_layers()
+        if self.policy.chooses_experts_kernel:
+            self._round_experts()
+        if not self._rounded:
+            raise ModelError(
+                f"{KEY}={kind}: {type(policy.hf).__name__} has no linear layer whose sizes are multiples of "
+                f"{MULTIPLE}, so nothing of it can be rounded; set {KEY}=null"
+            )
+        logger.info(
+            "generation multiplies by %s copies of %d weights; %d others stay as they are",
+            kind,
+            len(self._rounded),
+            len(dtypes) - len(self._rounded),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that rounded weights take now."""
+        return sum(one.nbytes for copies in self._rounded.values() for one in copies)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Round the policy's weights as they are now, and share the others with it where the device is one.
+
+        Rounded copies stay at their addresses from one call to the next.
+        """
+        own = dict(self.policy.named_parameters())
+        for name, weight in self.whole.named_parameters():
+            copies = self._rounded.get(name)
+            if copies is None:
+                own[name].data = weight.detach().to(self._device)
+                continue
+            parts = [weight.detach()] if weight.dim() == 2 else list(weight.detach())
+            for copy, part in zip(copies, parts, strict=True):
+                copy.fill((part.T if name in self._transposed else part).to(self._device))
+
+    def free(self) -> None:
+        """Give the memory back; weights that the policy shares are its own."""
+        self._twin.free()
+        for copies in self._rounded.values():
+            for copy in copies:
+                copy.free()
+
+    def _round_layers(self) -> None:
+        names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
+        for path, layer in list(self.policy.text.named_modules()):
+            if type(layer) not in (nn.Linear, SlicedLinear) or ".lora_" in f".{path}":
+                continue
+            name = names[id(layer.weight)]
+            if any(size % MULTIPLE for size in self._twin.shapes[name]):
+                continue
+            copy = self._make()
+            self._rounded[name] = [copy]
+            if isinstance(layer, SlicedLinear):
+                layer.rounded = copy
+                continue
+            new = RoundedLinear(layer.in_features, layer.out_features, bias=False, device="meta")
+            new.weight = layer.weight
+            new.bias = layer.bias
+            new.rounded = copy
+            _replace(self.policy.text, path, new)
+
+    def _round_experts(self) -> None:
+        found: dict[str, dict[str, list[RoundedWeight]]] = {}
+        for path, experts in expert_modules(self.policy.hf).items():
+            names = {leaf: f"hf.{path}.{leaf}" for leaf in _OF_EXPERTS}
+            shapes = [self._twin.shapes.get(name, ()) for name in names.values()]
+            if any(len(shape) != 3 or any(size % MULTIPLE for size in shape[1:]) for shape in shapes):
+                continue
+            copies = {leaf: [self._make() for _ in range(experts.num_experts)] for leaf in names}
+            found[path] = copies
+            self._rounded |= {names[leaf]: copies[leaf] for leaf in names}
+            if experts.is_transposed:
+                self._transposed |= set(names.values())
+        if found:
+            self.policy.round_experts(found)
+
+
+def _replace(root: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    owner = root.get_submodule(parent)
+    if isinstance(owner, nn.ModuleDict):
+        owner[leaf] = new
+    else:
+        setattr(owner, leaf, new)

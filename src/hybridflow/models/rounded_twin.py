@@ -53,6 +53,11 @@ class RoundedTwin:
         lora: LoraSettings | None = None,
         replica: ReplicaRanks | None = None,
     ) -> None:
+        if policy.dtype == torch.float64:
+            raise ModelError(
+                f"{KEY}={kind} with a model in float64: rounded weights multiply in float32 or less; "
+                "set actor_rollout_ref.model.dtype=float32"
+            )
         self.whole = policy
         self.kind = kind
         self._device = device or policy.device

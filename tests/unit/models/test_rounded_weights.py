@@ -1,0 +1,267 @@
+"""Weights in fewer bits against slow products in float64, and a policy's copy that multiplies by them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import SPARSE, VOCABULARY, tiny_hf
+
+from hybridflow.config.checks.precision import NATIVE_KINDS
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models import rounded_weights
+from hybridflow.models.experts import expert_modules
+from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.rounded_twin import RoundedTwin
+from hybridflow.models.rounded_weights import FEW_ROWS, KINDS, check_kind
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch, make_rows, pack
+
+CPU = torch.device("cpu")
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
+WHOLE = ("embed", "lm_head", "norm", "bias", "mlp.gate.", "shared_expert_gate")
+"""Parts of the names of weights that keep their precision."""
+LORA = LoraSettings(rank=2, seed=3)
+
+
+def test_the_checks_know_the_kinds() -> None:
+    assert tuple(KINDS) == NATIVE_KINDS
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def slow_weight(kind: str, weight: Tensor) -> Tensor:
+    """The weight [N, K] as a kind rounds it, in float64, number by number."""
+    rounded = weight.double().clone()
+    if kind == "float16":
+        return rounded.half().double()
+    largest = {"int8": 127.0, "fp8": 448.0}[kind]
+    for row in rounded:
+        scale = max(abs(float(value)) for value in row) / largest
+        for place, value in enumerate(row.tolist()):
+            number = float(value) / scale
+            if kind == "int8":
+                row[place] = scale * round(number)
+            else:
+                row[place] = scale * float(torch.tensor(number).to(torch.float8_e4m3fn))
+    return rounded
+
+
+def slow_inputs(kind: str, inputs: Tensor) -> Tensor:
+    """Inputs [R, K] as a kind rounds them on a CPU, in float64."""
+    if kind == "float16":
+        return inputs.double()
+    if kind == "int8":
+        return inputs.bfloat16().double()
+    scales = inputs.double().abs().amax(1, keepdim=True) / 448.0
+    return (inputs.double() / scales).float().to(torch.float8_e4m3fn).double() * scales
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 70])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_rounded_numbers(kind: str, rows: int) -> None:
+    weight = draw(48, 32)
+    weight[5] *= 1e-3  # each output has a scale of its own
+    inputs = draw(rows, 32, seed=1)
+    inputs[0, 3] = 40.0
+    copy = KINDS[kind]()
+    copy.fill(weight)
+    wanted = slow_inputs(kind, inputs) @ slow_weight(kind, weight).T
+    # a sum is rounded to bfloat16, but for float16 weights
+    bound = {"int8": 2.0**-8, "fp8": 2.0**-8, "float16": 1e-5}[kind]
+    found = copy.times(inputs)
+    assert found.dtype == torch.float32
+    assert ((found - wanted).abs() <= bound * wanted.abs() + 1e-5).all()
+    assert ((found - inputs @ weight.T).abs() > 0).any(), "nothing was rounded"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_product_in_any_company(kind: str) -> None:
+    copy = KINDS[kind]()
+    copy.fill(draw(64, 48))
+    inputs = draw(80, 48, seed=2)
+    together = copy.times(inputs)
+    alone = torch.cat([copy.times(row[None]) for row in inputs])
+    # the order of a sum may turn the last bit of bfloat16, in a few of them
+    assert (together - alone).abs().max() <= 2.0**-7 * together.abs().max()
+    assert ((together - alone).abs() > 1e-5).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_shapes_and_bias(kind: str, dtype: torch.dtype) -> None:
+    weight, bias = draw(32, 16).to(dtype), draw(32).to(dtype)
+    copy = KINDS[kind]()
+    copy.fill(weight)
+    inputs = draw(2, 3, 16, seed=3).to(dtype)
+    found = copy.linear(inputs, bias)
+    assert found.dtype == dtype and found.shape == (2, 3, 32)
+    flat = copy.times(inputs.view(6, 16)).view(2, 3, 32)
+    torch.testing.assert_close(found, flat + bias)
+    torch.testing.assert_close(copy.linear(inputs, None), flat)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_copy_stays_where_it_is_until_it_is_freed(kind: str) -> None:
+    copy = KINDS[kind]()
+    assert isinstance(copy, rounded_weights._Scaled) and copy.nbytes == 0
+    copy.fill(draw(32, 16))
+    places = copy.numbers.data_ptr(), copy.scales.data_ptr()
+    assert copy.nbytes == 32 * 16 + 32 * 4
+    copy.fill(2 * draw(32, 16))
+    assert (copy.numbers.data_ptr(), copy.scales.data_ptr()) == places
+    twice = copy.times(draw(3, 16, seed=1))
+    copy.free()
+    assert copy.nbytes == 0
+    copy.fill(draw(32, 16))
+    torch.testing.assert_close(2 * copy.times(draw(3, 16, seed=1)), twice)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_zeros_are_zeros_and_what_is_not_finite_shows(kind: str) -> None:
+    weight = draw(32, 16)
+    weight[0] = 0.0
+    weight[1, 2] = float("nan")
+    copy = KINDS[kind]()
+    copy.fill(weight)
+    for rows in (2, FEW_ROWS + 2):
+        product = copy.times(draw(rows, 16, seed=4))
+        assert (product[:, 0] == 0).all() and product[:, 1].isnan().all() and product[:, 2:].isfinite().all()
+        assert (copy.times(torch.zeros(rows, 16))[:, 2:] == 0).all()
+
+
+def test_what_cannot_be_multiplied_by_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"quantization=int4: .* rounds to int8, fp8, float16"):
+        check_kind("int4", CPU)
+    with pytest.raises(ConfigError, match="float16 is for CPUs, and this is cuda"):
+        check_kind("float16", torch.device("cuda"))
+
+    def without(*args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError("torch._scaled_mm needs compute capability 8.9")
+
+    monkeypatch.setattr(torch, "_scaled_mm", without)
+    with pytest.raises(ConfigError, match=r"fp8 does not work on cpu .*8\.9\. Set it to int8"):
+        check_kind("fp8", CPU)
+    assert check_kind("int8", CPU) is KINDS["int8"]
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", without)
+    monkeypatch.setattr(rounded_weights, "linear", lambda inputs, weight: 2 * inputs @ weight.T)
+    with pytest.raises(ConfigError, match="gives wrong products"):
+        check_kind("int8", CPU)
+
+
+def packed() -> PackedBatch:
+    numbers = torch.Generator().manual_seed(5)
+    rows = [torch.randint(3, VOCABULARY, (length,), generator=numbers).tolist() for length in (7, 3, 20)]
+    return pack(
+        DataProto.from_dict(make_rows([row[:2] for row in rows], [row[2:] for row in rows], pad_id=0))
+    )
+
+
+def log_probs(policy: PolicyModel) -> Tensor:
+    with torch.no_grad():
+        return policy(packed()).log_probs
+
+
+@torch.no_grad()
+def slowly(policy: PolicyModel, kind: str) -> Tensor:
+    """Log-probs of the policy itself, after each of its weights has been rounded in place."""
+    kept = {name: weight.clone() for name, weight in policy.named_parameters()}
+
+    def rounds_inputs(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        return (slow_inputs(kind, inputs[0]).float(),)
+
+    def rounds_sums(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return output if kind == "float16" else output.bfloat16().float()
+
+    experts = {f"hf.{path}" for path in expert_modules(policy.hf)}
+    handles = []
+    for path, module in policy.named_modules():
+        linear = type(module) is nn.Linear and module is not policy.head and ".lora_" not in path
+        if linear and all(size % 16 == 0 for size in module.weight.shape):
+            module.weight.copy_(slow_weight(kind, module.weight))
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args: (slow_inputs(kind, args[0][0])[None].float(),)
+                )
+            )
+        if path in experts:
+            for name in ("gate_up_proj", "down_proj"):
+                for weight in getattr(module, name):
+                    own = weight.T if module.is_transposed else weight
+                    own.copy_(slow_weight(kind, own))
+    found = log_probs(policy)
+    for handle in handles:
+        handle.remove()
+    for name, weight in policy.named_parameters():
+        weight.copy_(kept[name])
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", *SPARSE])
+def test_a_copy_of_a_policy_is_the_policy_with_rounded_weights(family: str) -> None:
+    policy = PolicyModel(tiny_hf(family, **SIZES))
+    whole = log_probs(policy)
+    # inputs of experts are not rounded in `slowly`, and then a router may choose otherwise
+    for kind, bound in (("float16", 2e-5), ("int8", 0.02))[: 1 if family in SPARSE else 2]:
+        twin = RoundedTwin(policy, kind)
+        twin.take()
+        found = log_probs(twin.policy)
+        apart = (found - slowly(policy, kind)).abs().median()
+        assert apart < bound and 2 * apart < (found - whole).abs().median()
+        assert torch.equal(log_probs(policy), whole), "the policy itself is as it was"
+        if family in SPARSE:
+            stacked = [name for name in twin._rounded if ".experts." in name]
+            assert len(stacked) == 2 * len(expert_modules(policy.hf)) > 0
+
+
+def test_what_is_rounded_and_what_is_shared() -> None:
+    policy = PolicyModel(tiny_hf("qwen2_moe", **SIZES, shared_expert_intermediate_size=32))
+    twin = RoundedTwin(policy, "int8")
+    twin.take()
+    own = dict(twin.policy.named_parameters())
+    for name, weight in policy.named_parameters():
+        kept = any(
+            part in name for part in ("embed", "lm_head", "norm", "bias", "mlp.gate.", "shared_expert_gate")
+        )
+        assert (own[name].numel() == 0) == (name in twin._rounded) == (not kept), name
+        assert not kept or own[name].data_ptr() == weight.data_ptr()
+    rounded = sum(weight.numel() for name, weight in policy.named_parameters() if name in twin._rounded)
+    assert rounded < twin.nbytes < 1.4 * rounded
+    before = log_probs(twin.policy)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.1)
+    assert not torch.equal(log_probs(twin.policy), before), "what is shared has changed at once"
+    twin.take()
+    fresh = RoundedTwin(policy, "int8")
+    fresh.take()
+    assert torch.equal(log_probs(twin.policy), log_probs(fresh.policy))
+    twin.free()
+    assert twin.nbytes == 0 and all(weight.numel() == 0 for weight in twin.policy.parameters())
+    assert all(weight.numel() for weight in policy.parameters())
+
+
+def test_adapters_keep_their_precision() -> None:
+    policy = PolicyModel(tiny_hf("llama", **SIZES))
+    add_lora(policy, LORA)
+    with torch.no_grad():
+        for layer in adapted_layers(policy).values():
+            layer.lora_B["default"].weight.fill_(0.5)
+    twin = RoundedTwin(policy, "int8", lora=LORA)
+    twin.take()
+    assert all("base_layer.weight" in name for name in twin._rounded)
+    with_adapters = log_probs(twin.policy)
+    assert (with_adapters - log_probs(policy)).abs().median() < 0.05
+    with torch.no_grad():
+        for layer in adapted_layers(policy).values():
+            layer.lora_B["default"].weight.zero_()
+    assert (log_probs(twin.policy) - with_adapters).abs().max() > 0.5
+
+
+def test_a_model_without_anything_to_round_is_refused() -> None:
+    policy = PolicyModel(tiny_hf("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3))
+    with pytest.raises(ModelError, match="multiples of 16, so nothing of it can be rounded"):
+        RoundedTwin(policy, "int8")

@@ -49,6 +49,11 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16")
     serve.add_argument(
+        "--quantization",
+        choices=("int8", "fp8", "float16"),
+        help="round the weights: int8 anywhere, fp8 on GPUs that multiply it, float16 on a CPU (default: no)",
+    )
+    serve.add_argument(
         "--max-model-len",
         type=int,
         help="tokens of prompt and response together (default: the model's positions)",
@@ -169,6 +174,7 @@ def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
         max_num_batched_tokens=options.max_num_batched_tokens,
         memory_share=options.gpu_memory_utilization or memory_share,
         prefix_caching=not options.no_prefix_caching,
+        quantization=options.quantization,
         max_model_len=options.max_model_len,
         tool_parser=options.tool_call_parser,
         chat_template=options.chat_template,

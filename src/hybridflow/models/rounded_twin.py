@@ -40,7 +40,7 @@ class RoundedTwin:
     """The second module of `policy`, whose weights `take` rounds.
 
     `kind`: a key of `rounded_weights.KINDS`. `device`: where it generates; left out: where the policy is.
-    `lora` and `replica` are those that the policy was made with. Raises ConfigError where the device cannot
+    `lora` and `replica` are those that the policy was made with; `key` names the kind in errors. Raises ConfigError where the device cannot
     multiply by this kind, ModelError where a model allows no second module.
     """
 
@@ -52,16 +52,17 @@ class RoundedTwin:
         device: torch.device | None = None,
         lora: LoraSettings | None = None,
         replica: ReplicaRanks | None = None,
+        key: str = KEY,
     ) -> None:
         if policy.dtype == torch.float64:
             raise ModelError(
-                f"{KEY}={kind} with a model in float64: rounded weights multiply in float32 or less; "
+                f"{key}={kind} with a model in float64: rounded weights multiply in float32 or less; "
                 "set actor_rollout_ref.model.dtype=float32"
             )
         self.whole = policy
         self.kind = kind
         self._device = device or policy.device
-        self._make = check_kind(kind, self._device)
+        self._make = check_kind(kind, self._device, key)
         dtypes = {name: parameter.dtype for name, parameter in policy.named_parameters()}
         self._twin = Twin(policy, dtypes=dtypes, device=self._device, lora=lora, replica=replica)
         self.policy = self._twin.policy
@@ -75,8 +76,8 @@ class RoundedTwin:
             self._round_experts()
         if not self._rounded:
             raise ModelError(
-                f"{KEY}={kind}: {type(policy.hf).__name__} has no linear layer whose sizes are multiples of "
-                f"{MULTIPLE}, so nothing of it can be rounded; set {KEY}=null"
+                f"{key}={kind}: {type(policy.hf).__name__} has no linear layer whose sizes are multiples of "
+                f"{MULTIPLE}, so nothing of it can be rounded; leave {key} out"
             )
         logger.info(
             "generation multiplies by %s copies of %d weights; %d others stay as they are",

@@ -158,13 +158,13 @@ MULTIPLE = 16
 """Numbers of inputs and outputs that a rounded weight has are multiples of this, as fp8 kernels want it."""
 
 
-def check_kind(name: str, device: torch.device) -> type[RoundedWeight]:
+def check_kind(name: str, device: torch.device, key: str = KEY) -> type[RoundedWeight]:
     """Return the kind of this name; ConfigError where `device` or this torch cannot multiply by it."""
     kind = KINDS.get(name)
     if kind is None:
-        raise ConfigError(f"{KEY}={name}: the native engine rounds to {', '.join(KINDS)}")
+        raise ConfigError(f"{key}={name}: the native engine rounds to {', '.join(KINDS)}")
     if name == "float16" and device.type != "cpu":
-        raise ConfigError(f"{KEY}=float16 is for CPUs, and this is {device}: set it to fp8 or int8")
+        raise ConfigError(f"{key}=float16 is for CPUs, and this is {device}: set it to fp8 or int8")
     try:  # a small product is the surest way to ask
         weight = kind()
         weight.fill(torch.ones(MULTIPLE, MULTIPLE, device=device))
@@ -175,5 +175,5 @@ def check_kind(name: str, device: torch.device) -> type[RoundedWeight]:
         right = False
         why = " ".join(str(error).split())[:200]
     if not right:
-        raise ConfigError(f"{KEY}={name} does not work on {device} with this torch: {why}. Set it to int8")
+        raise ConfigError(f"{key}={name} does not work on {device} with this torch: {why}. Set it to int8")
     return kind

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import set_current
 from hybridflow.errors import ConfigError
-from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.models.build import build_policy, generation_end_tokens, resolve_dtype
 from hybridflow.models.rope import longest_generated
+from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.rollout.base import EngineSession
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.native.engine import NativeEngine
@@ -45,6 +48,8 @@ class ServeSettings:
     ones that prompts may go on from.
     """
     prefix_caching: bool = True
+    quantization: str | None = None
+    """Kind to which weights are rounded, int8, fp8 or float16; None: they stay as they are."""
     max_model_len: int | None = None
     """Most tokens of prompt and response together; None: the model's positions."""
     tool_parser: str | None = None
@@ -92,10 +97,18 @@ def build_service(settings: ServeSettings) -> Service:
 
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
+    rounds = settings.quantization is not None
+    target = torch.device(device)
     policy = build_policy(
-        settings.model, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code
+        settings.model,
+        device="cpu" if rounds else device,  # the device has rounded weights only
+        dtype=str(resolve_dtype(settings.dtype, target)).removeprefix("torch."),
+        trust_remote_code=settings.trust_remote_code,
     )
     policy.requires_grad_(False)
+    rounded = None
+    if settings.quantization is not None:
+        rounded = RoundedTwin(policy, settings.quantization, device=target, key="--quantization")
     return NativeEngine(
         policy,
         eos_token_ids=ends,
@@ -104,12 +117,13 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.memory_share,
         enable_prefix_caching=settings.prefix_caching,
+        rounded=rounded,
     )
 
 
 def _opener(engine: NativeEngine) -> Callable[[], EngineSession]:
     def opened() -> EngineSession:
-        set_current(engine.policy.device)  # the current device is a thread's own
+        set_current(engine.model.device)  # the current device is a thread's own
         return engine.open()
 
     return opened

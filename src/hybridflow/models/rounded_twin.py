@@ -40,8 +40,9 @@ class RoundedTwin:
     """The second module of `policy`, whose weights `take` rounds.
 
     `kind`: a key of `rounded_weights.KINDS`. `device`: where it generates; left out: where the policy is.
-    `lora` and `replica` are those that the policy was made with; `key` names the kind in errors. Raises ConfigError where the device cannot
-    multiply by this kind, ModelError where a model allows no second module.
+    `lora` and `replica` are those that the policy was made with; `key` names the kind in errors. Raises
+    ConfigError where the device cannot multiply by this kind, ModelError where a model allows no second
+    module or has nothing to round.
     """
 
     def __init__(

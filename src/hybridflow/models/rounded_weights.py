@@ -50,7 +50,8 @@ class RoundedWeight(ABC):
 
     def linear(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """Return inputs [..., K] · weightᵀ + bias [N] as [..., N], what a linear layer computes."""
-        product = self.times(inputs.reshape(-1, inputs.shape[-1])).unflatten(0, inputs.shape[:-1])
+        product = self.times(inputs.reshape(-1, inputs.shape[-1]))
+        product = product.view(*inputs.shape[:-1], product.shape[-1])
         return product if bias is None else product + bias
 
 

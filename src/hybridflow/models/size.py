@@ -23,12 +23,17 @@ from hybridflow.planner.model_size import Count, ModelSize
 _MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyModel, "value": ValueModel}
 
 
-def _count(parameters: Iterable[nn.Parameter], cut: set[int]) -> Count:
-    """Count `parameters`; `cut` has the ids of those that tensor parallelism cuts."""
-    each = list({id(parameter): parameter for parameter in parameters}.values())
-    trained = [parameter for parameter in each if parameter.requires_grad]
-    numbers = (each, trained, [p for p in each if id(p) in cut], [p for p in trained if id(p) in cut])
-    return Count(*(sum(parameter.numel() for parameter in some) for some in numbers))
+def _count(parameters: Iterable[nn.Parameter], cut: set[int], experts: set[int]) -> Count:
+    """Count `parameters`; `cut` and `experts` have the ids of those that tensor parallelism cuts, and of those
+    of experts.
+    """
+    each = {id(parameter): parameter for parameter in parameters}
+    numbers = []
+    for among in (set(each), cut, experts):
+        some = [parameter for number, parameter in each.items() if number in among]
+        numbers.append(sum(parameter.numel() for parameter in some))
+        numbers.append(sum(parameter.numel() for parameter in some if parameter.requires_grad))
+    return Count(*numbers)
 
 
 def size_of(
@@ -65,22 +70,22 @@ def size_of(
             base = hf.base_model
         check_sizes(base, tensor_styles(base, but_experts=experts_apart), tensor)
         cut = {id(base.get_parameter(name)) for name in tensor_slices(base, but_experts=experts_apart)}
-        if experts_apart:
-            cut |= {id(each) for part in expert_modules(base).values() for each in part.parameters()}
+    experts = {id(each) for part in expert_modules(hf).values() for each in part.parameters()}
     if lora is not None:
         add_lora(module, lora)
     if not trained:
         module.requires_grad_(False)
-    whole = _count(module.parameters(), cut)
+    whole = _count(module.parameters(), cut, experts)
     tower = Count(0, 0)
     if module.vision is not None:
-        tower = _count(module.vision.tower.parameters(), cut)
+        tower = _count(module.vision.tower.parameters(), cut, experts)
     root = block = Count(0, 0)
     if blocks:
-        parts = [_count(part.parameters(), cut) for part in decoder_blocks(module)]
+        parts = [_count(part.parameters(), cut, experts) for part in decoder_blocks(module)]
         block = max(parts, key=lambda part: part.all)
         inside = {id(parameter) for part in decoder_blocks(module) for parameter in part.parameters()}
-        root = _count((parameter for parameter in module.parameters() if id(parameter) not in inside), cut)
+        outside = (parameter for parameter in module.parameters() if id(parameter) not in inside)
+        root = _count(outside, cut, experts)
     text = shape.get_text_config()
     heads = text.num_attention_heads
     hidden = text.hidden_size

@@ -96,8 +96,7 @@ def _training(run: Run, devices: int, max_tokens: float) -> Training:
     pipeline = int(run.get("pp", 1))
     sequence = int(run.get("cp", 1))
     shards = max(devices // (tensor * pipeline), 1)
-    # Megatron counts the ranks that share experts over those of tensor parallelism too
-    experts = math.gcd(max(int(run.get("ep", 1)) // tensor, 1), shards)
+    experts = math.gcd(int(run.get("ep", 1)), shards * tensor)
     layout = ParallelLayout(dp_shard=shards, tp=tensor, pp=pipeline, cp=sequence, ep=experts)
     return Training(
         layout,

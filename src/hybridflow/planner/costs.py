@@ -234,25 +234,43 @@ class Costs:
         here = tokens / layout.data
         micros = max(1.0, math.ceil(here / (training.max_tokens * layout.cp)))
         computing = self.computing(shape, tokens, square) * forwards / layout.world_size
-        stage = self._stage_bytes(shape, layout)
-        reading = micros * stage * forwards / hardware.bandwidth
-        sharing = 0.0
-        if layout.dp_shard > 1:
-            sent = stage * (gathers if training.reshards else 1.0)
-            if gathers > 1 and not training.lora:
-                sent += stage * 4 / self.itemsize  # gradients are summed in float32
-            rate = self.cluster.rate(layout.dp_shard * layout.tp) * self.efficiency.links
-            sharing = (micros if training.reshards else 1.0) * sent / rate
+        dense, experts = self._stage_bytes(shape, layout)
+        reading = micros * (dense + experts) * forwards / hardware.bandwidth
+        sharing = self._sharing(dense, experts, training, micros, gathers)
         fixed = micros * layers * forwards * self.efficiency.pass_layer
         fixed += self._talking(shape, layout, here, micros, forwards)
         bubble = (micros + layout.pp - 1) / micros
         return (self._slowest(computing, reading, sharing) + fixed) * bubble
 
-    def _stage_bytes(self, shape: ModelShape, layout: ParallelLayout) -> float:
-        """Return the bytes of the weights that one rank computes with in a pass."""
+    def _sharing(
+        self, dense: float, experts: float, training: Training, micros: float, gathers: float
+    ) -> float:
+        """Return the seconds in which ranks gather these bytes of each other's parameters and sum gradients."""
+        layout = training.layout
+        ranks = layout.dp_shard * layout.tp
+        shared = 0.0
+        if layout.dp_shard > 1:
+            shared += dense
+        if ranks > layout.ep:  # else each rank has a part of the experts to itself, and nothing is sent
+            shared += experts
+        learns = gathers > 1 and not training.lora
+        summed = 4 / self.itemsize  # gradients are summed in float32
+        sent = shared * (gathers if training.reshards else 1.0)
+        if learns:
+            sent += shared * summed
+        if training.reshards:
+            sent *= micros
+        seconds = sent / self.cluster.rate(ranks)
+        if learns and layout.dp_replicate > 1:  # copies sum their shards once for an optimizer step
+            shard = dense / layout.dp_shard + experts * layout.ep / ranks
+            seconds += 2 * shard * summed / self.cluster.rate(ranks * layout.dp_replicate)
+        return seconds / self.efficiency.links
+
+    def _stage_bytes(self, shape: ModelShape, layout: ParallelLayout) -> tuple[float, float]:
+        """Return the bytes of the weights that one rank computes with in a pass: dense ones, and experts."""
+        stage = self.itemsize / layout.pp
         dense = shape.parameters - shape.expert_parameters
-        held = dense / layout.tp / layout.pp + shape.expert_parameters / layout.tp / layout.pp / layout.ep
-        return held * self.itemsize
+        return dense / layout.tp * stage, shape.expert_parameters / layout.ep * stage
 
     def _talking(
         self, shape: ModelShape, layout: ParallelLayout, here: float, micros: float, forwards: float
@@ -270,7 +288,8 @@ class Costs:
             seconds += layers * forwards * 4 * bytes_of / (self.cluster.rate(layout.cp) * rate)
         if layout.ep > 1:
             sent = 2 * bytes_of * shape.experts_per_token * (layout.ep - 1) / layout.ep / layout.tp
-            seconds += layers * forwards * sent / (self.cluster.rate(layout.ep * layout.tp) * rate)
+            seconds += layers * forwards * sent / (self.cluster.rate(layout.ep) * rate)
+            seconds += micros * layers * forwards * 2 * self.cluster.latency(layout.ep)
         return seconds
 
     def sync(

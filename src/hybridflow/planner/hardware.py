@@ -8,6 +8,7 @@ Peaks are of dense bfloat16 without sparsity. Links are in bytes a second in one
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.errors import ConfigError
@@ -79,6 +80,22 @@ class Cluster:
         rest = self.devices % node
         return [*whole, rest] if rest else whole
 
+    def holds(self, pools: Sequence[int]) -> bool:
+        """Return whether pools of these sizes fit on the nodes: whole nodes first, and what is left of each pool
+        on one node.
+        """
+        node = self.hardware.node
+        left = [0] + sorted(self.nodes)
+        whole = sum(size // node for size in pools)
+        if whole:
+            left = left[:-whole]
+        for rest in sorted((size % node for size in pools), reverse=True):
+            fitting = [index for index, free in enumerate(left) if free >= rest]
+            if not fitting:
+                return False
+            left[min(fitting, key=left.__getitem__)] -= rest
+        return True
+
     def rate(self, group: int) -> float:
         """Return the bytes a second with which one of `group` neighbours sends to the others."""
         return self.hardware.link if group <= self.hardware.node else self.hardware.network
@@ -107,7 +124,12 @@ def read_devices(text: str) -> Cluster:
 
 
 def sizes_of_pools(cluster: Cluster) -> list[int]:
-    """Return the sizes that a pool may have: parts of a node, and whole nodes."""
+    """Return the sizes that a pool may have, in ascending order: parts of a node, and whole nodes; both with
+    a last node that has fewer devices than the others, if there is one.
+    """
     node = min(cluster.hardware.node, cluster.devices)
     parts = [size for size in range(1, node) if node % size == 0]
-    return [*parts, *range(node, cluster.devices + 1, node)]
+    whole = range(node, cluster.devices + 1, node)
+    last = cluster.devices % node
+    with_last = range(last, cluster.devices + 1, node) if last else ()
+    return sorted({*parts, *whole, *with_last})

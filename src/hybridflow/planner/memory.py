@@ -87,7 +87,7 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
     weights_away = (fsdp.param_offload or fsdp.offload_policy) and not on_cpu
     state_away = (fsdp.optimizer_offload or fsdp.offload_policy) and not on_cpu
-    own = size.whole.on_rank(layout.tp, layout.dp_shard * layout.pp)
+    own = size.at_rest(layout)
     share = _share(layout)
     trained_bytes = wide if many else size.itemsize
     weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
@@ -176,9 +176,10 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     """Return the bytes that a pass of a sharded model gathers, those of their whole gradients, and how."""
     tensor = engine.layout.tp
+    parts = engine.layout.ep
     reduce = max(BYTES[engine.fsdp.mixed_precision.reduce_dtype], size.itemsize)
-    root, block = (count.on_rank(tensor) for count in (size.root, size.block))
-    whole = size.whole.on_rank(tensor, engine.layout.pp)
+    root, block = (count.on_rank(tensor, parts=parts) for count in (size.root, size.block))
+    whole = size.whole.on_rank(tensor, engine.layout.pp, parts=parts)
     if engine.trained and not engine.fsdp.reshard_after_forward:
         return (
             whole.all * size.itemsize,

@@ -6,6 +6,7 @@ config.json ──read_shape──► ModelShape ──► size (ModelSize), kv_
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,24 @@ from hybridflow.errors import ModelError
 from hybridflow.planner.model_size import Count, ModelSize
 
 
+UNCUT = (
+    "afmoe",
+    "deepseek_v2",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "phimoe",
+    "stablelm",
+)
+"""Kinds of models that tensor parallelism does not cut, for transformers publishes no plan that fits."""
+UNDEALT = ("doge", "granitemoe", "granitemoeshared", "jetmoe")
+"""Kinds of mixtures whose experts ranks cannot share, for transformers names no tensors of them."""
+
+
 class Linear(NamedTuple):
     """Matrices of one size in a layer."""
 
@@ -26,6 +45,8 @@ class Linear(NamedTuple):
     """How many there are, as many as experts."""
     used: int = 1
     """How many of them a token passes through."""
+    whole: bool = False
+    """Tensor parallelism does not cut it."""
 
     @property
     def size(self) -> int:
@@ -56,6 +77,11 @@ class Layer:
         return sum(linear.size for linear in self.linears if linear.copies > 1)
 
     @property
+    def cut_parameters(self) -> int:
+        """Parameters that tensor parallelism cuts."""
+        return sum(linear.size for linear in self.linears if linear.copies == 1 and not linear.whole)
+
+    @property
     def active(self) -> int:
         """Parameters that a token is multiplied with."""
         return sum(linear.inputs * linear.outputs * linear.used for linear in self.linears)
@@ -77,6 +103,30 @@ class ModelShape:
     head_dim: int
     experts: int = 0
     experts_per_token: int = 0
+    can_cut: bool = True
+    """Tensor parallelism can cut its layers."""
+    can_deal: bool = True
+    """Ranks can share its experts."""
+
+    def cuts(self, tensor: int) -> bool:
+        """Return whether so many ranks of tensor parallelism can cut the dense layers."""
+        return tensor == 1 or (self.can_cut and self._cut_by % tensor == 0)
+
+    def deals(self, parts: int, ranks: int) -> bool:
+        """Return whether `parts` ranks can share the experts of a layer, and `ranks` each of their parts."""
+        return parts == 1 or (self.can_deal and self.experts % parts == 0 == self._shared_by % ranks)
+
+    @cached_property
+    def _cut_by(self) -> int:
+        """The largest number that divides the heads and the widths of all dense matrices."""
+        linears = {linear for layer in self.layers for linear in layer.linears if linear.copies == 1}
+        return math.gcd(self.kv_heads, *(linear.inputs for linear in linears))
+
+    @cached_property
+    def _shared_by(self) -> int:
+        """The largest number that divides the widths of all matrices of experts."""
+        linears = {linear for layer in self.layers for linear in layer.linears if linear.copies > 1}
+        return math.gcd(*(size for linear in linears for size in (linear.inputs, linear.outputs)))
 
     @cached_property
     def parameters(self) -> int:
@@ -141,22 +191,29 @@ class ModelShape:
         return sum(rank * (linear.inputs + linear.outputs) for linear in linears)
 
     def size(self, *, trained: bool = True, lora_rank: int = 0, itemsize: int = 2) -> ModelSize:
-        """Return the sizes that the estimate of memory reads; tensor parallelism cuts all linear layers."""
+        """Return the sizes that the estimate of memory reads."""
 
-        def count(parameters: int, cut: int, adapters: int) -> Count:
+        def count(parameters: int, cut: int, experts: int, adapters: int) -> Count:
             if lora_rank:
-                return Count(parameters + adapters, adapters if trained else 0, cut, 0)
-            return Count(parameters, parameters if trained else 0, cut, cut if trained else 0)
+                return Count(parameters + adapters, adapters if trained else 0, cut, experts=experts)
+            if not trained:
+                return Count(parameters, 0, cut, experts=experts)
+            return Count(parameters, parameters, cut, cut, experts, experts)
 
         largest = max(self.layers, key=lambda layer: layer.parameters)
-        inside = sum(layer.parameters for layer in self.layers)
+        cut = sum(layer.cut_parameters for layer in self.layers)
         adapters = self.lora_parameters(lora_rank)
         tables = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         norms = 2 * self.hidden
         return ModelSize(
-            count(self.parameters, inside, adapters),
-            count(tables, 0, 0),
-            count(largest.parameters + norms, largest.parameters, adapters // len(self.layers)),
+            count(self.parameters, cut, self.expert_parameters, adapters),
+            count(tables, 0, 0, 0),
+            count(
+                largest.parameters + norms,
+                largest.cut_parameters,
+                largest.expert_parameters,
+                adapters // len(self.layers),
+            ),
             num_layers=len(self.layers),
             hidden_size=self.hidden,
             intermediate_size=self.width,
@@ -214,6 +271,7 @@ def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> Mod
     if experts:
         per_token = int(text.get("num_experts_per_tok") or experts)
         width = max(width, per_token * own + _shared_width(text, own))
+    kinds = {str(each.get("model_type")) for each in (config, text)}
     return ModelShape(
         name,
         hidden=int(text["hidden_size"]),
@@ -225,6 +283,8 @@ def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> Mod
         head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
         experts=experts,
         experts_per_token=per_token,
+        can_cut=kinds.isdisjoint(UNCUT) and "vision_config" not in config,
+        can_deal=kinds.isdisjoint(UNDEALT),
     )
 
 
@@ -279,10 +339,10 @@ def _latent_attention(text: Mapping[str, Any]) -> tuple[tuple[Linear, ...], int,
     query = int(text.get("q_lora_rank") or 0)
     queries = [Linear(hidden, heads * (key + rope))]
     if query:
-        queries = [Linear(hidden, query), Linear(query, heads * (key + rope))]
+        queries = [Linear(hidden, query, whole=True), Linear(query, heads * (key + rope))]
     linears = (
         *queries,
-        Linear(hidden, latent + rope),
+        Linear(hidden, latent + rope, whole=True),
         Linear(latent, heads * (key + value)),
         Linear(heads * value, hidden),
     )
@@ -315,6 +375,6 @@ def _feed_forward(
         yield from (Linear(hidden, 2 * width), Linear(width, hidden))
         return
     yield from (Linear(hidden, 2 * own, experts, per_token), Linear(own, hidden, experts, per_token))
-    yield Linear(hidden, experts)
+    yield Linear(hidden, experts, whole=True)
     if shared := _shared_width(text, own):
         yield from (Linear(hidden, 2 * shared), Linear(shared, hidden))

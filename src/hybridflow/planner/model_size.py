@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hybridflow.distributed.layout import ParallelLayout
+
 
 @dataclass(frozen=True)
 class Count:
@@ -15,17 +17,29 @@ class Count:
     all: int
     trained: int
     cut: int = 0
-    """Number of all parameters that tensor parallelism cuts."""
+    """Number of all parameters that tensor parallelism cuts, without those of experts."""
     cut_trained: int = 0
-    """Number of trained parameters that tensor parallelism cuts."""
+    """Number of trained parameters that tensor parallelism cuts, without those of experts."""
+    experts: int = 0
+    """Number of all parameters that are in routed experts."""
+    experts_trained: int = 0
+    """Number of trained parameters that are in routed experts."""
 
-    def on_rank(self, tensor: int, shards: int = 1) -> Count:
-        """Return a rank's numbers if `tensor` ranks cut the layers and `shards` share each slice."""
+    def on_rank(self, tensor: int, shards: int = 1, *, parts: float | None = None) -> Count:
+        """Return a rank's numbers if `tensor` ranks cut the layers, and `shards` share each slice.
 
-        def held(count: int, cut: int) -> int:
-            return math.ceil((count - cut + cut // tensor) / shards)
+        `parts` is the number of ranks that experts are dealt out to before `shards` share them, those of
+        `tensor` if it is None.
+        """
+        dealt = parts or tensor
 
-        return Count(held(self.all, self.cut), held(self.trained, self.cut_trained))
+        def held(count: int, cut: int, experts: int) -> int:
+            return math.ceil((count - cut - experts + cut // tensor + int(experts / dealt)) / shards)
+
+        return Count(
+            held(self.all, self.cut, self.experts),
+            held(self.trained, self.cut_trained, self.experts_trained),
+        )
 
 
 @dataclass(frozen=True)
@@ -53,3 +67,15 @@ class ModelSize:
     experts_per_token: int
     tower: Count = Count(0, 0)
     """Parameters of the part that reads pictures; 0 for a model of text."""
+
+    def at_rest(self, layout: ParallelLayout) -> Count:
+        """Return the numbers of the parameters that the fullest rank has between passes.
+
+        Dense layers are cut among the ranks of `tp`, experts dealt out to those of `ep`, and FSDP shards what
+        either leaves over all others of a stage: so both are divided by `dp_shard` × `tp`. Without expert
+        parallelism FSDP cuts between experts only, and each rank has whole ones.
+        """
+        parts: float = layout.tp
+        if self.experts and layout.ep == 1:
+            parts = self.experts / (math.ceil(self.experts / layout.dp_shard) * layout.dp_shard)
+        return self.whole.on_rank(layout.tp, layout.dp_shard * layout.pp, parts=parts)

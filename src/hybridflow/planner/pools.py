@@ -6,21 +6,29 @@ roles, devices ──PoolPlanner.plan──► Pool: settings of each role, byte
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.roles import engine_keys
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs
 from hybridflow.planner.hardware import sizes_of_pools
 from hybridflow.planner.job import Job, calls_of, engine_of, training_of
 from hybridflow.planner.memory import Needs, engine_needs, generation_needs, phases_of_pool
+from hybridflow.planner.model_shape import ModelShape
 
 RESERVED = 1.5 * 2**30
 """Bytes of a device that the estimate leaves out: context, libraries, buffers of communication."""
 USABLE = 0.9
 """Part of a device that a plan fills."""
+PARTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of stages and of ranks of tensor parallelism that are tried where they divide."""
+MOST_PARTS = 64
+"""Most ranks that share experts in a plan."""
 FEWEST_ROWS = 8
 """Rows that a replica must have room for at once."""
 
@@ -75,6 +83,11 @@ class PoolPlanner:
         self.costs = costs
         self.plan = cache(self._plan)
         self.options = cache(self._options)
+
+    @property
+    def node(self) -> int:
+        """Devices of a node."""
+        return min(self.costs.cluster.hardware.node, self.costs.cluster.devices)
 
     @property
     def room(self) -> float:
@@ -132,25 +145,21 @@ class PoolPlanner:
 
     def _settings(self, role: str, devices: int) -> Iterator[Setting]:
         """Yield the layouts of a role that its keys can say and that its model allows."""
+        fsdp, _, model = engine_keys(self.job.config, role)
         shape = self.job.shapes[role]
-        node = self.costs.cluster.hardware.node
-        whole = bool(shape.experts or self.job.config.actor_rollout_ref.model.lora_rank)
-        for stages, tensor in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+        for stages, tensor in itertools.product(PARTS, PARTS):
             sharers = devices // (stages * tensor)
-            if devices % (stages * tensor) or shape.kv_heads % tensor or tensor > node:
+            if devices % (stages * tensor) or self.node % tensor or not shape.cuts(tensor):
                 continue
-            if (whole and tensor > 1) or stages > max(1, len(shape.layers) // 4):
+            if (model.lora_rank and tensor > 1) or stages > max(1, len(shape.layers) // 4):
                 continue
             shards = [-1]
-            if sharers * tensor > node and sharers % (node // tensor) == 0:
-                shards.append(node // tensor)
+            if sharers * tensor > self.node:  # copies of the model, none of which is on two nodes
+                shards.append(math.gcd(sharers, self.node // tensor))
             for each, offloads in itertools.product(shards, (False, True)):
-                yield Setting(tensor, each, offloads, stages)
-                if not shape.experts or stages > 1:
-                    continue
-                for experts in (2, 4, 8, 16, 32):
-                    if (sharers if each == -1 else each) % experts == 0 == shape.experts % experts:
-                        yield Setting(tensor, each, offloads, stages, experts)
+                ranks = tensor * (sharers if each == -1 else each)
+                for experts in _parts_of_experts(shape, ranks, tensor, fsdp):
+                    yield Setting(tensor, each, offloads, stages, experts)
 
     def _option(self, role: str, devices: int, setting: Setting) -> Option:
         job = self.job
@@ -183,7 +192,7 @@ class PoolPlanner:
         if "rollout" not in roles:
             return Pool(roles, devices, settings, phases_of_pool(needs, devices), seconds)
         best: Pool | None = None
-        for tensor in (1, 2, 4, 8):
+        for tensor in PARTS:
             found = self._rollout(roles, devices, tensor, needs)
             if found is None:
                 continue
@@ -198,9 +207,10 @@ class PoolPlanner:
     ) -> tuple[Setting, Mapping[str, float], float, float] | None:
         job = self.job
         shape = job.shapes["actor"]
-        if devices % tensor or shape.kv_heads % tensor or tensor > self.costs.cluster.hardware.node:
+        if devices % tensor or shape.kv_heads % tensor or self.node % tensor:
             return None
-        if tensor > 1 and shape.experts and job.config.actor_rollout_ref.rollout.name == "native":
+        native = job.config.actor_rollout_ref.rollout.name == "native"
+        if tensor > 1 and native and (shape.experts or not shape.cuts(tensor)):
             return None
         here = max(1, round(job.generated.count / (devices // tensor)))
         most = job.config.actor_rollout_ref.rollout.max_num_seqs
@@ -228,6 +238,16 @@ class PoolPlanner:
         seconds = generate(shape, job.generated, devices, tensor, rows)
         refilled = generate(shape, job.generated, devices, tensor, rows, refilled=True)
         return setting, memory, seconds, refilled
+
+
+def _parts_of_experts(shape: ModelShape, ranks: int, tensor: int, fsdp: FSDPConfig) -> Iterator[int]:
+    """Yield the numbers of ranks that may share experts, of the `ranks` that hold one copy of a stage."""
+    if tensor == 1 or not shape.experts:
+        yield 1
+    if shape.experts and not fsdp.use_torch_compile:
+        for parts in range(2, min(ranks, MOST_PARTS) + 1):
+            if ranks % parts == 0 and shape.deals(parts, ranks // parts):
+                yield parts
 
 
 def _bytes(option: Option) -> float:

@@ -136,8 +136,8 @@ def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def allocations(cluster: Cluster, fewest: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every way to deal all devices out to sets that need at least `fewest` each; pools that are parts
-    of nodes fill whole nodes together.
+    """Yield every way to deal all devices out to sets that need at least `fewest` each, so that a pool has
+    whole nodes and at most one part of a node.
     """
     sizes = sizes_of_pools(cluster)
     after = [sum(fewest[index + 1 :]) for index in range(len(fewest))]
@@ -152,7 +152,7 @@ def allocations(cluster: Cluster, fewest: Sequence[int]) -> Iterator[tuple[int, 
                 for rest in deal(index + 1, left - size):
                     yield (size, *rest)
 
-    return deal(0, cluster.devices)
+    return (sizes for sizes in deal(0, cluster.devices) if cluster.holds(sizes))
 
 
 def placement_name(sets: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,123 @@
+"""The planner's bytes of a mixture of experts are those that its ranks hold, in every pairing of layouts: of
+parameters, gradients and moments, and of a block that is gathered for a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_zoo import training_rows
+from sharded_runs import EVEN, Run, build, loss_of
+
+from hybridflow.config.model import ModelConfig
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.distributed.process_group import rank_and_size
+from hybridflow.distributed.shards import local
+from hybridflow.engines import Ask
+from hybridflow.engines.fsdp.sharding import sharded_modules
+from hybridflow.models.blocks import decoder_blocks
+from hybridflow.models.size import size_of
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.planner.memory import Engine, engine_needs
+from hybridflow.planner.model_shape import load_shape
+from hybridflow.planner.model_size import ModelSize
+from ranks import Ranks
+
+SIZES = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 128}
+TOGETHER = (tuple(range(7)),)
+"""All rows on ranks that have the same ones."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("experts")
+    return Run(str(create_tiny_model(folder, experts=8, **SIZES)), grad_clip=None, steps=1)
+
+
+def held(rank: int, run: Run, world_size: int) -> dict[str, int]:
+    """The bytes that a rank holds before and after its first step, and of its first block while it computes."""
+    engine = build(run, world_size)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    parameters = list(engine.module.parameters())
+    found = {"weights": sum(local(each).nbytes for each in parameters)}
+    step = optimizer.step
+
+    def counted(lr: float) -> None:
+        grads = [master.grad for master in optimizer.masters.values()]
+        found["gradients"] = sum(grad.nbytes for grad in grads if grad is not None)
+        step(lr)
+
+    optimizer.step = counted
+    rows = training_rows(dtype=torch.float32)
+    part = run.deal[engine.layout.data_rank(rank_and_size()[0])]
+    engine.train_mini_batch(rows.select_idxs(list(part)), Ask(log_probs=True), loss_of(run, rows), run.limits)
+    entries = [entry for rule in optimizer.rules for entry in rule.state.values()]
+    found["Adam moments"] = sum(entry[name].nbytes for entry in entries for name in ("exp_avg", "exp_avg_sq"))
+    block = decoder_blocks(engine.policy)[0]
+    for sharded in sharded_modules(block):
+        sharded.unshard()
+    found["block"] = sum(local(each).nbytes for each in block.parameters())
+    return found
+
+
+def check(ranks: Ranks, run: Run, world_size: int, sizes: dict[str, int]) -> None:
+    """Compare what each rank holds with what is told of the model by transformers, and by its config.json."""
+    layout = ParallelLayout.from_keys(world_size, **sizes)
+    deal = {1: TOGETHER, 2: EVEN, 4: ((0, 4), (1, 5), (2, 6), (3,))}[layout.data]
+    model = ModelConfig(path=run.folder)
+    counted = size_of(
+        "policy",
+        model,
+        dtype="float32",
+        device=torch.device("cpu"),
+        tensor=layout.tp,
+        experts_apart=layout.ep > 1,
+        blocks=True,
+    )
+    found = ranks.run(held, replace(run, sizes=sizes, deal=deal), world_size)
+    for size, bound in ((counted, 0.002), (load_shape(run.folder).size(itemsize=4), 0.01)):
+        wanted = planned(size, layout, run, model)
+        for one in found:
+            assert one == pytest.approx(wanted, rel=bound), (sizes, bound)
+
+
+def planned(size: ModelSize, layout: ParallelLayout, run: Run, model: ModelConfig) -> dict[str, int]:
+    """The planner's figures."""
+    needs = engine_needs(Engine("actor", layout, run.fsdp, model, True, 7, 16, 64), size, on_cpu=True)
+    parts = {part.label: part.size for part in needs.parts}
+    block = size.block.on_rank(layout.tp, parts=layout.ep)
+    told = {name: parts[name] for name in ("weights", "gradients", "Adam moments")}
+    return {**told, "block": block.all * size.itemsize}
+
+
+def test_two_ranks_hold_what_was_planned(two_ranks: Ranks, run: Run) -> None:
+    for sizes in ({}, {"experts": 2}, {"tensor": 2, "experts": 2}):
+        check(two_ranks, run, 2, sizes)
+
+
+@pytest.mark.slow
+def test_four_ranks_hold_what_was_planned(four_ranks: Ranks, run: Run) -> None:
+    """FSDP 2 within each part, one part for each rank, and two copies of one half each."""
+    for sizes in (
+        {"tensor": 2, "experts": 2},
+        {"tensor": 2, "experts": 4},
+        {"experts": 2},
+        {"experts": 4},
+        {"fsdp_size": 1, "tensor": 2, "experts": 2},
+    ):
+        check(four_ranks, run, 4, sizes)
+
+
+def test_experts_are_whole_where_fsdp_alone_shards_them(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Three experts on two ranks: one rank has two of each layer, and the other has one."""
+    run = Run(str(create_tiny_model(tmp_path, experts=3, **SIZES)), steps=1)
+    ranks = two_ranks.run(held, run, 2)
+    size = load_shape(run.folder).size(itemsize=4)
+    assert ranks[0]["weights"] == pytest.approx(4 * size.at_rest(ParallelLayout(dp_shard=2)).all, rel=0.01)
+    assert ranks[0]["weights"] - ranks[1]["weights"] == pytest.approx(4 * size.whole.experts / 3, rel=0.01)
+    many = size.at_rest(ParallelLayout(dp_shard=16))
+    assert many.all > size.whole.experts / 3, "more ranks than experts leave some without any"

@@ -6,16 +6,20 @@ recipe, overrides, --devices ─► Job ─► Search ─► the best plans as a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridflow.planner.costs import Costs
     from hybridflow.planner.hardware import Cluster
     from hybridflow.planner.job import Job
-    from hybridflow.planner.search import Plan
+    from hybridflow.planner.search import Plan, Search
 
 MODEL = "model="
 GIB = 2**30
+WIDTH = 80
+"""Characters of a line, as the narrowest terminals and pipes have them."""
+INDENT = "   "
 STEPS = 100
 """Steps for which hours are shown where trainer.total_training_steps is not set."""
 EPILOG = """example: hybridflow plan --recipe grpo model=Qwen/Qwen3-8B --devices 16xH100 --device-price 2.5
@@ -34,7 +38,7 @@ def add_plan(words: Any, recipe: str, overrides: str) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan.add_argument("--recipe", help=recipe)
-    plan.add_argument("--devices", help="number and kind of the devices, as in 16xH100")
+    plan.add_argument("--devices", help="number and kind of the devices, as in 16xH100; 1xCPU: this one")
     plan.add_argument("--device-price", type=float, help="price of a device for an hour, in any currency")
     plan.add_argument(
         "--prompt-tokens", type=float, help="mean tokens of a prompt (default: half of the longest)"
@@ -65,9 +69,6 @@ def plan_run(options: argparse.Namespace) -> int:
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.errors import ConfigError
-    from hybridflow.planner.costs import Costs
-    from hybridflow.planner.fitted import FITTED
-    from hybridflow.planner.hardware import read_devices
     from hybridflow.planner.job import job_of
     from hybridflow.planner.known_models import shape_by_keys
     from hybridflow.planner.search import Search, first_different
@@ -79,7 +80,6 @@ def plan_run(options: argparse.Namespace) -> int:
         return 0
     if not options.devices:
         raise ConfigError("plan: say for which devices, as in --devices 16xH100")
-    cluster = read_devices(options.devices)
     _check_options(options, Search.schedules)
     given = [_written_out(word) for word in options.overrides]
     config = prepare_config(
@@ -90,27 +90,73 @@ def plan_run(options: argparse.Namespace) -> int:
     if config.actor_rollout_ref.model.path is None:
         raise ConfigError("plan: say for which model, as in model=Qwen/Qwen3-8B")
     job = job_of(config, shape_by_keys, prompt, response, options.reward_seconds)
+    costs = _costs(options.devices)
     began = time.perf_counter()
-    costs = Costs(cluster, FITTED)
     search = Search(job, costs)
     if options.schedule:
         search.schedules = options.schedule
     found = search.run()
     seconds = time.perf_counter() - began
-    best = _that_pass(first_different(found.plans), job, cluster, options, given)
+    best, refused = _that_pass(first_different(found.plans), job, costs.cluster, options, given)
     if not best:
-        raise ConfigError(
-            f"plan: no placement of {', '.join(job.roles)} fits into the memory of {options.devices}: use "
-            "more devices, LoRA (actor_rollout_ref.model.lora_rank), shorter rows, or a smaller "
-            "actor.ppo_max_token_len_per_gpu"
-        )
+        raise ConfigError(f"plan: {refused or _why_none(search, options)}")
     print(
         f"{found.placements} placements, {found.tried} ways to deal the devices out, {len(found.plans):,} "
         f"plans that fit, in {seconds:.2f} s"
     )
-    _show(best, job, cluster, options.device_price)
+    _show(best, job, costs.cluster, options.device_price)
     print(f"\na checkpoint of the actor takes about {costs.checkpoint(job.shapes['actor']):.0f} s to write")
     return 0
+
+
+def _costs(devices: str) -> Costs:
+    """Return the cost model of these devices; a CPU is measured. Raises ConfigError for unknown ones."""
+    from hybridflow.planner.costs import CPU_EFFICIENCY, Costs
+    from hybridflow.planner.fitted import FITTED
+    from hybridflow.planner.hardware import CPU, Cluster, cpu_hardware, read_devices
+
+    if devices.strip().upper() != f"1X{CPU}":
+        return Costs(read_devices(devices), FITTED)
+    from hybridflow.distributed.measure import measured_cpu
+
+    found = measured_cpu()
+    hardware = cpu_hardware(found.peak, found.bandwidth, found.memory)
+    return Costs(Cluster(hardware, 1), CPU_EFFICIENCY, itemsize=4)
+
+
+def _why_none(search: Search, options: argparse.Namespace) -> str:
+    """Return why no plan was found, and what to change."""
+    from hybridflow.planner.pools import PARTS
+    from hybridflow.planner.search import enough_devices
+
+    job = search.job
+    roles = ", ".join(job.roles)
+    name = search.costs.cluster.hardware.name
+    if search.pools.plan(tuple(job.roles), search.costs.cluster.devices) is not None:
+        return (
+            f"{roles} fit on {options.devices}, but not under --schedule {', '.join(options.schedule)}: "
+            "one_step_off and fully_async need devices for the rollout alone. Use more devices, or leave "
+            "--schedule out"
+        )
+    if search.pools.fewest(("rollout",)) is None:
+        shape = job.shapes["actor"]
+        pools = search.pools
+        many = max(parts for parts in PARTS if parts <= pools.node and pools.generates_by(parts))
+        return (
+            f"a replica that generates has at most {many} × {name} here, which cannot hold the "
+            f"{shape.parameters * search.costs.itemsize / GIB:.0f} GiB of {shape.name} and generate: take "
+            "devices with more memory, or start larger servers yourself and give their addresses "
+            "(actor_rollout_ref.rollout.server.address), which is not planned for"
+        )
+    enough = enough_devices(job, search.costs)
+    more = "devices with more memory"
+    if enough is not None:
+        more = f"{enough}x{name}, on which they fit"
+    return (
+        f"{roles} do not fit into the memory of {options.devices}. Use {more}, LoRA "
+        "(actor_rollout_ref.model.lora_rank), shorter rows, or a smaller "
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
 
 
 def _check_options(options: argparse.Namespace, schedules: Sequence[str]) -> None:
@@ -149,14 +195,18 @@ def _written_out(word: str) -> str:
 
 def _that_pass(
     plans: Sequence[Plan], job: Job, cluster: Cluster, options: argparse.Namespace, given: Sequence[str]
-) -> list[tuple[Plan, list[str]]]:
-    """Return the first plans whose overrides pass all checks of the configuration, with the overrides."""
+) -> tuple[list[tuple[Plan, list[str]]], str]:
+    """Return the first plans whose overrides pass all checks of the configuration, with the overrides.
+
+    The second value says why the fastest plan did not pass, and is empty if it did.
+    """
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.planner.overrides import overrides_of
 
-    passed = []
+    passed: list[tuple[Plan, list[str]]] = []
+    refused = ""
     for plan in plans:
         words = overrides_of(plan, cluster, job)
         try:
@@ -168,42 +218,69 @@ def _that_pass(
                 needs_model=False,
                 needs_files=False,
             )
-        except ConfigError:
-            continue  # the recipe or a key of the user's excludes it
+        except ConfigError as error:  # the recipe or a key of the user's excludes it
+            refused = refused or f"keys of this run exclude all plans that fit; of the fastest, {error}"
+            continue
         passed.append((plan, words))
         if len(passed) == options.best:
             break
-    return passed
+    return passed, refused
 
 
 def _show(best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, price: float | None) -> None:
     """Print the plans as a table, then the devices, seconds and overrides of each."""
-    from rich.console import Console
-    from rich.table import Table
+    import textwrap
 
     steps = job.config.trainer.total_training_steps or STEPS
-    console = Console()
-    title = f"{cluster.devices} × {cluster.hardware.name}; hours: of devices, for {steps:,} steps"
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "step", "tokens/s", "GiB", "hours"):
-        table.add_column(heading, justify="right")
-    if price is not None:
-        table.add_column("price", justify="right")
-    table.add_column("placement")
-    table.add_column("schedule")
+    headings = ["", "step s", "tokens/s", "GiB", "hours", "placement", "schedule"]
+    rows = []
     for number, (plan, _) in enumerate(best, 1):
         hours = plan.seconds * steps * plan.devices / 3600
         most = max(size for pool in plan.pools for size in pool.memory.values())
-        cells = [str(number), f"{plan.seconds:.1f} s", f"{job.trained.tokens / plan.seconds:,.0f}"]
-        cells += [f"{most / GIB:.0f}", f"{hours:,.1f}"]
+        cells = [str(number), _number(plan.seconds), f"{job.trained.tokens / plan.seconds:,.0f}"]
+        cells += [f"{most / GIB:.0f}", _number(hours), plan.placement, plan.schedule]
         if price is not None:
-            cells.append(f"{hours * price:,.0f}")
-        table.add_row(*cells, plan.placement, plan.schedule)
-    console.print(table)
+            cells.insert(5, f"{hours * price:,.0f}")
+        rows.append(cells)
+    if price is not None:
+        headings.insert(5, "price")
+    devices = f"{cluster.devices} × {cluster.hardware.name}"
+    print(f"\n{devices}. GiB: the fullest device. Hours: of all devices, for {steps:,} steps.\n")
+    print("\n".join(_table([headings, *rows], texts=2)))
     for number, (plan, words) in enumerate(best, 1):
         print(f"\n{number}  {plan.placement}, {plan.schedule}")
+        facts = []
         for pool in plan.pools:
+            many = "devices" if pool.devices > 1 else "device"
             memory = ", ".join(f"{phase} {size / GIB:.1f} GiB" for phase, size in pool.memory.items())
-            print(f"   {pool.devices} devices: {', '.join(pool.roles)}; each {memory}")
-        print("   seconds: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.phases.items()))
-        print("   " + " ".join(words))
+            facts.append(f"{pool.devices} {many}: {', '.join(pool.roles)}; each {memory}")
+        facts.append("seconds: " + ", ".join(f"{name} {each:.1f}" for name, each in plan.phases.items()))
+        for fact in facts:
+            print(textwrap.fill(fact, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT))
+        print(_command_lines(words))
+
+
+def _number(value: float) -> str:
+    """Return a number with as many digits as one reads."""
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _table(rows: Sequence[Sequence[str]], *, texts: int) -> Iterator[str]:
+    """Yield the lines of a table whose last `texts` columns are text, and all others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        words = [cell.ljust(width) for cell, width in zip(row[-texts:], widths[-texts:], strict=True)]
+        yield "  ".join([" ".join(cells[:-texts]), *words]).rstrip()
+
+
+def _command_lines(words: Sequence[str]) -> str:
+    """Return words of a command on lines that a shell reads as one."""
+    lines = [INDENT + words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 > WIDTH:
+            lines[-1] += " \\"
+            lines.append(INDENT + word)
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)

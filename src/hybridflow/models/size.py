@@ -24,9 +24,7 @@ _MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyMode
 
 
 def _count(parameters: Iterable[nn.Parameter], cut: set[int], experts: set[int]) -> Count:
-    """Count `parameters`; `cut` and `experts` have the ids of those that tensor parallelism cuts, and of those
-    of experts.
-    """
+    """Count `parameters`; `cut` has the ids of those that tensor parallelism cuts, `experts` of experts'."""
     each = {id(parameter): parameter for parameter in parameters}
     numbers = []
     for among in (set(each), cut, experts):

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, fields
 
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.hardware import Cluster
+from hybridflow.planner.hardware import CPU, Cluster
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.model_shape import ModelShape
 
@@ -113,6 +113,11 @@ class Costs:
     """Bytes of a number in computation."""
     eager: bool = False
     """Decode steps are not recorded as graphs."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run computes on a CPU, in whose memory all is at hand."""
+        return self.cluster.hardware.name == CPU
 
     def _slowest(self, *seconds: float) -> float:
         return max(seconds) if self.cluster.hardware.overlaps else sum(seconds)
@@ -245,7 +250,7 @@ class Costs:
     def _sharing(
         self, dense: float, experts: float, training: Training, micros: float, gathers: float
     ) -> float:
-        """Return the seconds in which ranks gather these bytes of each other's parameters and sum gradients."""
+        """Return the seconds in which ranks gather parameters of so many bytes, and sum their gradients."""
         layout = training.layout
         ranks = layout.dp_shard * layout.tp
         shared = 0.0

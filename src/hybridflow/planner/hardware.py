@@ -15,6 +15,8 @@ from hybridflow.errors import ConfigError
 
 MOST_DEVICES = 2048
 """Devices of the largest cluster that is planned: the ways to deal them out grow with their square."""
+CPU = "CPU"
+"""Name of the hardware that is measured where it is."""
 GB = 1e9
 TB = 1e12
 
@@ -65,6 +67,12 @@ _ROWS = (
 HARDWARE = {row.name: row for row in _ROWS}
 
 
+def cpu_hardware(peak: float, bandwidth: float, memory: float) -> Hardware:
+    """Return the figures of one process on a CPU, as `distributed/measure.py` has measured them."""
+    links = {"link": bandwidth, "network": bandwidth, "host": bandwidth}
+    return Hardware(CPU, peak, memory, bandwidth, **links, node=1, overlaps=False)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Devices of one kind, node by node."""
@@ -81,11 +89,11 @@ class Cluster:
         return [*whole, rest] if rest else whole
 
     def holds(self, pools: Sequence[int]) -> bool:
-        """Return whether pools of these sizes fit on the nodes: whole nodes first, and what is left of each pool
-        on one node.
+        """Return whether the nodes have room for pools of these sizes, each on whole nodes and one part of a
+        further node.
         """
         node = self.hardware.node
-        left = [0] + sorted(self.nodes)
+        left = [0, *sorted(self.nodes)]
         whole = sum(size // node for size in pools)
         if whole:
             left = left[:-whole]
@@ -112,7 +120,7 @@ class Cluster:
 def read_devices(text: str) -> Cluster:
     """Read a number and a kind of device, as in 16xH100. Raises ConfigError."""
     found = re.fullmatch(r"(\d+)\s*[x×*]\s*([A-Za-z0-9]+)", text.strip())
-    known = ", ".join(HARDWARE)
+    known = ", ".join(HARDWARE) + ", and 1xCPU, which measures this machine"
     if found is None or not int(found[1]):
         raise ConfigError(f"--devices {text}: wanted a number and a kind, as in 16xH100; known are {known}")
     name = found[2].upper()

@@ -40,5 +40,12 @@ def shape_of(path: str) -> ModelShape:
 
 
 def shape_by_keys(model: ModelConfig) -> ModelShape:
-    """Return the shape of the model that these keys name. Raises ModelError."""
-    return shape_of(str(model.path))
+    """Return the shape of the model that these keys name. Raises ModelError, also if it cannot be trained."""
+    shape = shape_of(str(model.path))
+    recurrent = sum(layer.kv_numbers == 0 for layer in shape.layers)
+    if recurrent:
+        raise ModelError(
+            f"{model.path} has linear attention in {recurrent} of its {len(shape.layers)} layers, and such "
+            "models cannot be trained here: plan for one whose layers all attend to tokens"
+        )
+    return shape

@@ -17,7 +17,6 @@ from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
 from hybridflow.errors import ModelError
 from hybridflow.planner.model_size import Count, ModelSize
 
-
 UNCUT = (
     "afmoe",
     "deepseek_v2",
@@ -77,9 +76,14 @@ class Layer:
         return sum(linear.size for linear in self.linears if linear.copies > 1)
 
     @property
+    def cut(self) -> list[Linear]:
+        """Matrices that tensor parallelism cuts."""
+        return [linear for linear in self.linears if linear.copies == 1 and not linear.whole]
+
+    @property
     def cut_parameters(self) -> int:
         """Parameters that tensor parallelism cuts."""
-        return sum(linear.size for linear in self.linears if linear.copies == 1 and not linear.whole)
+        return sum(linear.size for linear in self.cut)
 
     @property
     def active(self) -> int:
@@ -118,8 +122,8 @@ class ModelShape:
 
     @cached_property
     def _cut_by(self) -> int:
-        """The largest number that divides the heads and the widths of all dense matrices."""
-        linears = {linear for layer in self.layers for linear in layer.linears if linear.copies == 1}
+        """The largest number that divides the heads and the widths of all matrices that are cut."""
+        linears = {linear for layer in self.layers for linear in layer.cut}
         return math.gcd(self.kv_heads, *(linear.inputs for linear in linears))
 
     @cached_property
@@ -329,7 +333,7 @@ def _attention(text: Mapping[str, Any]) -> tuple[tuple[Linear, ...], int, int]:
 
 
 def _latent_attention(text: Mapping[str, Any]) -> tuple[tuple[Linear, ...], int, int]:
-    """Return the same of DeepSeek's attention over latent vectors (MLA, arXiv 2405.04434)."""
+    """Return the same of DeepSeek's attention over latent vectors (MLA, arXiv 2405.04434); it is not cut."""
     hidden = int(text["hidden_size"])
     heads = int(text["num_attention_heads"])
     latent = int(text["kv_lora_rank"])
@@ -337,14 +341,14 @@ def _latent_attention(text: Mapping[str, Any]) -> tuple[tuple[Linear, ...], int,
     key = int(text["qk_nope_head_dim"])
     value = int(text["v_head_dim"])
     query = int(text.get("q_lora_rank") or 0)
-    queries = [Linear(hidden, heads * (key + rope))]
+    queries = [Linear(hidden, heads * (key + rope), whole=True)]
     if query:
-        queries = [Linear(hidden, query, whole=True), Linear(query, heads * (key + rope))]
+        queries = [Linear(hidden, query, whole=True), Linear(query, heads * (key + rope), whole=True)]
     linears = (
         *queries,
         Linear(hidden, latent + rope, whole=True),
-        Linear(latent, heads * (key + value)),
-        Linear(heads * value, hidden),
+        Linear(latent, heads * (key + value), whole=True),
+        Linear(heads * value, hidden, whole=True),
     )
     return linears, latent + rope, heads * (key + rope + value)
 
@@ -377,4 +381,6 @@ def _feed_forward(
     yield from (Linear(hidden, 2 * own, experts, per_token), Linear(own, hidden, experts, per_token))
     yield Linear(hidden, experts, whole=True)
     if shared := _shared_width(text, own):
-        yield from (Linear(hidden, 2 * shared), Linear(shared, hidden))
+        # Qwen's shared expert is not in the plans that transformers publishes
+        whole = bool(text.get("shared_expert_intermediate_size"))
+        yield from (Linear(hidden, 2 * shared, whole=whole), Linear(shared, hidden, whole=whole))

@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.needs import has_own_reference
 from hybridflow.config.roles import engine_keys
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs
@@ -94,6 +95,15 @@ class PoolPlanner:
         """Bytes of a device that a plan may use."""
         return self.costs.cluster.hardware.memory * USABLE - RESERVED
 
+    def generates_by(self, tensor: int) -> bool:
+        """Return whether so many devices can be one replica of the rollout.
+
+        The native engine cuts dense models. Another one is started on each device, or by the user.
+        """
+        shape = self.job.shapes["actor"]
+        native = self.job.config.actor_rollout_ref.rollout.name == "native"
+        return tensor == 1 or (native and not shape.experts and shape.cuts(tensor))
+
     def fewest(self, roles: tuple[str, ...]) -> int | None:
         """Return the fewest devices in whose memory the roles fit; None where none are enough."""
         for size in sizes_of_pools(self.costs.cluster):
@@ -135,7 +145,7 @@ class PoolPlanner:
 
     def _options(self, role: str, devices: int) -> list[Option]:
         """Return a role's settings on so many devices, each smaller and slower than the one before."""
-        found = [self._option(role, devices, setting) for setting in self._settings(role, devices)]
+        found = [self._option(role, devices, setting) for setting in self.settings(role, devices)]
         found.sort(key=lambda option: option.total)
         kept: list[Option] = []
         for option in found:
@@ -143,20 +153,22 @@ class PoolPlanner:
                 kept.append(option)
         return kept
 
-    def _settings(self, role: str, devices: int) -> Iterator[Setting]:
+    def settings(self, role: str, devices: int) -> Iterator[Setting]:
         """Yield the layouts of a role that its keys can say and that its model allows."""
         fsdp, _, model = engine_keys(self.job.config, role)
+        adapters = model.lora_rank or model.lora_adapter_path
         shape = self.job.shapes[role]
         for stages, tensor in itertools.product(PARTS, PARTS):
             sharers = devices // (stages * tensor)
             if devices % (stages * tensor) or self.node % tensor or not shape.cuts(tensor):
                 continue
-            if (model.lora_rank and tensor > 1) or stages > max(1, len(shape.layers) // 4):
+            if (tensor > 1 and adapters) or stages > max(1, len(shape.layers) // 4):
                 continue
             shards = [-1]
             if sharers * tensor > self.node:  # copies of the model, none of which is on two nodes
                 shards.append(math.gcd(sharers, self.node // tensor))
-            for each, offloads in itertools.product(shards, (False, True)):
+            ways = (False,) if self.costs.on_cpu else (False, True)
+            for each, offloads in itertools.product(shards, ways):
                 ranks = tensor * (sharers if each == -1 else each)
                 for experts in _parts_of_experts(shape, ranks, tensor, fsdp):
                     yield Setting(tensor, each, offloads, stages, experts)
@@ -179,12 +191,14 @@ class PoolPlanner:
         engine = replace(engine, role=role, fsdp=keys)
         seconds = calls_of(job, self.costs, role, training_of(engine, job.config), job.trained)
         lora = engine.model.lora_rank if engine.trained else 0
-        size = job.shapes[role].size(trained=engine.trained, lora_rank=lora)
-        return Option(setting, engine_needs(engine, size, on_cpu=False), seconds)
+        size = job.shapes[role].size(trained=engine.trained, lora_rank=lora, itemsize=self.costs.itemsize)
+        return Option(setting, engine_needs(engine, size, on_cpu=self.costs.on_cpu), seconds)
 
     def _with_rollout(self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]) -> Pool | None:
         """Return the pool with these settings and the rollout's best, or None if they do not fit."""
         needs = {role: option.needs for role, option in taken.items()}
+        if self._reference_is_actor(roles):
+            needs.pop("reference")
         settings = {role: option.setting for role, option in taken.items()}
         seconds = {name: value for option in taken.values() for name, value in option.seconds.items()}
         if needs and max(phases_of_pool(needs, devices).values()) > self.room:
@@ -202,15 +216,19 @@ class PoolPlanner:
                 best = Pool(roles, devices, together, memory, {**seconds, "gen": generating}, refilled)
         return best
 
+    def _reference_is_actor(self, roles: tuple[str, ...]) -> bool:
+        """Return whether the reference is the actor without its adapters, and has no weights of its own."""
+        config = self.job.config
+        model = config.actor_rollout_ref.model
+        adapters = bool(model.lora_rank or model.lora_adapter_path)
+        return adapters and {"actor", "reference"} <= {*roles} and not has_own_reference(config)
+
     def _rollout(
         self, roles: tuple[str, ...], devices: int, tensor: int, needs: dict[str, Needs]
     ) -> tuple[Setting, Mapping[str, float], float, float] | None:
         job = self.job
         shape = job.shapes["actor"]
-        if devices % tensor or shape.kv_heads % tensor or self.node % tensor:
-            return None
-        native = job.config.actor_rollout_ref.rollout.name == "native"
-        if tensor > 1 and native and (shape.experts or not shape.cuts(tensor)):
+        if devices % tensor or self.node % tensor or not self.generates_by(tensor):
             return None
         here = max(1, round(job.generated.count / (devices // tensor)))
         most = job.config.actor_rollout_ref.rollout.max_num_seqs
@@ -218,7 +236,7 @@ class PoolPlanner:
         why = ""
         if apart or devices > 1:
             why = "of the rollout"
-        size = shape.size(trained=False)
+        size = shape.size(trained=False, itemsize=self.costs.itemsize)
 
         def generation(rows: int) -> Needs:
             return generation_needs(

@@ -11,12 +11,12 @@ its own, so that schedules that generate ahead can be compared, and layouts are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from hybridflow.planner.costs import Costs
-from hybridflow.planner.hardware import Cluster, sizes_of_pools
+from hybridflow.planner.hardware import MOST_DEVICES, Cluster, sizes_of_pools
 from hybridflow.planner.job import Job
 from hybridflow.planner.pools import Pool, PoolPlanner
 
@@ -121,6 +121,17 @@ class Search:
         if schedule in ("one_step_off", "fully_async"):
             return phases, max(generating, training) + phases[SYNCING]
         return phases, generating + training + phases[SYNCING]
+
+
+def enough_devices(job: Job, costs: Costs) -> int | None:
+    """Return a number of devices, found by doubling, that all roles fit on together; None if none is."""
+    devices = 2 * costs.cluster.devices
+    while devices <= MOST_DEVICES:
+        cluster = Cluster(costs.cluster.hardware, devices)
+        if PoolPlanner(job, replace(costs, cluster=cluster)).plan(tuple(job.roles), devices) is not None:
+            return devices
+        devices *= 2
+    return None
 
 
 def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def held(rank: int, run: Run, world_size: int) -> dict[str, int]:
-    """The bytes that a rank holds before and after its first step, and of its first block while it computes."""
+    """The bytes that a rank holds in its first step, and those of its first block while that computes."""
     engine = build(run, world_size)
     optimizer = engine.optimizer
     assert optimizer is not None

@@ -72,6 +72,30 @@ def test_shards_are_gathered_over_the_slower_link() -> None:
     assert across == pytest.approx(2 * QWEN.parameters / H100.network)
 
 
+def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
+    """Of so few tokens the time is that of parameters, and of as many small exchanges as layers have."""
+    rows = Rows(1, 0, Lengths(1, 1))
+    experts = 2 * SPARSE.expert_parameters
+    dense = 2 * SPARSE.parameters - experts
+    exchanges = 2 * len(SPARSE.layers) * H100.link_latency
+
+    def seconds(**sizes: int) -> float:
+        return costs(8).forward(SPARSE, rows, Training(ParallelLayout(**sizes)))
+
+    assert seconds(dp_shard=8) == pytest.approx((dense + experts) / H100.link, rel=0.01)
+    assert seconds(dp_shard=8, ep=4) == pytest.approx((dense + experts / 4) / H100.link + exchanges, rel=0.01)
+    assert seconds(dp_shard=8, ep=8) == pytest.approx(dense / H100.link + exchanges, rel=0.01)
+    both = seconds(dp_shard=4, tp=2, ep=8)
+    assert both == pytest.approx(dense / 2 / H100.link + 2 * exchanges, rel=0.01)
+
+
+def test_copies_sum_their_shards_once_for_a_step() -> None:
+    rows = Rows(2, 0, Lengths(1, 1))
+    one = costs(16).update(QWEN, rows, Training(ParallelLayout(dp_shard=8)), 1)
+    two = costs(16).update(QWEN, rows, Training(ParallelLayout(dp_replicate=2, dp_shard=8)), 1)
+    assert two - one == pytest.approx(2 * 4 * QWEN.parameters / 8 / H100.network, rel=0.01)
+
+
 def test_a_longer_tail_costs_steps_and_refilled_rows_do_not_wait_for_it() -> None:
     def seconds(spread: float, *, refilled: bool = False) -> float:
         rows = Rows(512, 100, Lengths(1000, 16000, spread))

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hybridflow.errors import ModelError
+from hybridflow.models.experts import expert_modules
 from hybridflow.models.flops import matmul_parameters, workload_of
+from hybridflow.models.tensor_parallel import tensor_slices
 from hybridflow.planner.known_models import known_models, shape_of
-from hybridflow.planner.model_shape import load_shape, read_shape
+from hybridflow.planner.model_shape import UNCUT, UNDEALT, load_shape, read_shape
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -71,6 +73,24 @@ def test_parameters_are_those_of_the_model(kind: str) -> None:
     assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
     assert shape.active == pytest.approx(matmul_parameters(model), rel=0.02)
     assert shape.size().whole.all == shape.parameters
+    whole = shape.size().whole
+    assert whole.experts == sum(
+        p.numel() for part in expert_modules(model).values() for p in part.parameters()
+    )
+    if kind != "qwen3_5_text":  # whose linear attention is refused before it is cut
+        cut = sum(model.get_parameter(name).numel() for name in tensor_slices(model, but_experts=True))
+        assert shape.can_cut and whole.cut == pytest.approx(cut, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", sorted({*UNCUT, *UNDEALT}))
+def test_kinds_that_are_not_cut_are_those_without_a_plan(kind: str) -> None:
+    config: Any = CONFIG_MAPPING[kind]
+    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if "*" in name}
+    dealt = set((getattr(config, "base_model_ep_plan", None) or {}).values())
+    if kind in UNCUT:
+        assert not plan or "mla_kv_a_proj" in plan.values()
+    if kind in UNDEALT:
+        assert "grouped_gemm" not in dealt
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
+from hybridflow.config.checks.cluster import RoleLayout
 from hybridflow.config.load import prepare_config
+from hybridflow.config.roles import engine_keys
 from hybridflow.errors import ConfigError
 from hybridflow.explain.run import Plan as ExplainedPlan
 from hybridflow.planner.costs import Costs
 from hybridflow.planner.fitted import FITTED
 from hybridflow.planner.hardware import read_devices
 from hybridflow.planner.job import Job, job_of
-from hybridflow.planner.known_models import shape_by_keys
+from hybridflow.planner.known_models import known_models, shape_by_keys, shape_of
 from hybridflow.planner.overrides import overrides_of
-from hybridflow.planner.pools import USABLE
+from hybridflow.planner.pools import USABLE, PoolPlanner
 from hybridflow.planner.search import Search, allocations, first_different, partitions, placement_name
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+}
 
 
 def prepared(recipe: str, *words: str) -> PPOConfig:
@@ -46,6 +60,21 @@ def test_devices_are_dealt_out_whole() -> None:
     assert (16, 4, 4) in found and (12, 4, 8) not in found
 
 
+@pytest.mark.parametrize("devices", [6, 10, 12, 14, 20, 22])
+def test_every_number_of_devices_can_be_one_pool(devices: int) -> None:
+    cluster = read_devices(f"{devices}xH100")
+    assert list(allocations(cluster, [1])) == [(devices,)]
+    for sizes in allocations(cluster, [1, 1, 1]):
+        assert sum(sizes) == devices and cluster.holds(sizes)
+
+
+def test_a_pool_has_whole_nodes_and_one_part() -> None:
+    cluster = read_devices("22xH100")
+    assert cluster.nodes == [8, 8, 6]
+    assert cluster.holds((22,)) and cluster.holds((8, 14)) and cluster.holds((6, 8, 4, 4))
+    assert not cluster.holds((6, 6, 6, 4)), "four devices are left, two on each of two nodes"
+
+
 def test_names_are_those_of_the_paper() -> None:
     assert placement_name([["actor", "rollout", "critic"]]) == "colocated"
     assert placement_name([["actor", "rollout"], ["critic"], ["reference"]]) == "standalone"
@@ -60,6 +89,7 @@ def test_names_are_those_of_the_paper() -> None:
         ("ppo", "Qwen/Qwen2.5-7B", "8xA100"),
         ("dapo", "Qwen/Qwen2.5-32B", "32xH200"),
         ("grpo", "Qwen/Qwen3-30B-A3B", "12xMI300X"),
+        ("grpo", "Qwen/Qwen3-8B", "14xH100"),
         ("rloo", "Qwen/Qwen2.5-0.5B", "1xH20"),
     ],
 )
@@ -70,6 +100,7 @@ def test_the_best_plans_fit_and_their_overrides_pass_the_checks(
     planned = job(recipe, model)
     found = Search(planned, Costs(cluster, FITTED)).run()
     assert found.plans == sorted(found.plans, key=lambda plan: plan.seconds)
+    assert any(len(plan.pools) == 1 for plan in found.plans)
     for plan in first_different(found.plans)[:5]:
         assert plan.devices == cluster.devices
         assert sorted(role for pool in plan.pools for role in pool.roles) == sorted(planned.roles)
@@ -102,14 +133,76 @@ def test_a_step_is_its_critical_path() -> None:
         assert plan.seconds == pytest.approx(expected + plan.phases["update_weights"])
 
 
+def layouts_of(model: str, devices: str, *words: str) -> Iterator[RoleLayout]:
+    """The layouts that are tried for the actor, as the checks of a run see them."""
+    planned = job("grpo", model, *words)
+    costs = Costs(read_devices(devices), FITTED)
+    fsdp, sequence, keys = engine_keys(planned.config, "actor")
+    for each in PoolPlanner(planned, costs).settings("actor", costs.cluster.devices):
+        sizes = replace(
+            fsdp,
+            fsdp_size=each.shards,
+            tensor_parallel_size=each.tensor,
+            pipeline_parallel_size=each.stages,
+            expert_parallel_size=each.experts,
+        )
+        yield RoleLayout("actor", sizes, sequence, keys, costs.cluster.devices)
+
+
+@pytest.mark.parametrize("devices", ["8xH100", "12xH100", "16xH100", "20xH100"])
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "GLM-4.5-Air", "Qwen3-8B"])
+def test_layouts_are_those_that_the_checks_allow(model: str, devices: str) -> None:
+    shape = shape_of(model)
+    found = list(layouts_of(model, devices))
+    for each in found:
+        assert not list(each.problems()), str(each)
+        fsdp = each.fsdp
+        if shape.experts:
+            assert fsdp.tensor_parallel_size == 1 or fsdp.expert_parallel_size > 1
+            rest = each.cut[1] * fsdp.tensor_parallel_size // fsdp.expert_parallel_size
+            # FSDP cuts the second dimension of the tensors [E, 2I, H] and [E, H, I] of a part
+            assert fsdp.expert_parallel_size == 1 or shape.hidden % rest == 0
+    pairs = {(each.fsdp.tensor_parallel_size, each.fsdp.expert_parallel_size) for each in found}
+    assert ((2, 4) in pairs) == bool(shape.experts)
+
+
+def test_what_cannot_be_cut_is_not_cut(tmp_path: Path) -> None:
+    facts = known_models()["Qwen3-30B-A3B"]
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"model_type": "gpt_oss"}))
+    sizes = {each.fsdp.tensor_parallel_size for each in layouts_of(str(tmp_path), "8xH100")}
+    assert sizes == {1}
+    adapters = layouts_of("Qwen3-8B", "8xH100", "actor_rollout_ref.model.lora_rank=8")
+    assert {each.fsdp.tensor_parallel_size for each in adapters} == {1}
+    compiled = layouts_of(
+        "Qwen3-30B-A3B", "8xH100", "actor_rollout_ref.actor.fsdp_config.use_torch_compile=true"
+    )
+    assert {each.fsdp.expert_parallel_size for each in compiled} == {1}
+
+
+def test_a_mixture_that_is_short_of_memory_has_both() -> None:
+    """On eight nodes the options that need least memory share experts among ranks that cut dense layers."""
+    pools = PoolPlanner(job("grpo", "Qwen3-235B-A22B"), Costs(read_devices("64xH100"), FITTED))
+    found = [option.setting for option in pools.options("actor", 64)]
+    assert any(setting.tensor > 1 and setting.experts > 1 for setting in found)
+
+
+def test_a_reference_without_adapters_takes_no_memory_beside_the_actor() -> None:
+    words = ("actor_rollout_ref.model.lora_rank=16",)
+    costs = Costs(read_devices("1xH100"), FITTED)
+    together = PoolPlanner(job("grpo", "Qwen2.5-7B", *words), costs).plan(
+        ("actor", "rollout", "reference"), 1
+    )
+    alone = PoolPlanner(job("grpo", "Qwen2.5-7B", *words), costs).plan(("actor", "rollout"), 1)
+    assert together is not None and alone is not None
+    assert together.memory == alone.memory and "ref" in together.seconds
+
+
 def test_what_does_not_fit_is_no_plan() -> None:
     assert not Search(job("ppo", "Llama-2-70B"), Costs(read_devices("2xA100"), FITTED)).run().plans
 
 
 def test_a_model_of_two_layers_is_planned(tmp_path: Path) -> None:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    numbers = dict(zip(names, (64, 2, 4, 128, 300), strict=True))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **numbers}))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert Search(job("grpo", str(tmp_path)), Costs(read_devices("1xH100"), FITTED)).run().plans
 
 
@@ -118,8 +211,53 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--device-price", "2.5"]) == 0
     out = capsys.readouterr().out
     assert "price" in out and "trainer.nnodes=2" in out and "1  colocated" in out
+    assert max(map(len, out.splitlines())) <= 80, "every terminal shows all of it"
     assert main(["plan", "--recipe", "grpo", "--devices", "4xH100"]) != 0
     assert main([*words[:5], "nonsense"]) != 0
+
+
+def test_lines_of_overrides_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "grpo", "model=Qwen2.5-7B", "--devices", "12xH100", "--device-price", "2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "'trainer.resource_pools={train: [8, 4]}'" in out and max(map(len, out.splitlines())) <= 80
+    blocks = [block.splitlines() for block in out.split("\n\n") if "trainer.device" in block]
+    assert len(blocks) == 5
+    for block in blocks:
+        first = next(index for index, line in enumerate(block) if "trainer.device" in line)
+        command = "printf '%s\\n' " + "\n".join(block[first:])
+        given = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+        assert len(given.splitlines()) >= 4 and all("=" in word for word in given.splitlines())
+
+
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    words = ["plan", "--recipe", "grpo", f"model={tmp_path}", "--devices", "1xCPU"]
+    assert main([*words, "data.max_prompt_length=64", "data.max_response_length=64"]) == 0
+    out = capsys.readouterr().out
+    assert "1 × CPU" in out and "trainer.device=cpu" in out and "offload" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=Qwen2.5-7B", "--devices", "1xH100"], "Use 2xH100, on which they fit, LoRA"),
+        (
+            ["model=Qwen3-235B-A22B", "--devices", "64xH100"],
+            "at most 1 × H100 here, which cannot hold the 438",
+        ),
+        (["model=Llama-3.1-405B", "--devices", "8xA100"], "at most 8 × A100 here"),
+        (["model=Qwen2.5-0.5B", "--devices", "1xH100", "--schedule", "one_step_off"], "leave --schedule out"),
+        (["model=Qwen3.5-9B", "--devices", "8xH100"], "linear attention in 24 of its 32 layers"),
+        (
+            ["model=Qwen3-8B", "--devices", "8xH100", "trainer.nnodes=0"],
+            "trainer.nnodes",
+        ),
+    ],
+)
+def test_what_must_change_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--recipe", "grpo", *words]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_wrong_devices_are_refused() -> None:

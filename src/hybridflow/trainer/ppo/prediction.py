@@ -24,7 +24,7 @@ from hybridflow.models.build import shape_of
 from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.planner.costs import CPU_EFFICIENCY, Costs, Efficiency, Rows, Training
 from hybridflow.planner.fitted import FITTED
-from hybridflow.planner.hardware import HARDWARE, Cluster, Hardware
+from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, Hardware, cpu_hardware
 from hybridflow.planner.job import engine_of, job_of, training_of
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import engine_needs, generation_needs, phases_of_pool
@@ -35,9 +35,6 @@ from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axe
 from hybridflow.trainer.ppo.roles import Roles
 
 logger = logging.getLogger(__name__)
-
-CPU = "CPU"
-"""Name of the hardware that was measured here."""
 
 
 class Predictor:
@@ -112,9 +109,7 @@ def _device(config: PPOConfig) -> tuple[Hardware, Efficiency] | None:
     device = resolve_device(config.trainer.device)
     if device.type == "cpu":
         cpu = measured_cpu()
-        rate = cpu.bandwidth
-        found = Hardware(CPU, cpu.peak, cpu.memory, rate, link=rate, network=rate, host=rate, overlaps=False)
-        return found, CPU_EFFICIENCY
+        return cpu_hardware(cpu.peak, cpu.bandwidth, cpu.memory), CPU_EFFICIENCY
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

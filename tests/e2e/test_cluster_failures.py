@@ -20,7 +20,7 @@ from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.controller.ray.session import HEALTH_CHECKS
 from ray_nodes import RayNodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("other-ray")]
 
 STEPS = 4
 END_SECONDS = 15.0

@@ -81,7 +81,7 @@ def finished(command: Command) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("other-ray")
 @pytest.mark.parametrize(
     ("keys", "numbers"),
     [
@@ -109,7 +109,7 @@ def test_collectors_give_the_numbers_of_a_run_without(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("other-ray")
 def test_where_kernels_vary_by_batch_only_the_last_bits_differ(inputs: Inputs, tmp_path: Path) -> None:
     for number in (0, 2):  # without exact mode
         finished(under_ray(inputs, tmp_path / str(number), number, *BYPASS))
@@ -123,7 +123,7 @@ def test_where_kernels_vary_by_batch_only_the_last_bits_differ(inputs: Inputs, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("other-ray")
 def test_a_run_without_a_pause_drops_nothing_and_goes_on_from_its_checkpoint(
     inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_run_without_a_pause_drops_nothing_and_goes_on_from_its_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("other-ray")
 def test_rewards_that_fail_are_counted_as_without_collectors(inputs: Inputs, tmp_path: Path) -> None:
     reward = tmp_path / "picky.py"
     reward.write_text(PICKY)
@@ -166,7 +166,7 @@ def test_rewards_that_fail_are_counted_as_without_collectors(inputs: Inputs, tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("other-ray")
 def test_a_collector_that_dies_is_named(inputs: Inputs, tmp_path: Path) -> None:
     reward = tmp_path / "deadly.py"
     reward.write_text(DEADLY)

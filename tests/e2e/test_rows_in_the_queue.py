@@ -12,7 +12,7 @@ from tiny_run import Inputs
 
 from hybridflow.trainer.main_ppo import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group("other-ray")]
 
 
 @pytest.mark.parametrize(("keys", "collectors"), [(PPO, 0), (GRPO, 2)], ids=["ppo", "grpo, collectors"])

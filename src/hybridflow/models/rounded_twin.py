@@ -88,6 +88,11 @@ class RoundedTwin:
         )
 
     @property
+    def rounded_names(self) -> set[str]:
+        """Names of the policy's parameters that are rounded."""
+        return set(self._rounded)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that rounded weights take now."""
         return sum(one.nbytes for copies in self._rounded.values() for one in copies)

@@ -27,6 +27,8 @@ from hybridflow.observability.metrics import Kind, Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 
+CORRECTED = "rollout_corr/corrected"
+"""Metric: 1 where there are weights or rejection."""
 DEVIATION = "rollout_corr/deviation"
 DEVIATION_SQUARED = "rollout_corr/deviation_squared"
 """Sums over parts of a batch, which `complete_correction` takes out."""
@@ -74,6 +76,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
         rules = parse_rejection(config.rollout_rs, config.rollout_rs_threshold)
         keep = rejection(log_probs, rollout, sampled, rules)
     metrics = Metrics()
+    metrics.add_mean(CORRECTED, 1.0, 1.0)
     level = config.rollout_is or "token"
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, bounds=bounds

@@ -213,7 +213,7 @@ def test_a_copy_of_a_policy_is_the_policy_with_rounded_weights(family: str) -> N
         assert apart < bound and 2 * apart < (found - whole).abs().median()
         assert torch.equal(log_probs(policy), whole), "the policy itself is as it was"
         if family in SPARSE:
-            stacked = [name for name in twin._rounded if ".experts." in name]
+            stacked = [name for name in twin.rounded_names if ".experts." in name]
             assert len(stacked) == 2 * len(expert_modules(policy.hf)) > 0
 
 
@@ -226,9 +226,9 @@ def test_what_is_rounded_and_what_is_shared() -> None:
         kept = any(
             part in name for part in ("embed", "lm_head", "norm", "bias", "mlp.gate.", "shared_expert_gate")
         )
-        assert (own[name].numel() == 0) == (name in twin._rounded) == (not kept), name
+        assert (own[name].numel() == 0) == (name in twin.rounded_names) == (not kept), name
         assert not kept or own[name].data_ptr() == weight.data_ptr()
-    rounded = sum(weight.numel() for name, weight in policy.named_parameters() if name in twin._rounded)
+    rounded = sum(weight.numel() for name, weight in policy.named_parameters() if name in twin.rounded_names)
     assert rounded < twin.nbytes < 1.4 * rounded
     before = log_probs(twin.policy)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_adapters_keep_their_precision() -> None:
             layer.lora_B["default"].weight.fill_(0.5)
     twin = RoundedTwin(policy, "int8", lora=LORA)
     twin.take()
-    assert all("base_layer.weight" in name for name in twin._rounded)
+    assert all("base_layer.weight" in name for name in twin.rounded_names)
     with_adapters = log_probs(twin.policy)
     assert (with_adapters - log_probs(policy)).abs().median() < 0.05
     with torch.no_grad():

@@ -187,6 +187,12 @@ def test_a_healthy_run_gets_no_advice() -> None:
     assert found_in(lambda step, metrics: {}) == {}
 
 
+def test_a_gap_that_is_corrected_is_no_illness() -> None:
+    apart = {"training/rollout_log_probs_diff_max": 0.5}
+    assert list(found_in(lambda step, metrics: apart)) == ["log_probs"]
+    assert found_in(lambda step, metrics: {**apart, "rollout_corr/corrected": 1.0}) == {}
+
+
 def test_runs_that_have_learned_get_no_advice() -> None:
     """Curves that `make learn` has recorded, of every algorithm and seed."""
     files = sorted(LEARNED.glob("*.json"))

@@ -46,7 +46,7 @@ def test_the_gap_is_measured_and_corrected(
             # the pass for old log-probs stays, and weights are of its ratio to the rollout
             assert "training/old_log_probs_from_rollout" not in step
             assert step["rollout_corr/rollout_is_min"] < 1 < step["rollout_corr/rollout_is_max"]
-            assert step["rollout_corr/k3_kl"] > 0
+            assert step["rollout_corr/k3_kl"] > 0 and step["rollout_corr/corrected"] == 1
         gaps[kind] = steps[0]["training/rollout_probs_diff_mean"]
     assert 0 < gaps["float16"] < gaps["int8"] < gaps["fp8"] < 0.05
 

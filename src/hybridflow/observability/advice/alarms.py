@@ -95,7 +95,7 @@ def mismatch(run: History) -> Advice | None:
     """Find generation and training that disagree about log-probs."""
     keys = ("algorithm.rollout_correction.rollout_is", f"{ROLLOUT}.dtype", f"{ROLLOUT}.exact")
     worst = run.now.get("training/rollout_log_probs_diff_max", 0.0)
-    if worst > MAX_LOG_PROB_DIFF:
+    if worst > MAX_LOG_PROB_DIFF and not run.now.get("rollout_corr/corrected"):
         return Advice(
             "log_probs",
             f"log-probs of generation and training differ by up to {worst:.2g} nats: use the same dtype "

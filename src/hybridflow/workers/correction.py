@@ -76,7 +76,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
         rules = parse_rejection(config.rollout_rs, config.rollout_rs_threshold)
         keep = rejection(log_probs, rollout, sampled, rules)
     metrics = Metrics()
-    metrics.add_mean(CORRECTED, 1.0, 1.0)
+    if config.corrects:
+        metrics.add_mean(CORRECTED, 1.0, 1.0)
     level = config.rollout_is or "token"
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, bounds=bounds

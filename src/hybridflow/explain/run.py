@@ -35,6 +35,7 @@ from hybridflow.planner.memory import (
     engine_needs,
     generation_needs,
     phases_of_pool,
+    rounded_to,
 )
 from hybridflow.planner.model_size import ModelSize
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
@@ -295,10 +296,12 @@ def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
     if engine.trained:
         lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed)
     tensor = engine.layout.tp
+    blocks = engine.layout.world_size > 1
     if role == "actor" and isinstance(plan.config, PPOConfig):
         rollout = plan.config.actor_rollout_ref.rollout
         if rollout.name == "native":  # which cuts the actor's own module
             tensor = max(tensor, rollout.tensor_model_parallel_size)
+            blocks = blocks or rollout.quantization is not None
     return size_of(
         "value" if role in ("critic", "reward_model") else "policy",
         engine.model,
@@ -308,7 +311,7 @@ def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
         trained=engine.trained,
         tensor=tensor,
         experts_apart=engine.layout.ep > 1,
-        blocks=engine.layout.world_size > 1,
+        blocks=blocks,
     )
 
 
@@ -331,6 +334,7 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
         slot=slot_capacity(longest_rows(config)[0]),
         own_weights=why,
         standing=alone,
+        rounded=rounded_to(config.actor_rollout_ref.rollout),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import SCALE_BLOCK, ModelConfig
 from hybridflow.distributed.accelerators import KEPT_BYTES, features
@@ -20,6 +21,8 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.model_size import ModelSize
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_ROUNDED = {"int8": 1, "fp8": 1, "float16": 2}
+"""Bytes of a number by `rollout.quantization` of the native engine."""
 
 
 @dataclass(frozen=True)
@@ -226,14 +229,24 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
 
 
 def generation_needs(
-    size: ModelSize, *, tensor: int, rows: int, slot: int, own_weights: str, standing: bool
+    size: ModelSize,
+    *,
+    tensor: int,
+    rows: int,
+    slot: int,
+    own_weights: str,
+    standing: bool,
+    rounded: str | None = None,
 ) -> Needs:
     """Estimate the memory of a process in which the native engine generates `rows` rows at once, each with
     memory for `slot` tokens.
 
     `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
-    are there all the time.
+    are there all the time. `rounded`: the kind to which weights are rounded (`rollout.quantization`).
     """
+    cache = _cache(size, tensor=tensor, rows=rows, slot=slot)
+    if rounded is not None:
+        return _rounded_needs(size, rounded, cache, tensor=tensor, own_weights=own_weights, standing=standing)
     parts = []
     weights = 0
     if own_weights:
@@ -250,15 +263,49 @@ def generation_needs(
                 standing,
             )
         )
+    parts.append(cache)
+    between = weights if standing else 0
+    return Needs(parts, between, weights - between + cache.size)
+
+
+def _rounded_needs(
+    size: ModelSize, kind: str, cache: Part, *, tensor: int, own_weights: str, standing: bool
+) -> Needs:
+    """Estimate the same for an engine that generates with rounded copies, made from the whole weights."""
+    outside = size.root.all
+    whole = size.whole.on_rank(tensor).all
+    itemsize = BYTES_ROUNDED[kind]
+    copies = (whole - outside) * itemsize
+    how = f"{whole - outside:,} parameters of layers × {itemsize} bytes, rounded to {kind}"
+    parts = [Part("rounded weights", copies, how, False)]
+    rest = 0
+    at_once = 0
+    if own_weights:
+        rest = outside * size.itemsize
+        how = f"{outside:,} parameters of embeddings, head and tower × {size.itemsize} bytes: {own_weights}"
+        parts.append(Part("weights that stay whole", rest, how, False))
+        how = f"{whole:,} parameters × {size.itemsize} bytes, from which copies are made"
+        parts.append(Part("whole weights", whole * size.itemsize, how, standing, on_host=standing))
+        at_once = 0 if standing else whole * size.itemsize
+    return Needs([*parts, cache], 0, copies + max(at_once, rest + cache.size))
+
+
+def _cache(size: ModelSize, *, tensor: int, rows: int, slot: int) -> Part:
+    """Return the memory of keys and values of `rows` rows of `slot` tokens."""
     heads = max(1, size.num_kv_heads // tensor)
     cache = rows * slot * (2 * size.num_layers + 1) * heads * size.head_dim * size.itemsize
     how = (
         f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × "
         f"{size.head_dim} × {size.itemsize} bytes"
     )
-    parts.append(Part("KV cache, at most", cache, how, False))
-    between = weights if standing else 0
-    return Needs(parts, between, weights - between + cache)
+    return Part("KV cache, at most", cache, how, False)
+
+
+def rounded_to(rollout: RolloutConfig) -> str | None:
+    """Return the kind to which the native engine rounds weights; None where it does not."""
+    if rollout.name != "native" or rollout.quantization not in BYTES_ROUNDED:
+        return None
+    return rollout.quantization
 
 
 def compute_dtype(fsdp: FSDPConfig, model: ModelConfig) -> str:

@@ -19,7 +19,7 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs
 from hybridflow.planner.hardware import sizes_of_pools
 from hybridflow.planner.job import Job, calls_of, engine_of, training_of
-from hybridflow.planner.memory import Needs, engine_needs, generation_needs, phases_of_pool
+from hybridflow.planner.memory import Needs, engine_needs, generation_needs, phases_of_pool, rounded_to
 from hybridflow.planner.model_shape import ModelShape
 
 RESERVED = 1.5 * 2**30
@@ -240,7 +240,13 @@ class PoolPlanner:
 
         def generation(rows: int) -> Needs:
             return generation_needs(
-                size, tensor=tensor, rows=rows, slot=round(mean), own_weights=why, standing=apart
+                size,
+                tensor=tensor,
+                rows=rows,
+                slot=round(mean),
+                own_weights=why,
+                standing=apart,
+                rounded=rounded_to(job.config.actor_rollout_ref.rollout),
             )
 
         mean = job.generated.prompt + job.generated.lengths.mean

@@ -23,6 +23,7 @@ from hybridflow.errors import ModelError
 from hybridflow.explain.run import explain_run
 from hybridflow.models.build import build_policy
 from hybridflow.models.lora import LoraSettings
+from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_vlm import create_tiny_vlm
@@ -89,6 +90,27 @@ def test_one_process(tiny: Path) -> None:
     )
     spin = shown(tiny, "algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo")
     assert spin["actor micro-batches per mini-batch, at most"] == "20"  # 16 × 5 rows, 4 at a time
+
+
+INT8 = ("actor_rollout_ref.rollout.quantization=int8", "algorithm.rollout_correction.rollout_is=token")
+
+
+def test_rounded_weights(tiny: Path) -> None:
+    said, layers = shown(tiny, *INT8), LAYERS * BLOCK
+    assert said["memory, generation: rounded weights"] == format_bytes(layers)
+    policy = build_policy(tiny, device="cpu", probe=False)
+    twin = RoundedTwin(policy, "int8")
+    twin.take()
+    assert layers < 1.05 * twin.nbytes, "the estimate counts norms too, and no scales"
+    assert twin.nbytes < 1.2 * layers
+    assert "memory, generation: whole weights" not in said, "they are the actor's"
+    sharded = shown(tiny, *INT8, "trainer.n_gpus_per_node=2")
+    of = "memory of each process"
+    assert sharded[f"{of}, generation: whole weights"] == format_bytes(4 * whole(tiny))
+    assert sharded[f"{of}, generation: weights that stay whole"] == format_bytes(4 * (whole(tiny) - layers))
+    where = ("trainer.resource_pools={train: [1], made: [1]}", "trainer.placement={rollout: made}")
+    apart = shown(tiny, *INT8, *where, "trainer.device=cuda")
+    assert apart["memory of each process of made, generation: whole weights"] == format_bytes(2 * whole(tiny))
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(1, 18), (2, 16)])

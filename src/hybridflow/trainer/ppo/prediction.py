@@ -27,7 +27,7 @@ from hybridflow.planner.fitted import FITTED
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, Hardware, cpu_hardware
 from hybridflow.planner.job import engine_of, job_of, training_of
 from hybridflow.planner.lengths import Lengths
-from hybridflow.planner.memory import engine_needs, generation_needs, phases_of_pool
+from hybridflow.planner.memory import engine_needs, generation_needs, phases_of_pool, rounded_to
 from hybridflow.planner.model_shape import ModelShape, read_shape
 from hybridflow.planner.predict import Calibration, StepModel
 from hybridflow.protocol import DataProto
@@ -164,6 +164,7 @@ def make_predictor(config: PPOConfig, roles: Roles, placement: Placement) -> Pre
             slot=slot_capacity(job.longest),
             own_weights="" if trainers == 1 else "gathered",
             standing=False,
+            rounded=rounded_to(config.actor_rollout_ref.rollout),
         )
     model = StepModel(job, costs, trainings, trainers, generating, tensor, apart)
     return Predictor(model, max(phases_of_pool(needs, trainers).values()), roles)

@@ -205,14 +205,19 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
     shared = f"{tokens:,} tokens"
     if sequence > 1:
         shared += f" (a {sequence}th of a micro-batch, Ulysses)"
-    layer = tokens * (12 * size.hidden_size + 4 * size.intermediate_size // tensor) * size.itemsize
+    numbers = 12 * size.hidden_size + 4 * size.intermediate_size // tensor
+    one_layer = "12 hidden + 4 intermediate"
+    if size.experts:  # what goes to the experts of each token, and what comes back, is kept for the gradient
+        numbers += 2 * size.experts_per_token * size.hidden_size // tensor
+        one_layer += f" + 2 × {size.experts_per_token} experts × hidden"
+    layer = tokens * numbers * size.itemsize
     kept = size.num_layers * tokens * size.hidden_size * size.itemsize
     one = layer
     how = f"{shared} × ({size.num_layers} layers × hidden + one layer recomputed)"
     if not model.enable_gradient_checkpointing:
         kept = size.num_layers * layer
         one = 0
-        how = f"{shared} × {size.num_layers} layers × (12 hidden + 4 intermediate)"
+        how = f"{shared} × {size.num_layers} layers × ({one_layer})"
     chunk = features("cpu" if on_cpu else "cuda").logits_bytes
     whole = tokens * size.vocab_size * 4
     # logits, log-probs and their gradient
@@ -221,9 +226,7 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
     parts = [Part("logits", logits, limits, False)]
     if model.enable_activation_offload and not on_cpu:
         moved = Part("activations of a micro-batch", kept, how, False, True)
-        here = Part(
-            "activations of the layer at work", layer, f"{shared} × (12 hidden + 4 intermediate)", False
-        )
+        here = Part("activations of the layer at work", layer, f"{shared} × ({one_layer})", False)
         return layer + logits, [moved, here, *parts]
     return kept + one + logits, [Part("activations of a micro-batch", kept + one, how, False), *parts]
 

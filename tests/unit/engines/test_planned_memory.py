@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_zoo import training_rows
 from sharded_runs import EVEN, Run, build, loss_of
+from torch import Tensor
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
@@ -27,6 +28,7 @@ from hybridflow.planner.model_size import ModelSize
 from ranks import Ranks
 
 SIZES = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 128}
+TOKENS = 256
 TOGETHER = (tuple(range(7)),)
 """All rows on ranks that have the same ones."""
 
@@ -121,3 +123,25 @@ def test_experts_are_whole_where_fsdp_alone_shards_them(two_ranks: Ranks, tmp_pa
     assert ranks[0]["weights"] - ranks[1]["weights"] == pytest.approx(4 * size.whole.experts / 3, rel=0.01)
     many = size.at_rest(ParallelLayout(dp_shard=16))
     assert many.all > size.whole.experts / 3, "more ranks than experts leave some without any"
+
+
+def test_a_layer_keeps_the_states_of_its_experts(run: Run) -> None:
+    """What the feed-forward part of a layer keeps of a token for its gradient is about what was planned."""
+    size = load_shape(run.folder).size(itemsize=4)
+    model = ModelConfig(path=run.folder, enable_gradient_checkpointing=False)
+    engine = Engine("actor", ParallelLayout(), run.fsdp, model, True, 1, TOKENS, TOKENS)
+    parts = {part.label: part.size for part in engine_needs(engine, size, on_cpu=True).parts}
+    numbers = parts["activations of a micro-batch"] / 4 / TOKENS / size.num_layers
+    feed = build(run, 1).policy.hf.model.layers[0].mlp
+    weights = {each.untyped_storage().data_ptr() for each in feed.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        feed(torch.randn(1, TOKENS, size.hidden_size, requires_grad=True))
+    found = sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in weights)
+    # its input, which the norm before it has too, and the router's scores are beside that
+    assert found / 4 / TOKENS == pytest.approx(numbers - 12 * size.hidden_size, rel=0.15)

@@ -156,7 +156,7 @@ def _aliases() -> Iterator[tuple[str, ...]]:
     for old, new in dict.fromkeys([*PPO_ALIASES, *SFT_ALIASES]):
         yield (f"`{old}`", f"`{new}`")
     for old, values, new in ALIASES_BY_VALUE:
-        yield (f"`{old}` with {', '.join(f'`{value}`' for value in values)}", f"`{new}`")
+        yield (f"`{old}` with {', '.join(f'`{_value(value)}`' for value in values)}", f"`{new}`")
 
 
 def _unique_rules() -> Sequence[Rule]:

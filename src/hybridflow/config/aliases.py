@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config.root import SFTConfig
-from hybridflow.config.verl_megatron import MEGATRON_ALIASES, MEGATRON_VALUES
+from hybridflow.config.verl_megatron import MEGATRON_ALIASES, MEGATRON_ALIASES_BY_VALUE, MEGATRON_VALUES
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
 LEARNERS = r"(actor_rollout_ref\.actor|critic)\."
@@ -170,6 +170,7 @@ ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (True,),
         r"algorithm.rollout_correction.bypass_mode",
     ),
+    *MEGATRON_ALIASES_BY_VALUE,
     (ROLLOUT + r"dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
     (
         r"((?:actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config|engine)\.model_dtype",

@@ -17,6 +17,7 @@ ENGINE = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B), not 
 ROLES = r"(actor_rollout_ref\.(?:actor|ref)|critic|reward\.reward_model)\.megatron\."
 BASE = "ppo_megatron_trainer"
 """verl's name for the file of all keys whose strategy is megatron."""
+CHECKPOINTING = "enable_gradient_checkpointing"
 
 MEGATRON_ALIASES: tuple[tuple[str, str], ...] = (
     (ROLES + r"tensor_model_parallel_size", r"\1.fsdp_config.tensor_parallel_size"),
@@ -37,7 +38,19 @@ MEGATRON_VALUES: Mapping[str, Mapping[Any, Any]] = {
         "virtual_pipeline_parallel_size",
         "expert_parallel_size",
     )
+} | {
+    f"{block}.{CHECKPOINTING}": {"full": True, None: False}
+    for block in ("actor_rollout_ref.model", "critic.model")
 }
+
+MEGATRON_ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = tuple(
+    (rf"{block}\.megatron\.override_transformer_config\.recompute_granularity", ("full", None), model)
+    for block, model in (
+        (r"actor_rollout_ref\.actor", f"actor_rollout_ref.model.{CHECKPOINTING}"),
+        ("critic", f"critic.model.{CHECKPOINTING}"),
+    )
+)
+"""Each layer is recomputed on its own (full), or none is (null)."""
 
 _KEY = r".+\.megatron\."
 _TRANSFORMER = _KEY + r"override_transformer_config\."
@@ -89,10 +102,20 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     ),
     ignored(_KEY + r"override_ddp_config\..+", "FSDP2 reduces gradients in mixed_precision.reduce_dtype"),
     ignored(
-        _TRANSFORMER + r"recompute_\w+",
-        "model.enable_gradient_checkpointing, on by default, recomputes each layer, and no other choice is "
-        "there",
+        r"(actor_rollout_ref\.ref|reward\..+)\.megatron\.override_transformer_config\.recompute_\w+",
+        "a model that is not trained keeps no activations",
     ),
+    Rule(
+        _TRANSFORMER + r"recompute_granularity",
+        ("selective",),
+        f"model.{CHECKPOINTING}, on by default, recomputes whole layers, and no parts of them on their own",
+        "set full (each layer is recomputed), selective or null (none is)",
+    ),
+    ignored(
+        _TRANSFORMER + r"recompute_(method|num_layers)",
+        "with recompute_granularity=full each layer is recomputed on its own, as by uniform with one layer",
+    ),
+    ignored(_TRANSFORMER + r"recompute_\w+", "parts of a layer are not recomputed on their own"),
     ignored(_TRANSFORMER + _CUTS, "layers are cut so that the dearest stage costs as little as it can"),
     ignored(_TRANSFORMER + _KERNELS, "it chooses among kernels and buffers of Megatron-LM"),
     ignored(

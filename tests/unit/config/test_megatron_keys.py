@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.cluster import ppo_cluster_problems
 from hybridflow.config.load import load_config
 from hybridflow.config.resolve import resolve
+from hybridflow.errors import ConfigError
 from verl_commands import DENSE_PPO, FLAGS, MOE_DAPO, MOE_GRPO
 
 CONTEXT = """
@@ -60,12 +63,51 @@ def test_commands_of_mixtures_of_experts(command: str, sliced: int, stages: int,
         assert any("optimizer_cpu_offload=true has no effect: optimizer_offload" in note for note in notes)
 
 
-def test_recomputing_is_the_models_own_key() -> None:
-    block = "+actor_rollout_ref.actor.megatron.override_transformer_config"
-    words = f"{block}.recompute_granularity=full {block}.recompute_num_layers=1"
+RECOMPUTE = "megatron.override_transformer_config.recompute"
+
+
+@pytest.mark.parametrize(
+    ("granularity", "recomputes"), [("full", True), ("null", False), ("selective", True)]
+)
+def test_recomputing_whole_layers_is_the_models_own_key(granularity: str, recomputes: bool) -> None:
+    words = f"+actor_rollout_ref.actor.{RECOMPUTE}_granularity={granularity}"
+    config, notes = loaded(words, f"critic.model.enable_gradient_checkpointing={str(not recomputes).lower()}")
+    assert config.actor_rollout_ref.model.enable_gradient_checkpointing == recomputes
+    assert config.critic.model.enable_gradient_checkpointing != recomputes
+    assert loaded(words.replace("actor_rollout_ref.actor", "critic"))[0].critic.model == replace(
+        PPOConfig().critic.model, enable_gradient_checkpointing=recomputes
+    )
+    said = [note for note in notes if "recompute_granularity" in note]
+    if granularity == "selective":
+        assert len(said) == 1 and "has no effect: model.enable_gradient_checkpointing, on by" in said[0]
+    else:
+        assert len(said) == 1 and said[0].endswith(
+            "is now actor_rollout_ref.model.enable_gradient_checkpointing"
+        )
+
+
+def test_the_last_of_two_names_for_recomputing_counts() -> None:
+    full = f"actor_rollout_ref.actor.{RECOMPUTE}_granularity=full"
+    off = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    for words, recomputes in ((f"{off} {full}", True), (f"{full} {off}", False)):
+        config, notes = loaded(words)
+        assert config.actor_rollout_ref.model.enable_gradient_checkpointing == recomputes
+        assert any("both set actor_rollout_ref.model.enable_gradient_checkpointing" in note for note in notes)
+
+
+def test_other_keys_of_recomputing_change_nothing() -> None:
+    actor = f"actor_rollout_ref.actor.{RECOMPUTE}"
+    words = (
+        f"{actor}_method=block {actor}_num_layers=2 {actor}_modules=[core_attn] "
+        f"actor_rollout_ref.ref.{RECOMPUTE}_granularity=null"
+    )
     config, notes = loaded(words)
-    assert config.actor_rollout_ref.model.enable_gradient_checkpointing
-    assert any("recompute_granularity=full has no effect: model.enable_gradient" in note for note in notes)
+    assert config == loaded("")[0]
+    assert sum("has no effect" in note for note in notes) == 4
+    assert any("recompute_method=block has no effect: with recompute_granularity=full" in n for n in notes)
+    assert any("a model that is not trained keeps no activations" in note for note in notes)
+    with pytest.raises(ConfigError, match="set full"):
+        loaded(f"{actor}_granularity=half")
 
 
 def test_context_parallel_ranks_share_rows() -> None:

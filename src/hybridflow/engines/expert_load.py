@@ -67,7 +67,7 @@ class ExpertLoad:
         assert tape is not None, "a policy that follows routes has a tape of its pass"
         share = torch.zeros((), device=self.policy.device)
         if self.routing.balance_coef:
-            weight = tape.num_tokens / self.total if counts else 0.0
+            weight = tape.total / self.total if counts else 0.0
             loss = tape.balance_loss() / self.routing.num_layers * weight
             self.balance += loss.detach()
             share = self.routing.balance_coef * loss

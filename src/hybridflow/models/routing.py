@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,8 @@ from hybridflow.errors import ModelError
 from hybridflow.models.experts import experts_per_token, num_experts, routers
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from hybridflow.models.sequence_parallel import SequenceCut
     from hybridflow.protocol.packing import PackedBatch
 
@@ -32,19 +35,32 @@ LIVE = -1
 
 
 class RouteTape:
-    """The routes of one forward pass over N tokens; a layout carries it as `routes`."""
+    """The routes of one forward pass over N tokens; a layout carries it as `routes`.
+
+    Routers see further tokens where ranks fill up their parts or exact mode its rows: those come last, and
+    are routed live and not counted.
+    """
 
     def __init__(
-        self, num_tokens: int, replayed: Tensor | None = None, *, keeps_scores: bool = False
+        self,
+        num_tokens: int,
+        replayed: Tensor | None = None,
+        *,
+        keeps_scores: bool = False,
+        total: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         """`replayed` [N, L, K] int has the experts to go to, and `LIVE` in all of a token without a route.
 
-        `keeps_scores` is for the auxiliary loss.
+        `keeps_scores` is for the auxiliary loss. The ranks of `group` share `total` tokens, N of which are
+        this rank's; None: all are.
         """
         assert replayed is None or replayed.shape[0] == num_tokens, (
             f"routes {tuple(replayed.shape)} for {num_tokens} tokens"
         )
         self.num_tokens = num_tokens
+        self.total = num_tokens if total is None else total
+        self.group = group
         self.replayed = replayed
         self.keeps_scores = keeps_scores
         self.chosen: dict[int, Tensor] = {}
@@ -84,14 +100,17 @@ class RouteTape:
         choices of expert e a token, P_e its mean probability (Fedus et al. 2022, arXiv 2101.03961); K for a
         layer whose load is even.
 
-        Both are of the tokens of this pass; the gradient flows through P.
+        Both are of the tokens of all ranks that share them, which call it together; this rank's share is that
+        of its own tokens' probabilities. The gradient flows through P.
         """
-        losses = []
+        loss = torch.zeros(())
         for layer, scores in self.scores.items():
             count = scores.shape[1]
-            chosen = count_choices(self.chosen[layer], count).float() / self.num_tokens
-            losses.append(count * (chosen * scores.mean(0)).sum())
-        return sum(losses, start=torch.zeros(()))
+            choices = count_choices(self.chosen[layer], count)
+            if self.group is not None:
+                dist.all_reduce(choices, group=self.group)
+            loss = loss + count * (choices.float() / self.total * (scores.sum(0) / self.total)).sum()
+        return loss
 
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
@@ -130,17 +149,20 @@ class Routing:
         """Return a tape for a pass over packed rows, which replays the routes that they have."""
         count = packed.num_tokens
         routes = packed.routes
+        group = None
         if cut is not None:
-            count = cut.part
+            group = cut.group
+            mine = cut.own_tokens
+            count = mine.stop - mine.start
             if routes is not None:
-                routes = cut.rows(routes, LIVE)
+                routes = routes[mine]
         if routes is not None:
             assert routes.shape[1] == self.width, (
                 f"routes of {routes.shape[1]} experts a token, and this model has {self.width}"
             )
             routes = routes.unflatten(1, (self.num_layers, self.top_k))
         keeps_scores = self.balance_coef > 0 and torch.is_grad_enabled()
-        return RouteTape(count, routes, keeps_scores=keeps_scores)
+        return RouteTape(count, routes, keeps_scores=keeps_scores, total=packed.num_tokens, group=group)
 
     @property
     def width(self) -> int:

@@ -61,18 +61,20 @@ class SequenceCut:
             packed.predict_index[held[self.rank] : held[self.rank + 1]] - self.rank * self.part
         )
 
+    @property
+    def own_tokens(self) -> slice:
+        """The tokens of this rank's part, without dummies."""
+        first = min(self.rank * self.part, self.num_tokens)
+        return slice(first, min(first + self.part, self.num_tokens))
+
     def tokens(self, whole: Tensor) -> Tensor:
         """Return this rank's part [P] of a column [N], with zeros for dummy tokens."""
-        mine = whole[self.rank * self.part : (self.rank + 1) * self.part]
+        mine = whole[self.own_tokens]
         return pad(mine, (0, self.part - len(mine)))
 
-    def rows(self, whole: Tensor, fill: int) -> Tensor:
-        """Return this rank's part [P, W] of rows [N, W], with `fill` for dummy tokens."""
-        mine = whole[self.rank * self.part : (self.rank + 1) * self.part]
-        return pad(mine, (0, 0, 0, self.part - len(mine)), value=fill)
-
     def gather_rows(self, mine: Tensor) -> Tensor:
-        """Gather each rank's part [P, W] of rows to all of them [N, W]; no gradient flows."""
+        """Gather rows [n, W] of each rank's own tokens to all of them [N, W]; no gradient flows."""
+        mine = pad(mine, (0, 0, 0, self.part - len(mine)))
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine.contiguous(), group=self.group)
         return torch.cat(parts)[: self.num_tokens]

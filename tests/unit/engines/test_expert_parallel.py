@@ -15,8 +15,9 @@ from sharded_runs import Run, build, loss_of, weights_of, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.engines import Ask
+from hybridflow.engines import Ask, BatchLimits
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
@@ -164,18 +165,42 @@ def test_with_adapters_and_with_ulysses(
     assert_close(two_ranks.run(step, cut, 2, routes), one, 1e-5)
 
 
-def balance(rank: int, run: Run, world_size: int) -> float | None:
+def balanced(rank: int, run: Run, world_size: int, routes: Tensor | None) -> dict[str, Any]:
+    """A step with the auxiliary loss: what is told of the experts' load, and gradients."""
     engine = build(run, world_size)
-    engine.policy.follow_routes().balance_coef = 0.1
-    rows = training_rows()
-    metrics = engine.train_mini_batch(rows, replace(ASK, routes=False), loss_of(run, rows), run.limits)
-    return metrics.to_floats().get("actor/moe/balance_loss")
+    engine.policy.follow_routes().balance_coef = 0.5
+    rows = training_rows(dtype=run.dtype)
+    if routes is not None:
+        rows |= DataProto.from_dict({ROUTES: routes})
+    ask = Ask(log_probs=True, entropy=True)
+    metrics = engine.train_mini_batch(rows, ask, loss_of(run, rows), run.limits).to_floats()
+    return {
+        "load": {name: value for name, value in metrics.items() if "/moe/" in name},
+        "gradients": gradients(engine),
+    }
 
 
-def test_ranks_that_share_rows_count_their_tokens_once(two_ranks: Ranks, run: Run) -> None:
-    """Each rank has the load of its own tokens, so the auxiliary loss is about that of one process."""
-    shared = two_ranks.run(balance, replace(run, sizes={"sequence": 2}, deal=(tuple(range(7)),)), 2)
-    assert shared[0] == pytest.approx(balance(0, run, 1), rel=0.05) and shared[1] is None
+@pytest.mark.parametrize(("attends", "replay"), [("ulysses", False), ("ulysses", True), ("ring", False)])
+def test_ranks_that_share_rows_have_the_load_of_one_process(
+    two_ranks: Ranks, run: Run, routes: Tensor, attends: Any, replay: bool
+) -> None:
+    """Parts of an odd number of tokens are filled up by a dummy, which counts nowhere."""
+    assert {int(count) % 2 for count in training_rows().batch["attention_mask"].sum(1)} == {0, 1}
+    wide = replace(run, model={"dtype": "float64"}, dtype=torch.float64, limits=BatchLimits(24, 1))
+    given = torch.where(routes >= 0, 3 - routes, routes) if replay else None
+    one = balanced(0, wide, 1, given)
+    cut = replace(
+        wide,
+        sizes={"sequence": 2},
+        deal=(tuple(range(7)),),
+        fsdp=FSDPConfig(context_parallel=attends),
+    )
+    ranks = two_ranks.run(balanced, cut, 2, given)
+    assert ranks[0]["load"] == pytest.approx(one["load"], rel=1e-12) and not ranks[1]["load"]
+    assert {"actor/moe/balance_loss", "actor/moe/load_max"} <= set(one["load"])
+    assert ("actor/moe/without_route" in one["load"]) == replay
+    for name, gradient in one["gradients"].items():
+        assert (ranks[0]["gradients"][name] - gradient).norm() <= 1e-12 * gradient.norm(), name
 
 
 def refused(rank: int, run: Run) -> str:

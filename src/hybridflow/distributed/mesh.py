@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import subgroup
@@ -72,15 +73,9 @@ class EngineMesh:
         )
         self.layout = layout
         self.rank = dist.get_rank()
-        named = [
-            ("pp", layout.pp),
-            ("copy", layout.dp_replicate),
-            ("shard", layout.dp_shard),
-            ("tp", layout.tp),
-        ]
-        named = [axis for axis in named if axis[0] == "shard" or axis[1] > 1]
-        names = tuple(name for name, _ in named)
-        whole = init_device_mesh(device_type, tuple(size for _, size in named), mesh_dim_names=names)
+        sizes = {"pp": layout.pp, "copy": layout.dp_replicate, "shard": layout.dp_shard, "tp": layout.tp}
+        whole = _mesh(device_type, sizes, kept=("shard",))
+        names = whole.mesh_dim_names or ()
         inner = tuple(name for name in names if name not in ("pp", "tp"))
         self.fsdp = whole
         if inner != names:
@@ -91,9 +86,7 @@ class EngineMesh:
         self.experts, self.expert_fsdp = _expert_meshes(layout, device_type)
         self.sequence_group = None
         if layout.cp > 1:
-            shape = (layout.pp * layout.data, layout.cp, layout.tp)
-            rows = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "sp", "tp"))
-            self.sequence_group = rows["sp"].get_group()
+            self.sequence_group = _group_along(1, (layout.pp * layout.data, layout.cp, layout.tp))
         self.column = None
         if layout.pp > 1:
             self.column = Column.of_this_rank(layout)
@@ -114,11 +107,37 @@ def _expert_meshes(layout: ParallelLayout, device_type: str) -> tuple[DeviceMesh
     if layout.ep == 1:
         return None, None
     rest = layout.dp_shard * layout.tp // layout.ep
-    sizes = [("pp", layout.pp), ("copy", layout.dp_replicate), ("rest", rest), ("ep", layout.ep)]
-    sizes = [axis for axis in sizes if axis[0] in ("rest", "ep") or axis[1] > 1]
-    names = tuple(name for name, _ in sizes)
-    whole = init_device_mesh(device_type, tuple(size for _, size in sizes), mesh_dim_names=names)
+    sizes = {"pp": layout.pp, "copy": layout.dp_replicate, "rest": rest, "ep": layout.ep}
+    whole = _mesh(device_type, sizes, kept=("rest", "ep"))
+    names = whole.mesh_dim_names or ()
     return whole["ep"], whole[tuple(name for name in names if name not in ("pp", "ep"))]
+
+
+def _mesh(device_type: str, sizes: dict[str, int], *, kept: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks with axes of these sizes; those of size 1 are left out, but for `kept`."""
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name in kept}
+    shape = tuple(sizes.values())
+    groups = [_group_along(axis, shape) for axis in range(len(shape))]
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(sizes))
+
+
+def _group_along(axis: int, shape: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one along an axis of a mesh of all ranks.
+
+    torch's own way to make the groups of a mesh knows no timeout.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a mesh needs a process group"
+    if shape[axis] == world.size():
+        return world
+    ranks = torch.arange(world.size()).view(shape)
+    own = world
+    for line in ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist():
+        group = subgroup(line)
+        if world.rank() in line:
+            own = group
+    return own
 
 
 _known: dict[tuple[ParallelLayout, str], tuple[object, EngineMesh]] = {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridflow.distributed import process_group
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.distributed.mesh import engine_mesh
+from hybridflow.distributed.mesh import EngineMesh, engine_mesh
 from hybridflow.errors import WorkerError
 from ranks import Ranks
 
@@ -66,6 +66,36 @@ def describe(rank: int, layout: ParallelLayout) -> tuple[object, ...]:
 )
 def test_meshes_of_two_ranks(two_ranks: Ranks, sizes: dict[str, int], expected: list[object]) -> None:
     assert two_ranks.run(describe, ParallelLayout.from_keys(world_size=2, **sizes)) == expected
+
+
+def timeouts(rank: int, layout: ParallelLayout, seconds: float) -> list[float]:
+    """Those of the groups of a mesh, but for the world, which was made before."""
+    process_group._timeout = timedelta(seconds=seconds)
+    try:
+        mesh = EngineMesh(layout, "cpu")
+    finally:
+        process_group._timeout = None
+    groups = [mesh.sequence_group]
+    for each in (mesh.fsdp, mesh.tensor, mesh.experts, mesh.expert_fsdp):
+        if each is not None:
+            groups += each.get_all_groups()
+    backends = [
+        group._get_backend(torch.device("cpu"))
+        for group in groups
+        if group is not None and group is not dist.group.WORLD
+    ]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [({"fsdp_size": 1}, 1), ({"tensor": 2, "experts": 2}, 2), ({"pipeline": 2}, 1), ({"sequence": 2}, 0)],
+)
+def test_groups_of_a_mesh_wait_as_long_as_the_world(
+    two_ranks: Ranks, sizes: dict[str, int], groups: int
+) -> None:
+    layout = ParallelLayout.from_keys(world_size=2, **sizes)
+    assert two_ranks.run(timeouts, layout, 77.0) == [[77.0] * groups] * 2
 
 
 def say(rank: int) -> tuple[object, ...]:

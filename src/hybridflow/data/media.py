@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
-from hybridflow.data.pictures import NAMES, MediaError, read_picture, read_video, thumbnail
+from hybridflow.data.pictures import NAMES, MediaError, picture_size, read_picture, read_video, thumbnail
 from hybridflow.data.processor import Expanded, MediaProcessor, Read, load_processor
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.protocol.prompt import MediumKind
+from hybridflow.protocol.prompt import Medium, MediumKind
 
 _MARK = re.compile(r"(<image>|<video>)")
 
@@ -89,28 +89,50 @@ class MediaReader:
         kinds: tuple[MediumKind, ...] = ("image", "video")
         return [Source(kind, value) for kind in kinds for value in self._column(kind, row)]
 
-    def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> Expanded:
-        """Return token ids with media; MediaError for one that cannot be read, which it names by number."""
-        reads = [self._read(number, source) for number, source in enumerate(sources)]
+    def expand(self, token_ids: Sequence[int], sources: Sequence[Source], *, whole: bool) -> Expanded:
+        """Return token ids with media; MediaError for one that cannot be read, which it names by number.
+
+        Media are left out unless they are read `whole`; of pictures the size is enough then.
+        """
+        reads = []
+        for number, source in enumerate(sources):
+            try:
+                reads.append(self._read(source) if whole else self._measured(source))
+            except MediaError as error:
+                raise MediaError(f"{source.kind} {number}: {error}") from error
         return self.processor.expand(token_ids, [source.kind for source in sources], reads)
 
-    def _read(self, number: int, source: Source) -> Read:
+    def has_media(self, token_ids: Sequence[int]) -> bool:
+        """Return whether there are pictures or videos among expanded token ids."""
+        return not self.processor.placeholders.isdisjoint(token_ids)
+
+    def check_places(self, token_ids: Sequence[int], media: Sequence[Medium]) -> None:
+        """Raise MediaError where media do not have their tokens in the places of these token ids."""
+        places = [place for place, token in enumerate(token_ids) if token in self.processor.placeholders]
+        if places != [place for each in media for place in range(each.start, each.start + each.length)]:
+            raise MediaError("its pictures or videos have other sizes")
+
+    def _read(self, source: Source) -> Read:
         fetch = self.config.fetch_media
-        try:
-            if source.kind == "image":
-                picture = read_picture(source.value, fetch=fetch)
-                read = self.processor.picture(picture)
-                # a picture that is read in crops, too, has itself as its last part
-                shown = [b""] * (len(read.media) - 1) + [thumbnail(picture)]
-            else:
-                frames, fps = read_video(source.value, fetch=fetch)
-                read = self.processor.video(frames, fps)
-                count = len(read.media)
-                shown = [thumbnail(frames[part * len(frames) // count]) for part in range(count)]
-        except MediaError as error:
-            raise MediaError(f"{source.kind} {number}: {error}") from error
+        if source.kind == "image":
+            picture = read_picture(source.value, fetch=fetch)
+            read = self.processor.picture(picture)
+            # a picture that is read in crops, too, has itself as its last part
+            shown = [b""] * (len(read.media) - 1) + [thumbnail(picture)]
+        else:
+            frames, fps = read_video(source.value, fetch=fetch)
+            read = self.processor.video(frames, fps)
+            count = len(read.media)
+            shown = [thumbnail(frames[part * len(frames) // count]) for part in range(count)]
         media = (replace(part, shown=each) for part, each in zip(read.media, shown, strict=True))
         return replace(read, media=tuple(media))
+
+    def _measured(self, source: Source) -> Read:
+        """Return the token ids that a picture or a video becomes, without its media."""
+        fetch = self.config.fetch_media
+        if source.kind == "image":
+            return Read(self.processor.picture_tokens(picture_size(source.value, fetch=fetch)), ())
+        return Read(self.processor.video(*read_video(source.value, fetch=fetch)).token_ids, ())
 
     def _column(self, kind: str, row: Row) -> list[Any]:
         key = getattr(self.config, f"{kind}_key")

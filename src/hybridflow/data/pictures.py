@@ -1,6 +1,7 @@
 """Pictures and videos as rows of data hold them: files, bytes, data URLs, or dictionaries of these.
 
 path │ bytes │ data:image/png;base64,… │ PIL │ {bytes, path} │ {image: …}  ──read_picture──► RGB picture
+                                                                            ──picture_size──► width, height
 list of pictures │ a file with several, such as GIF │ {video: …, fps}      ──read_video────► frames, fps
 """
 
@@ -11,8 +12,8 @@ import binascii
 import io
 import math
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,36 @@ def read_picture(value: Any, *, fetch: bool = False) -> Picture:
     Addresses (http, https) are read only with `fetch`. A picture with several frames gives its first.
     """
     picture, name = _open(value, fetch)
-    try:
+    with _damage_named(name):
         return picture.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaError(f"{name} is damaged: {error}") from error
+
+
+def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
+    """Return width and height of a picture in pixels, where it can be read; MediaError as `read_picture`.
+
+    Nothing is decoded of a PNG, whose checksums say that it is whole, and a JPEG at an eighth of its size.
+    """
+    held = _unwrapped(value)
+    if isinstance(held, Image.Image):
+        return read_picture(held).size
+    picture, name = _open(held, fetch)
+    size = picture.size
+    if picture.format == "PNG":
+        with suppress(OSError, ValueError, SyntaxError):
+            picture.verify()
+            return size
+    elif picture.format in ("JPEG", "MPO"):
+        with _damage_named(name):
+            picture.draft("RGB", (1, 1))
+            picture.load()
+            return size
+    # the pixels can be right where checksums are not
+    return read_picture(held, fetch=fetch).size
+
+
+def blank(size: tuple[int, int]) -> Picture:
+    """Return a black picture in RGB of (width, height) pixels."""
+    return Image.new("RGB", size)
 
 
 def read_video(value: Any, *, fetch: bool = False) -> tuple[list[Picture], float]:
@@ -62,10 +89,8 @@ def read_video(value: Any, *, fetch: bool = False) -> tuple[list[Picture], float
             raise MediaError("a video has no frames")
         return [read_picture(frame, fetch=fetch) for frame in value], fps
     picture, name = _open(value, fetch)
-    try:
+    with _damage_named(name):
         return [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)], fps
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaError(f"{name} is damaged: {error}") from error
 
 
 def thumbnail(picture: Picture) -> bytes:
@@ -94,6 +119,22 @@ def _fps(given: Any) -> float:
     raise MediaError(f"a video has fps={given!r}: wanted its frames in a second, a number above 0")
 
 
+@contextmanager
+def _damage_named(name: str) -> Iterator[None]:
+    """Turn what the reader of a file raises into a MediaError with the picture's name."""
+    try:
+        yield
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaError(f"{name} is damaged: {error}") from error
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return a picture without the dictionaries around it."""
+    while isinstance(value, Mapping):
+        value = _inside(value)
+    return value
+
+
 def _inside(value: Mapping[str, Any]) -> Any:
     """Return what a dictionary holds; the bytes of {bytes, path} come before the path."""
     found = [value[name] for name in NAMES if value.get(name) is not None]
@@ -107,8 +148,7 @@ def _inside(value: Mapping[str, Any]) -> Any:
 
 def _open(value: Any, fetch: bool) -> tuple[Picture, str]:
     """Return a picture, not decoded yet, and its name in messages."""
-    while isinstance(value, Mapping):
-        value = _inside(value)
+    value = _unwrapped(value)
     if isinstance(value, Image.Image):
         return value, "a picture"
     name = "a picture given as bytes"

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from hybridflow.data.mrope import grid_positions
-from hybridflow.data.pictures import MediaError, Picture
+from hybridflow.data.pictures import MediaError, Picture, blank
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import PROCESSOR_FILES, Tokenizer, encode_rendered
 from hybridflow.errors import ModelError
 from hybridflow.protocol.prompt import Medium, MediumKind
+
+KEPT_SIZES = 1024
+"""Most sizes of pictures whose tokens are kept."""
+SMALL_SIDE = 4
+"""Pixels of a side below which transformers may take it for the colours."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,19 @@ class MediaProcessor(ABC):
             number for name in ("image_token_id", "video_token_id") if (number := getattr(config, name, None))
         }
         """Token ids that a row may have only where a picture is."""
+        self._by_size: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @abstractmethod
     def picture(self, picture: Picture) -> Read:
         """Return a picture as the model reads it; MediaError where its size does not fit."""
+
+    def picture_tokens(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the token ids of any picture of (width, height) pixels; MediaError as `picture`."""
+        if size not in self._by_size:
+            if len(self._by_size) == KEPT_SIZES:
+                self._by_size.clear()
+            self._by_size[size] = self.picture(blank(size)).token_ids
+        return self._by_size[size]
 
     def video(self, frames: Sequence[Picture], fps: float) -> Read:
         """Return a video as the model reads it; MediaError for a family that reads none here."""
@@ -146,6 +161,15 @@ class QwenProcessor(MediaProcessor):
         medium = self._medium("image", pixels, (1, height, width))
         return Read((self.config.image_token_id,) * medium.length, (medium,))
 
+    def picture_tokens(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """See `MediaProcessor.picture_tokens`."""
+        if not self.image_processor.do_resize or min(size) < SMALL_SIDE:
+            return super().picture_tokens(size)
+        width, height = size
+        with _fitting(size):
+            patches = self.image_processor.get_number_of_image_patches(height, width)
+        return (self.config.image_token_id,) * (patches // self.merge**2)
+
     def video(self, frames: Sequence[Picture], fps: float) -> Read:
         """See `MediaProcessor.video`; each frame is resized as a picture is."""
         pairs, height, width = self._pairs(frames)
@@ -161,10 +185,8 @@ class QwenProcessor(MediaProcessor):
 
     def _patches(self, picture: Picture) -> tuple[Tensor, int, int]:
         """Return patches [n, values] of a picture, which stands for all frames of a temporal patch."""
-        try:
+        with _fitting(picture.size):
             made = self.image_processor([picture], return_tensors="pt")
-        except ValueError as error:  # of an aspect ratio that the family does not take
-            raise MediaError(f"a picture of {picture.width} × {picture.height} pixels: {error}") from error
         _, height, width = made["image_grid_thw"][0].tolist()
         return made["pixel_values"], height, width
 
@@ -190,6 +212,15 @@ class QwenProcessor(MediaProcessor):
         values = {"pixel_values": pixels, "grid_thw": torch.tensor(grid)}
         digest = digest_of(kind, values | {"positions": positions})
         return Medium(0, positions.shape[1], digest, values, kind, positions, advance)
+
+
+@contextmanager
+def _fitting(size: tuple[int, int]) -> Iterator[None]:
+    """Turn the error on an aspect ratio that a family does not take into a MediaError with the size."""
+    try:
+        yield
+    except ValueError as error:
+        raise MediaError(f"a picture of {size[0]} × {size[1]} pixels: {error}") from error
 
 
 class Qwen3Processor(QwenProcessor):

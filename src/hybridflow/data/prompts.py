@@ -5,7 +5,8 @@
 
 Every row is tokenised once, while the dataset is built: rows that fail and prompts that are too long are
 known, counted and shown before anything trains. The token ids are kept (four bytes each); the rest of a row
-is read again from the table on access, and its pictures are made into tensors then.
+is read again from the table on access, and its pictures are made into tensors then: before, their sizes
+are enough.
 """
 
 from __future__ import annotations
@@ -106,8 +107,10 @@ class PromptDataset:
         ids = self._ids[position % len(self)]
         media: tuple[Medium, ...] = ()
         if index in self._with_media:
+            assert self.reader is not None, "there are media where they are read"
             try:
-                media = self._encode_row(row).media
+                media = self._encode_row(row, whole=True).media
+                self.reader.check_places(ids, media)
             except MediaError as error:
                 raise DataError(
                     f"row {index} of {self.rows.source} was read before, and now: {error}"
@@ -132,8 +135,10 @@ class PromptDataset:
         )
         return encode_rendered(self.tokenizer, text)
 
-    def _encode_row(self, row: Row) -> Expanded:
-        """Return the token ids and media of a complete row; raises what `encode` does, and MediaError."""
+    def _encode_row(self, row: Row, *, whole: bool = False) -> Expanded:
+        """Return the token ids of a complete row, and its media where they are read `whole`; raises what
+        `encode` does, and MediaError.
+        """
         prompt = row["raw_prompt"]
         if self.reader is None:
             if not isinstance(prompt, str):
@@ -141,9 +146,9 @@ class PromptDataset:
             ids = self.encode(prompt)
             return Expanded(ids, (), list(range(len(ids))))
         if isinstance(prompt, str):
-            return self.reader.expand(self.encode(prompt), self.reader.of_text(row))
+            return self.reader.expand(self.encode(prompt), self.reader.of_text(row), whole=whole)
         messages, sources = self.reader.in_parts(prompt, row)
-        return self.reader.expand(self.encode(messages), sources)
+        return self.reader.expand(self.encode(messages), sources, whole=whole)
 
     def _check_columns(self) -> None:
         config = self.config
@@ -168,10 +173,11 @@ class PromptDataset:
 
         for index, encoded in report.encoded(self.rows, encode):
             ids = encoded.token_ids
+            has_media = self.reader is not None and self.reader.has_media(ids)
             if report.is_overlong(index, len(ids), limit):
                 if self.config.filter_overlong_prompts:
                     continue
-                if encoded.media and self.config.truncation != "error":
+                if has_media and self.config.truncation != "error":
                     raise DataError(
                         f"row {index} of {self.rows.source} has pictures and {len(ids)} tokens with them, "
                         f"more than data.max_prompt_length={limit}, and "
@@ -179,7 +185,7 @@ class PromptDataset:
                         "raise data.max_prompt_length, or set data.filter_overlong_prompts=true"
                     )
                 ids = truncate(ids, limit, self.config.truncation)
-            if encoded.media:
+            if has_media:
                 self._with_media.add(index)
             self._kept.append(index)
             self._ids.append(ids)

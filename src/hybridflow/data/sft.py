@@ -84,7 +84,7 @@ class SFTDataset:
         index = self._kept[position]
         media: tuple[Medium, ...] = ()
         if self.encoder.has_media(ids):
-            media = self.encoder.media(self.rows[index])
+            media = self.encoder.media(self.rows[index], ids)
         return SFTRow(ids, self._mask[position], index, media)
 
 
@@ -151,7 +151,8 @@ class ConversationEncoder:
         self.messages_column = messages_column
         self._ignores_tools = False
         self.reader: MediaReader | None = None
-        self._media: tuple[Medium, ...] = ()  # of the conversation that was encoded last
+        self._whole = False  # token ids and masks need no more of a picture than its size
+        self._media: tuple[Medium, ...] = ()  # of the conversation that was encoded last, where `_whole`
         if media:
             self.reader = MediaReader.for_rows(rows, tokenizer, config)
         else:
@@ -166,11 +167,17 @@ class ConversationEncoder:
 
     def has_media(self, ids: Sequence[int]) -> bool:
         """Return whether a conversation has pictures or videos, by its token ids."""
-        return self.reader is not None and not self.reader.processor.placeholders.isdisjoint(ids)
+        return self.reader is not None and self.reader.has_media(ids)
 
-    def media(self, row: Row) -> tuple[Medium, ...]:
-        """Return the pictures and videos of a row's conversation; MediaError as `encode`."""
-        self.encode(row)
+    def media(self, row: Row, ids: Sequence[int]) -> tuple[Medium, ...]:
+        """Return the pictures and videos of a row whose token ids are known; MediaError as `encode`."""
+        assert self.reader is not None, "there are media where they are read"
+        self._whole = True
+        try:
+            self.encode(row)
+        finally:
+            self._whole = False
+        self.reader.check_places(ids, self._media)
         return self._media
 
     def encode(self, row: Row) -> Encoded:
@@ -215,13 +222,14 @@ class ConversationEncoder:
         """Return ids and mask with the tokens of pictures, which are never learned."""
         if self.reader is None:
             return ids, mask
-        expanded = self.reader.expand(ids, sources)
+        expanded = self.reader.expand(ids, sources, whole=self._whole)
         mask = expanded.spread(mask)
         self._media = expanded.media
-        if any(mask[medium.start] for medium in expanded.media):
+        tokens = zip(expanded.token_ids, mask, strict=True)
+        if any(learned and token in self.reader.processor.placeholders for token, learned in tokens):
             raise MediaError("the assistant writes a picture or a video, and only texts are learned")
         long = len(expanded.token_ids)
-        if expanded.media and long > self.config.max_length and self.config.truncation in ("left", "right"):
+        if sources and long > self.config.max_length and self.config.truncation in ("left", "right"):
             raise MediaError(
                 f"it has {long} tokens with its pictures, and data.truncation={self.config.truncation} would "
                 "cut the places of pictures: raise data.max_length"

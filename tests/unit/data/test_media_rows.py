@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import ImageFile
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.checkpoint.state import load_tree, save_tree
@@ -165,6 +166,46 @@ def test_a_picture_that_goes_away_is_named(tmp_path: Path, tokenizer: PreTrained
         found[0]
 
 
+def test_a_picture_of_another_size_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(png(RED))
+    prompts = dataset([row("<image>?", str(file))], tokenizer)
+    answers = SFTDataset([chat_about(str(file))], tokenizer, SFTDataConfig())
+    squares(RED, side=32).save(file)
+    for found in (prompts, answers):
+        with pytest.raises(DataError, match="its pictures or videos have other sizes"):
+            found[0]
+
+
+def chat_about(*pictures: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": "<image>?"}], "response": "1", "images": list(pictures)}
+
+
+def test_pictures_are_decoded_when_their_row_is_read(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    decoded = []
+    load = ImageFile.ImageFile.load
+
+    def counted(self: ImageFile.ImageFile) -> Any:
+        if self.tile:
+            decoded.append(self.size)
+        return load(self)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    prompts = dataset([row("<image>?", png(RED)), row("<image><image>?", png(RED), png(BLUE))], tokenizer)
+    answers = SFTDataset([chat_about(png(RED))], tokenizer, SFTDataConfig())
+    assert (len(prompts), len(answers), decoded) == (2, 1, [])
+    assert len(prompts[1].media) == 2 and len(decoded) == 2
+    assert len(answers[0].media) == 1 and len(decoded) == 3
+    file = io.BytesIO()
+    squares(RED, side=64).save(file, "JPEG")
+    decoded.clear()
+    photos = dataset([row("<image>?", file.getvalue())], tokenizer)
+    assert decoded == [(8, 8)], "an eighth of its size"
+    assert photos[0].media and decoded == [(8, 8), (64, 64)]
+
+
 def test_answers_are_learned_and_pictures_are_not(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [
         {"role": "user", "content": "<image>red ?"},
@@ -209,7 +250,7 @@ def test_the_last_part_of_a_picture_in_crops_is_shown() -> None:
     reader.processor.image_processor.size = {"longest_edge": 48}
     reader.processor.image_processor.do_image_splitting = True
     ids = [folder.convert_tokens_to_ids("<image>")]
-    shown = [part.shown for part in reader.expand(ids, [Source("image", png(RED))]).media]
+    shown = [part.shown for part in reader.expand(ids, [Source("image", png(RED))], whole=True).media]
     assert len(shown) > 1 and shown == [b""] * (len(shown) - 1) + [thumbnail(squares(RED))]
 
 

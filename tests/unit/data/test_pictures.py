@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hybridflow.data import pictures
-from hybridflow.data.pictures import MediaError, read_picture, read_video, thumbnail
+from hybridflow.data.pictures import MediaError, picture_size, read_picture, read_video, thumbnail
 from picture_models import squares
 
 RED = (255, 0, 0)
@@ -45,6 +45,7 @@ def test_every_form_gives_the_same_picture(tmp_path: Path) -> None:
     for form in forms:
         picture = read_picture(form)
         assert picture.mode == "RGB" and picture.tobytes() == wanted, form
+        assert picture_size(form) == picture.size, form
 
 
 def test_a_palette_and_transparency_become_rgb() -> None:
@@ -68,8 +69,38 @@ def test_a_palette_and_transparency_become_rgb() -> None:
     ids=["gone", "no picture", "address", "url", "entries", "number", "damaged"],
 )
 def test_what_cannot_be_read_is_named(value: object, said: str) -> None:
-    with pytest.raises(MediaError, match=said):
-        read_picture(value)
+    for read in (read_picture, picture_size):
+        with pytest.raises(MediaError, match=said):
+            read(value)
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.frombytes("RGB", (width, height), random.Random(0).randbytes(width * height * 3))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP", "WEBP"])
+def test_the_size_is_known_where_the_picture_can_be_read(form: str) -> None:
+    file = io.BytesIO()
+    noise(50, 37).save(file, form)
+    content = file.getvalue()
+    assert picture_size(content) == read_picture(content).size == (50, 37)
+    for read in (read_picture, picture_size):
+        with pytest.raises(MediaError, match=r"is damaged|is no picture"):
+            read(content[: len(content) // 2])
+
+
+def test_a_checksum_alone_damages_no_picture() -> None:
+    content = bytearray(png(RED))
+    content[content.index(b"IEND") - 5] ^= 1  # the last byte of the pixels' checksum
+    assert picture_size(bytes(content)) == read_picture(bytes(content)).size == (16, 16)
+
+
+def test_a_picture_in_memory_stays_as_it_is() -> None:
+    file = io.BytesIO()
+    noise(50, 37).save(file, "JPEG")
+    held = Image.open(file)
+    wanted = read_picture(file.getvalue()).tobytes()
+    assert picture_size({"image": held}) == (50, 37) and read_picture(held).tobytes() == wanted
 
 
 def test_an_address_is_fetched_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +144,7 @@ def test_a_small_picture_is_shown_as_it_is() -> None:
 
 
 def test_a_large_picture_is_shown_small() -> None:
-    noise = Image.frombytes("RGB", (640, 320), random.Random(0).randbytes(640 * 320 * 3))
-    shown = thumbnail(noise)
+    large = noise(640, 320)
+    shown = thumbnail(large)
     assert shown.startswith(b"\xff\xd8") and len(shown) < 16_384 < len(png(RED)) + 640 * 320
-    assert read_picture(shown).size == (160, 80) and noise.size == (640, 320)
+    assert read_picture(shown).size == (160, 80) and large.size == (640, 320)

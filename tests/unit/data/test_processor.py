@@ -52,6 +52,21 @@ def test_pixels_are_those_of_the_formula() -> None:
     assert read.media[0].length == len(read.token_ids) == 16
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_the_tokens_of_a_picture_follow_from_its_size(family: str) -> None:
+    own = processor(family)
+    if family == "smolvlm":
+        own.image_processor.size = {"longest_edge": 48}
+        own.image_processor.do_image_splitting = True
+    for size in ((16, 16), (61, 23), (200, 90), (90, 200), (1, 40), (40, 3), (3, 3), (5, 4), (701, 433)):
+        wanted = own.picture(Image.new("RGB", size, RED)).token_ids
+        assert own.picture_tokens(size) == own.picture_tokens(size) == wanted, size
+    if family != "smolvlm":
+        for read in (own.picture_tokens, lambda size: own.picture(Image.new("RGB", size))):
+            with pytest.raises(MediaError, match="a picture of 4000 × 5 pixels: absolute aspect ratio"):
+                read((4000, 5))
+
+
 def test_a_video_of_equal_frames_has_the_pixels_of_a_picture() -> None:
     own = processor("qwen2_5_vl")
     picture = squares(RED, BLUE)

@@ -100,12 +100,13 @@ def plan_run(options: argparse.Namespace) -> int:
     best, refused = _that_pass(first_different(found.plans), job, costs.cluster, options, given)
     if not best:
         raise ConfigError(f"plan: {refused or _why_none(search, options)}")
-    print(
-        f"{found.placements} placements, {found.tried} ways to deal the devices out, {len(found.plans):,} "
-        f"plans that fit, in {seconds:.2f} s"
-    )
-    _show(best, job, costs.cluster, options.device_price)
-    print(f"\na checkpoint of the actor takes about {costs.checkpoint(job.shapes['actor']):.0f} s to write")
+    lines = [
+        f"{found.placements} placements, {found.tried:,} ways to deal the devices out, {len(found.plans):,} "
+        f"plans that fit, in {seconds:.2f} s",
+        *_report(best, job, costs.cluster, options.device_price),
+        f"\na checkpoint of the actor takes about {costs.checkpoint(job.shapes['actor']):.0f} s to write",
+    ]
+    print("\n".join(lines))
     return 0
 
 
@@ -227,8 +228,10 @@ def _that_pass(
     return passed, refused
 
 
-def _show(best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, price: float | None) -> None:
-    """Print the plans as a table, then the devices, seconds and overrides of each."""
+def _report(
+    best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, price: float | None
+) -> Iterator[str]:
+    """Yield the plans as a table, then the devices, seconds and overrides of each."""
     import textwrap
 
     steps = job.config.trainer.total_training_steps or STEPS
@@ -245,10 +248,10 @@ def _show(best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, pr
     if price is not None:
         headings.insert(5, "price")
     devices = f"{cluster.devices} × {cluster.hardware.name}"
-    print(f"\n{devices}. GiB: the fullest device. Hours: of all devices, for {steps:,} steps.\n")
-    print("\n".join(_table([headings, *rows], texts=2)))
+    yield f"\n{devices}. GiB: the fullest device. Hours: of all devices, for {steps:,} steps.\n"
+    yield from _table([headings, *rows], texts=2)
     for number, (plan, words) in enumerate(best, 1):
-        print(f"\n{number}  {plan.placement}, {plan.schedule}")
+        yield f"\n{number}  {plan.placement}, {plan.schedule}"
         facts = []
         for pool in plan.pools:
             many = "devices" if pool.devices > 1 else "device"
@@ -256,8 +259,8 @@ def _show(best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, pr
             facts.append(f"{pool.devices} {many}: {', '.join(pool.roles)}; each {memory}")
         facts.append("seconds: " + ", ".join(f"{name} {each:.1f}" for name, each in plan.phases.items()))
         for fact in facts:
-            print(textwrap.fill(fact, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT))
-        print(_command_lines(words))
+            yield textwrap.fill(fact, WIDTH, initial_indent=INDENT, subsequent_indent=2 * INDENT)
+        yield _command_lines(words)
 
 
 def _number(value: float) -> str:

@@ -86,9 +86,10 @@ weights, in nats. `kept` is the effective part of the tokens under importance we
 {learn}
 
 GRPO of {steps} steps on arithmetic chains from a warm start (`hybridflow demo`), seeds {seeds}; greedy and
-sampled are shares of 1,024 held-out questions, answered by the run's own rollout, with its kind of weights. The
-standard error of one share is about 0.015, and one seed differs from another by far more. Runs with rounded weights have `{corrected}`; the last line never corrects.
-`seconds` are those of the reinforcement learning.
+sampled are shares of 1,024 held-out questions, answered by the run's own rollout, with its kind of weights.
+The standard error of one share is about 0.015, and one seed differs from another by far more. Runs with
+rounded weights have `{corrected}`; the last line never corrects.
+`seconds` are those of the reinforcement learning, on a machine that was shared.
 """
 
 

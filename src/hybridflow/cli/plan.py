@@ -22,11 +22,13 @@ WIDTH = 80
 INDENT = "   "
 STEPS = 100
 """Steps for which hours are shown where trainer.total_training_steps is not set."""
-EPILOG = """example: hybridflow plan --recipe grpo model=Qwen/Qwen3-8B --devices 16xH100 --device-price 2.5
-data.train_batch_size=256 data.max_response_length=4096 --response-tokens 1200
+EPILOG = """example:
+  hybridflow plan --recipe grpo model=Qwen/Qwen3-8B --devices 16xH100 \\
+      data.train_batch_size=256 data.max_response_length=4096 \\
+      --response-tokens 1200 --device-price 2.5
 
-model=PATH is short for actor_rollout_ref.model.path=PATH: a folder, a config.json, or the name of a known
-model. No weights are read."""
+model=PATH is short for actor_rollout_ref.model.path=PATH: a folder, a
+config.json, or the name of a known model. No weights are read."""
 
 
 def add_plan(words: Any, recipe: str, overrides: str) -> None:

@@ -63,6 +63,10 @@ _ROWS = (
     Hardware("GB200", 2500e12, 186 * GB, 8.0 * TB, 900 * GB, 50 * GB, 225 * GB, node=72),
     # AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 192 GB at 5.3 TB/s, Infinity Fabric 896 GB/s both ways
     Hardware("MI300X", 1307.4e12, 192 * GB, 5.3 * TB, 448 * GB, 50 * GB, 64 * GB),
+    # NVIDIA L40S data sheet: 362 TFLOPS, 48 GB at 864 GB/s, PCIe 4 to its neighbours too
+    Hardware("L40S", 362e12, 48 * GB, 0.864 * TB, 32 * GB, 25 * GB, 32 * GB),
+    # GeForce RTX 4090, NVIDIA's paper on Ada: 165 TFLOPS summed in float32, 24 GB at 1,008 GB/s, PCIe 4
+    Hardware("RTX4090", 165.2e12, 24 * GB, 1.008 * TB, 32 * GB, 25 * GB, 32 * GB),
 )
 HARDWARE = {row.name: row for row in _ROWS}
 

@@ -112,7 +112,7 @@ def _device(config: PPOConfig) -> tuple[Hardware, Efficiency] | None:
         return cpu_hardware(cpu.peak, cpu.bandwidth, cpu.memory), CPU_EFFICIENCY
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name().replace(" ", "")
     # the longest name first: GB200 before B200
     row = next((HARDWARE[key] for key in sorted(HARDWARE, key=len, reverse=True) if key in name), None)
     return None if row is None else (row, FITTED)

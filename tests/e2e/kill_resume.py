@@ -68,7 +68,6 @@ MOMENTS = {
         "hybridflow.trainer.trainer:Trainer._train_step", after=True, resumes=KILL_STEP
     ),
 }
-MAIN_MOMENTS = ("rollout", "update", "save, some roles written")
 ALGORITHMS = {
     "ppo": (
         "algorithm.adv_estimator=gae",
@@ -273,26 +272,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a line for each kill; 1 where any resumed run differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=[*ALGORITHMS, "all"], default="all")
-    parser.add_argument(
-        "--moment",
-        choices=[*MOMENTS, "main"],
-        nargs="*",
-        default=list(MOMENTS),
-        help="main: one of each kind",
-    )
+    parser.add_argument("--moment", choices=list(MOMENTS), nargs="*", default=list(MOMENTS))
     parser.add_argument(
         "--random", type=int, default=10, metavar="N", help="then kill up to N times at random times (0: no)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     options = parser.parse_args(arguments)
-    moments = MAIN_MOMENTS if "main" in options.moment else options.moment
     failed = 0
     with tempfile.TemporaryDirectory() as temporary:
         inputs = write_inputs(Path(temporary) / "inputs")
         for algorithm in ALGORITHMS if options.algorithm == "all" else [options.algorithm]:
             trial = Trial(algorithm, inputs, Path(temporary) / algorithm)
             num_values = sum(len(values) for values in metrics_of(trial.reference).values())
-            results = [(name, trial.kill_at(name)) for name in moments]
+            results = [(name, trial.kill_at(name)) for name in options.moment]
             if options.random:
                 found, kills = trial.kill_at_random(options.random, options.seed)
                 results.append((f"{kills} times at random", found))

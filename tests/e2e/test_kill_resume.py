@@ -21,12 +21,6 @@ def kill_and_resume(log: Path, *arguments: str) -> list[str]:
     return done.output.splitlines()
 
 
-@pytest.mark.timeout(1800)
-def test_killed_in_rollout_update_and_save(tmp_path: Path) -> None:
-    lines = kill_and_resume(tmp_path / "log", "--algorithm", "ppo", "--moment", "main", "--random", "0")
-    assert len(lines) == 3 and all(" equal: " in line for line in lines), lines
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "agents", "ahead"])

@@ -247,7 +247,7 @@ run_server(Service(client, tiny_model(tokenizer=Slow()), Limits()), bound, token
 """
 
 
-@pytest.mark.parametrize("where", ["tokenizer", "step"])
+@pytest.mark.parametrize("where", [pytest.param("tokenizer", marks=pytest.mark.slow), "step"])
 def test_the_process_ends_within_its_grace_whatever_a_thread_does(where: str) -> None:
     here = Path(__file__).parent
     environment = {

@@ -65,7 +65,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(GRPO, id="grpo"), pytest.param(PPO, id="ppo", marks=pytest.mark.slow)]
+)
 def test_nothing_ahead_is_the_synchronous_run(
     model: Path, tmp_path: Path, algorithm: tuple[str, ...]
 ) -> None:

@@ -32,7 +32,7 @@ from serving_scenes import (  # noqa: E402
 )
 
 # one Ray for all tests that need one
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
 def backend(cluster: Cluster, size: int, make: Any, **settings: float) -> RayBackend:

@@ -67,6 +67,7 @@ def random_run(seed: int) -> SimulatedRun:
     return SimulatedRun(schedule, world)
 
 
+@pytest.mark.slow
 def test_promises_hold_in_2500_random_runs() -> None:
     seen: Counter[str] = Counter()
     for seed in range(2500):

@@ -167,7 +167,7 @@ class QwenProcessor(MediaProcessor):
             return super().picture_tokens(size)
         width, height = size
         with _fitting(size):
-            patches = self.image_processor.get_number_of_image_patches(height, width)
+            patches: int = self.image_processor.get_number_of_image_patches(height, width)
         return (self.config.image_token_id,) * (patches // self.merge**2)
 
     def video(self, frames: Sequence[Picture], fps: float) -> Read:

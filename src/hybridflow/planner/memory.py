@@ -279,7 +279,7 @@ def _rounded_needs(
     whole = size.whole.on_rank(tensor).all
     itemsize = BYTES_ROUNDED[kind]
     copies = (whole - outside) * itemsize
-    how = f"{whole - outside:,} parameters of layers × {itemsize} bytes, rounded to {kind}"
+    how = f"{whole - outside:,} parameters of layers × {itemsize} byte{"s" * (itemsize > 1)}, rounded to {kind}"
     parts = [Part("rounded weights", copies, how, False)]
     rest = 0
     at_once = 0

@@ -278,8 +278,9 @@ def _rounded_needs(
     outside = size.root.all
     whole = size.whole.on_rank(tensor).all
     itemsize = BYTES_ROUNDED[kind]
+    of_each = "1 byte" if itemsize == 1 else f"{itemsize} bytes"
     copies = (whole - outside) * itemsize
-    how = f"{whole - outside:,} parameters of layers × {itemsize} byte{"s" * (itemsize > 1)}, rounded to {kind}"
+    how = f"{whole - outside:,} parameters of layers × {of_each}, rounded to {kind}"
     parts = [Part("rounded weights", copies, how, False)]
     rest = 0
     at_once = 0

@@ -27,7 +27,7 @@ from hybridflow.config.checks.correction import quote_bounds
 from hybridflow.config.checks.root import check
 from hybridflow.config.convert import convert_what_fits, raise_all, unknown_key
 from hybridflow.config.hydra_flags import read_flags
-from hybridflow.config.recipes import read_recipe, recipe_hint
+from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, delete_path, flatten, is_native, keys_of, set_path, to_tree
@@ -81,6 +81,7 @@ def _load(
     settings: list[Setting] = []
     if recipe is not None:
         settings.extend(Setting(path, value) for path, value in flatten(read_recipe(recipe)))
+        check_command(recipe, root.__name__)
     settings.extend(Setting(path, value) for path, value in flatten(values or {}))
     for text in overrides:
         settings.extend(_parse(text, problems))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ BASES = ("ppo_trainer", MEGATRON_BASE, "sft_trainer", "sft_trainer_engine")
 """verl's names for files of all keys with their defaults: in a `defaults` list they stand for the schema."""
 
 
+ROOTS = {"train": "PPOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward-model": "RewardModelConfig"}
+"""The class of the keys of each command, by the command that a recipe's comment names."""
 COMPARISONS = ("dpo", "reward_model", "process_reward")
 """Names of the recipes of `hybridflow dpo` and `hybridflow reward-model`."""
 
@@ -67,6 +70,20 @@ def recipe_hint(word: str) -> str:
         f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; also "
         "tiny/NAME, for tiny models"
     )
+
+
+def check_command(name: str | Path, root: str) -> None:
+    """Raise ConfigError where a recipe of the package is for a command whose keys are of another class.
+
+    `root` is the name of the class. A file of the user's own may be for any command.
+    """
+    path = find_recipe(name)
+    if FOLDER not in path.parents:
+        return
+    told = re.search(r"^# hybridflow (\S+) --recipe", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if told is None or root not in ROOTS.values() or ROOTS[told[1]] == root:
+        return
+    raise ConfigError(f"recipe {name} is for `hybridflow {told[1]}`, whose keys are others: use that command")
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import expand_sweeps, load_config, prepare_config
+from hybridflow.config.preference import DPOConfig, RewardModelConfig
 from hybridflow.config.recipes import FOLDER, find_recipe, recipe_names
 from hybridflow.config.resolve import resolve
 from hybridflow.config.show import to_yaml
@@ -173,6 +174,19 @@ def test_mistakes_name_the_key_and_the_way_out(override: str, says: str) -> None
 def test_all_mistakes_of_a_command_line_at_once() -> None:
     message = problem("data.seed=x", "data.sed=1", "actor_rollout_ref.rollout.name=trtllm", "a")
     assert message.startswith("4 problems") and message.count("\n") == 4
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, DPOConfig, RewardModelConfig])
+def test_a_recipe_of_another_command_is_named_as_one(root: type[PPOConfig]) -> None:
+    commands = {"grpo": PPOConfig, "tiny/sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}
+    for recipe, own in commands.items():
+        if own is root:
+            load_config(root, [], recipe)
+            continue
+        with pytest.raises(ConfigError, match=f"recipe {recipe} is for `hybridflow .*others: use"):
+            load_config(root, [], recipe)
+    with pytest.raises(ConfigError, match="recipe dpo is for `hybridflow dpo`"):
+        load_config(PPOConfig, [], "dpo")
 
 
 def test_recipes_build_on_each_other(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from hybridflow.models.rounded_weights import RoundedWeight
 
 EXPERTS_ONE_BY_ONE = "hybridflow_one_by_one"
 """The name of `experts_one_by_one` among the kernels of experts."""
+_ROUTERS = ("router", "gate", "gating")
+"""Ends of the names that models give to routers or to their classes."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -48,6 +50,13 @@ def routers(hf: nn.Module) -> dict[int, nn.Module]:
             assert layer is not None, f"the router {name} is in no numbered layer"
             found[int(layer[1])] = module
     return found
+
+
+def is_router(root: nn.Module, path: str) -> bool:
+    """Return whether the linear layer at `path` in `root` is a router, or the one in a router."""
+    owner, _, leaf = path.rpartition(".")
+    names = (leaf, type(root.get_submodule(owner)).__name__)
+    return any(name.lower().endswith(_ROUTERS) for name in names)
 
 
 def expert_modules(hf: nn.Module) -> dict[str, Any]:

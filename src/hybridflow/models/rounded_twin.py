@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ModelError
-from hybridflow.models.experts import expert_modules
+from hybridflow.models.experts import expert_modules, is_router
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.rounded_weights import KEY, MULTIPLE, RoundedWeight, check_kind
@@ -101,13 +101,14 @@ class RoundedTwin:
     def take(self) -> None:
         """Round the policy's weights as they are now, and share the others with it where the device is one.
 
-        Rounded copies stay at their addresses from one call to the next.
+        Rounded copies, but for float16, and weights that come from another device stay at their addresses
+        from one call to the next, so that graphs that were recorded with them stay right.
         """
         own = dict(self.policy.named_parameters())
         for name, weight in self.whole.named_parameters():
             copies = self._rounded.get(name)
             if copies is None:
-                own[name].data = weight.detach().to(self._device)
+                _put(own[name], weight.detach(), shares=weight.device == own[name].device)
                 continue
             parts = [weight.detach()] if weight.dim() == 2 else list(weight.detach())
             for copy, part in zip(copies, parts, strict=True):
@@ -124,6 +125,8 @@ class RoundedTwin:
         names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
         for path, layer in list(self.policy.text.named_modules()):
             if type(layer) not in (nn.Linear, SlicedLinear) or ".lora_" in f".{path}":
+                continue
+            if is_router(self.policy.text, path):
                 continue
             name = names[id(layer.weight)]
             if any(size % MULTIPLE for size in self._twin.shapes[name]):
@@ -153,6 +156,16 @@ class RoundedTwin:
                 self._transposed |= set(names.values())
         if found:
             self.policy.round_experts(found)
+
+
+def _put(own: nn.Parameter, weight: Tensor, *, shares: bool) -> None:
+    """Give `own` the values of `weight`: its memory, or a copy, in the place of the one before."""
+    if shares:
+        own.data = weight
+    elif own.shape == weight.shape:
+        own.copy_(weight)
+    else:
+        own.data = weight.to(own.device, copy=True)
 
 
 def _replace(root: nn.Module, path: str, new: nn.Module) -> None:

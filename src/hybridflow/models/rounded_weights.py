@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, ModelError
 
 KEY = "actor_rollout_ref.rollout.quantization"
 FEW_ROWS = 16
 """Rows up to which torch's int8 kernel for CPUs is faster than a product with weights made float32."""
 _LARGEST_INT8 = 127.0
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _TINY = 1e-30
 
 
@@ -33,7 +34,7 @@ class RoundedWeight(ABC):
 
     @abstractmethod
     def fill(self, weight: Tensor) -> None:
-        """Round `weight` [N, K] of any float dtype; a second call writes into the same memory."""
+        """Round `weight` [N, K] of any float dtype; ModelError where the kind has no numbers for it."""
 
     @abstractmethod
     def times(self, inputs: Tensor) -> Tensor:
@@ -56,7 +57,9 @@ class RoundedWeight(ABC):
 
 
 class _Scaled(RoundedWeight):
-    """Numbers [N, K] of a narrow dtype, and a float32 scale for each of the N outputs."""
+    """Numbers [N, K] of a narrow dtype, and a float32 scale for each of the N outputs; both stay where they
+    are when they are filled again.
+    """
 
     dtype: torch.dtype
     largest: float
@@ -101,7 +104,10 @@ class Int8Weight(_Scaled):
 
     def times(self, inputs: Tensor) -> Tensor:
         if inputs.device.type != "cpu":
-            sums = linear(inputs, self.numbers.to(inputs.dtype)).float()
+            wide = inputs
+            if wide.dtype == torch.float16:  # sums without the scales may be beyond its largest number
+                wide = inputs.bfloat16()
+            sums = linear(wide, self.numbers.to(wide.dtype)).float()
         elif len(inputs) <= FEW_ROWS:  # scales of ones: the kernel would round others to bfloat16
             sums = torch._weight_int8pack_mm(inputs.bfloat16(), self.numbers, self._ones).float()
         else:
@@ -133,6 +139,11 @@ class Float16Weight(RoundedWeight):
         self._count = 0
 
     def fill(self, weight: Tensor) -> None:
+        if not weight.abs().amax() <= _LARGEST_FLOAT16:  # NaN too: packing would make it a number
+            raise ModelError(
+                f"a weight cannot be rounded to float16: it is beyond ±{_LARGEST_FLOAT16:g}, or no number; "
+                "round to int8, or not at all"
+            )
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), None)
         self._count = weight.numel()
 
@@ -166,15 +177,19 @@ def check_kind(name: str, device: torch.device, key: str = KEY) -> type[RoundedW
         raise ConfigError(f"{key}={name}: the native engine rounds to {', '.join(KINDS)}")
     if name == "float16" and device.type != "cpu":
         raise ConfigError(f"{key}=float16 is for CPUs, and this is {device}: set it to fp8 or int8")
-    try:  # a small product is the surest way to ask
+    inputs = torch.ones(FEW_ROWS + 1, MULTIPLE, device=device, dtype=torch.bfloat16)
+    try:  # small products, of few rows and of many, are the surest way to ask
         weight = kind()
         weight.fill(torch.ones(MULTIPLE, MULTIPLE, device=device))
-        product = weight.times(torch.ones(FEW_ROWS + 1, MULTIPLE, device=device, dtype=torch.bfloat16))
+        product = torch.cat([weight.times(inputs[:1]), weight.times(inputs)])
         right = bool(((product - MULTIPLE).abs() < 0.5).all())
         why = "it gives wrong products"
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         right = False
         why = " ".join(str(error).split())[:200]
     if not right:
-        raise ConfigError(f"{key}={name} does not work on {device} with this torch: {why}. Set it to int8")
+        instead = "leave it out"
+        if name != "int8":
+            instead = "set it to int8, or leave it out"
+        raise ConfigError(f"{key}={name} does not work on {device} with this torch: {why}; {instead}")
     return kind

@@ -13,7 +13,7 @@ from hybridflow.models import rounded_weights
 from hybridflow.models.experts import expert_modules
 from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rounded_twin import RoundedTwin
+from hybridflow.models.rounded_twin import RoundedTwin, _put
 from hybridflow.models.rounded_weights import FEW_ROWS, KINDS, check_kind
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack
@@ -133,6 +133,22 @@ def test_zeros_are_zeros_and_what_is_not_finite_shows(kind: str) -> None:
         assert (copy.times(torch.zeros(rows, 16))[:, 2:] == 0).all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -70000.0])
+def test_float16_refuses_weights_that_it_has_no_number_for(value: float) -> None:
+    weight = draw(32, 16)
+    weight[1, 2] = value
+    with pytest.raises(ModelError, match=r"beyond ±65504, or no number; round to int8"):
+        KINDS["float16"]().fill(weight)
+
+
+def test_int8_on_a_gpu_does_not_overflow_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = KINDS["int8"]()
+    copy.fill(torch.full((32, 64), 0.5))
+    inputs = torch.full((3, 64), 20.0, dtype=torch.float16)
+    monkeypatch.setattr(Tensor, "device", torch.device("cuda"))  # its way works on a CPU too
+    assert ((copy.times(inputs) - 640).abs() <= 4).all()  # 127 · 20 · 64 before the scale
+
+
 def test_what_cannot_be_multiplied_by_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"quantization=int4: .* rounds to int8, fp8, float16"):
         check_kind("int4", CPU)
@@ -143,10 +159,13 @@ def test_what_cannot_be_multiplied_by_is_refused(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("torch._scaled_mm needs compute capability 8.9")
 
     monkeypatch.setattr(torch, "_scaled_mm", without)
-    with pytest.raises(ConfigError, match=r"fp8 does not work on cpu .*8\.9\. Set it to int8"):
+    with pytest.raises(ConfigError, match=r"fp8 does not work on cpu .*8\.9; set it to int8, or leave"):
         check_kind("fp8", CPU)
     assert check_kind("int8", CPU) is KINDS["int8"]
-    monkeypatch.setattr(torch, "_weight_int8pack_mm", without)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_weight_int8pack_mm", without)
+        with pytest.raises(ConfigError, match=r"int8 does not work on cpu .*8\.9; leave it out"):
+            check_kind("int8", CPU)
     monkeypatch.setattr(rounded_weights, "linear", lambda inputs, weight: 2 * inputs @ weight.T)
     with pytest.raises(ConfigError, match="gives wrong products"):
         check_kind("int8", CPU)
@@ -242,6 +261,26 @@ def test_what_is_rounded_and_what_is_shared() -> None:
     twin.free()
     assert twin.nbytes == 0 and all(weight.numel() == 0 for weight in twin.policy.parameters())
     assert all(weight.numel() for weight in policy.parameters())
+
+
+def test_routers_that_are_linear_layers_keep_their_precision() -> None:
+    sizes = {"num_experts": 16, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2}
+    policy = PolicyModel(tiny_hf("afmoe", **SIZES, **sizes))
+    twin = RoundedTwin(policy, "int8")
+    assert "hf.model.layers.1.mlp.router.gate.weight" in dict(policy.named_parameters())
+    assert not [name for name in twin.rounded_names if "router" in name]
+    assert any("layers.1.mlp" in name for name in twin.rounded_names)
+
+
+def test_weights_from_another_device_stay_where_they_were_put() -> None:
+    own = nn.Parameter(torch.empty(0), requires_grad=False)
+    first, second = draw(4, 3), draw(4, 3, seed=1)
+    _put(own, first, shares=False)
+    place = own.data_ptr()
+    _put(own, second, shares=False)
+    assert torch.equal(own, second) and own.data_ptr() == place not in (first.data_ptr(), second.data_ptr())
+    _put(own, first, shares=True)
+    assert own.data_ptr() == first.data_ptr()
 
 
 def test_adapters_keep_their_precision() -> None:

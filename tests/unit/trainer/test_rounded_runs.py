@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_trainer import TIMINGS, ppo_config, tiny_model
 
+from hybridflow.config.evaluation import prepare_evaluation
+from hybridflow.config.show import to_yaml
 from hybridflow.errors import ConfigError
 from hybridflow.trainer.main_ppo import run
 
@@ -104,6 +106,18 @@ def test_keys_that_do_not_go_together(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ppo_config(model, tmp_path / "run", *GRPO, *keys)
+
+
+def test_an_evaluation_answers_with_rounded_weights_and_needs_no_correction(
+    model: Path, tmp_path: Path
+) -> None:
+    trained = ppo_config(model, tmp_path / "run", INT8, TOKEN)
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(to_yaml(trained))
+    config, _ = prepare_evaluation([], recipe)
+    assert config.actor_rollout_ref.rollout.quantization == "int8"
+    with pytest.raises(ConfigError, match="quantization=int4"):
+        prepare_evaluation([f"{ROLLOUT}.quantization=int4"], recipe)
 
 
 def test_a_run_that_only_validates_needs_no_correction(model: Path, tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ NATIVE_KINDS = ("int8", "fp8", "float16")
 """Kinds that the native engine rounds to: those of `models/rounded_weights.py`."""
 
 
-def precision_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each value that rounded weights do not go with, and for a missing correction."""
+def precision_problems(config: PPOConfig, *, trains: bool = True) -> Iterator[str]:
+    """Yield one line for each value that rounded weights do not go with and, if the run `trains`, for a
+    missing correction.
+    """
     rollout = config.actor_rollout_ref.rollout
     kind = rollout.quantization
     if kind is None or rollout.name != "native":
@@ -34,5 +36,5 @@ def precision_problems(config: PPOConfig) -> Iterator[str]:
             f"{key} with {ROLLOUT}.enable_torch_compile=true: compiled steps know whole weights only; leave "
             "one of them out"
         )
-    if not config.trainer.val_only:
+    if trains and not config.trainer.val_only:
         yield from uncorrected(config, f"{key} samples tokens from rounded weights")

@@ -63,7 +63,7 @@ def check(
     that lists every problem, and `known_problems` behind them.
     """
     if isinstance(config, PPOConfig):
-        problems = list(_ppo_problems(config))
+        problems = list(_ppo_problems(config, trains))
         notes = [
             *ppo_notes(config, given),
             *rollout_notes(config, given),
@@ -81,7 +81,7 @@ def check(
     return notes
 
 
-def _ppo_problems(config: PPOConfig) -> Iterator[str]:
+def _ppo_problems(config: PPOConfig, trains: bool) -> Iterator[str]:
     yield from _sizes(config)
     yield from _token_limits(config)
     yield from algorithm_problems(config)
@@ -90,7 +90,7 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from agent_problems(config)
     yield from schedule_problems(config)
     yield from engine_problems(config)
-    yield from precision_problems(config)
+    yield from precision_problems(config, trains=trains)
     yield from expert_problems(config)
     yield from kernel_problems(config)
     yield from _validation(config)

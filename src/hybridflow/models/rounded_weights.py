@@ -38,7 +38,7 @@ class RoundedWeight(ABC):
 
     @abstractmethod
     def times(self, inputs: Tensor) -> Tensor:
-        """Return inputs [R, K] · weightᵀ as [R, N], in the dtype of the inputs."""
+        """Return contiguous inputs [R, K] · weightᵀ as [R, N], in the dtype of the inputs."""
 
     @abstractmethod
     def free(self) -> None:
@@ -51,7 +51,7 @@ class RoundedWeight(ABC):
 
     def linear(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """Return inputs [..., K] · weightᵀ + bias [N] as [..., N], what a linear layer computes."""
-        product = self.times(inputs.reshape(-1, inputs.shape[-1]))
+        product = self.times(inputs.reshape(-1, inputs.shape[-1]).contiguous())  # kernels want it so
         product = product.view(*inputs.shape[:-1], product.shape[-1])
         return product if bias is None else product + bias
 
@@ -148,7 +148,7 @@ class Float16Weight(RoundedWeight):
         self._count = weight.numel()
 
     def times(self, inputs: Tensor) -> Tensor:
-        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(inputs.float().contiguous(), self._packed)
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(inputs.float(), self._packed)
         return product.to(inputs.dtype)
 
     def free(self) -> None:

@@ -104,6 +104,15 @@ def test_dtypes_shapes_and_bias(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(copy.linear(inputs, None), flat)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [3, FEW_ROWS + 1])
+def test_inputs_may_lie_in_memory_in_any_order(kind: str, rows: int) -> None:
+    copy = KINDS[kind]()
+    copy.fill(draw(32, 16))
+    for inputs in (draw(16, rows).T, draw(rows, 48, seed=1)[:, 8:24], draw(1, 16).expand(rows, 16)):
+        assert torch.equal(copy.linear(inputs, None), copy.times(inputs.contiguous()))
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_copy_stays_where_it_is_until_it_is_freed(kind: str) -> None:
     copy = KINDS[kind]()

@@ -113,6 +113,17 @@ def check_template(tokenizer: Tokenizer, source: str, first: object, *, wrap: bo
         logger.warning(PLAIN_PROMPTS, source, use)
 
 
+_NO_CONTENT = (
+    "{% set kept = namespace(messages=[]) %}{% for message in messages %}"
+    "{% set kept.messages = kept.messages + "
+    "[message if message.content is defined else dict(message, content=none)] %}"
+    "{% endfor %}{% set messages = kept.messages +%}"
+)
+"""Gives messages their `content` of none back, which transformers 5.23 takes away: templates ask for it, for
+example DeepSeek's, by which an answer that only calls tools is told from one that speaks.
+"""
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -121,11 +132,15 @@ def render_chat(
     add_generation_prompt: bool,
 ) -> str:
     """Render a conversation by the tokenizer's chat template; `options` are the template's arguments."""
+    options = dict(options or {})
+    if any("content" in message and message["content"] is None for message in messages):
+        own = tokenizer.get_chat_template(options.get("chat_template"), tools=options.get("tools"))
+        options["chat_template"] = _NO_CONTENT + own
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
-        **(options or {}),
+        **options,
     )
     assert isinstance(text, str), "a chat template that is not tokenised gives text"
     return text

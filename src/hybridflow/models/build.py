@@ -28,6 +28,7 @@ from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder, require_hub
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ModelError
+from hybridflow.models.float64 import recompute_in_float64
 from hybridflow.models.in_force import in_force
 from hybridflow.models.liger import patch_liger, use_liger_kernels
 from hybridflow.models.override import apply_override, effective_override
@@ -226,7 +227,12 @@ def resolve_dtype(dtype: str, device: torch.device | str) -> torch.dtype:
 
 def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass instead of keeping activations (in training mode)."""
-    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if hf.dtype == torch.float64:
+        settings["context_fn"] = recompute_in_float64
+    # transformers 5.23 has another name for it, and warns of the old one
+    enable = getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)
+    enable(settings)
 
 
 def checked_config(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ def compute_in_float64(hf: PreTrainedModel) -> None:
     for module in hf.modules():
         if isinstance(module, (PreTrainedModel, GradientCheckpointingLayer)) and module is not hf:
             _wrap(module)
+
+
+def recompute_in_float64() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts in which a checkpointed layer is computed first, and again in the backward pass.
+
+    Where transformers checkpoints inside of a layer's forward, the mode around it has ended by then.
+    """
+    return nullcontext(), _Float64Mode()
 
 
 def _wrap(module: nn.Module) -> None:

@@ -121,7 +121,9 @@ def _read_crops(base: Any, media: Sequence[Medium]) -> list[Features]:
             for name in ("pixel_values", "pixel_attention_mask")
         )
         read = base.get_image_features(pixels, masks, return_dict=True)
-        found |= {number: Features(tokens) for number, tokens in zip(numbers, read.pooler_output)}
+        # one tensor for each picture or, from transformers 5.23 on, one for all of them
+        tokens = torch.cat([part.flatten(0, -2) for part in read.pooler_output])
+        found |= dict(zip(numbers, map(Features, tokens.chunk(len(numbers))), strict=True))
     return [found[number] for number in range(len(media))]
 
 

@@ -7,6 +7,7 @@ import torch
 from zoo import SUPPORTED, eager_log_probs, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
+from hybridflow.models.build import enable_gradient_checkpointing
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import _alone, _packed, _rows, probe_policy
 from hybridflow.models.value import ValueModel
@@ -36,7 +37,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(model_type: str) -> None
     for checkpointing in (False, True):
         policy = PolicyModel(tiny_hf(model_type)).train()
         if checkpointing:
-            policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_gradient_checkpointing(policy.hf)
         policy(packed).log_probs.sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 5

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from zoo import packed_rows, tiny_hf, tiny_rows
 
+from hybridflow.models.build import enable_gradient_checkpointing
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 
@@ -47,7 +48,7 @@ def _gradients(policy: PolicyModel, parts: list[list[int]]) -> tuple[float, list
 def test_loss_and_gradients_do_not_depend_on_packing(model_type: str, checkpointing: bool) -> None:
     policy = PolicyModel(tiny_hf(model_type, torch.float64)).train()
     if checkpointing:
-        policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_gradient_checkpointing(policy.hf)
     loss, gradients = _gradients(policy, [[0, 1, 2, 3]])
     assert len(gradients) > 5
     for parts in ([[3, 1, 0, 2]], [[0], [1], [2], [3]], [[2, 0], [3, 1]]):

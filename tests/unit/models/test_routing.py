@@ -8,6 +8,7 @@ from torch import Tensor
 from zoo import SPARSE, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
+from hybridflow.models.build import enable_gradient_checkpointing
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.experts import routers
 from hybridflow.models.policy import PolicyModel
@@ -118,7 +119,7 @@ def test_recomputed_layers_replay_too_and_are_counted_once() -> None:
     for checkpointing in (False, True):
         policy = following("qwen2_moe").train()
         if checkpointing:
-            policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_gradient_checkpointing(policy.hf)
         policy(pack(with_routes(rows, others))).log_probs.sum().backward()
         assert policy.tape is not None and len(policy.tape.chosen) == 2
         gradients.append([parameter.grad for parameter in policy.parameters()])

@@ -83,15 +83,34 @@ SPREADS: dict[str, tuple[str, ...]] = {
         for role in (ACTOR, CRITIC)
         for key in ("tensor_parallel_size", "pipeline_parallel_size")
     ),
+    "tp_ulysses": tuple(
+        f"{role}.{key}=2"
+        for role in (ACTOR, CRITIC)
+        for key in ("fsdp_config.tensor_parallel_size", "ulysses_sequence_parallel_size")
+    ),
+    "tp_ring": tuple(
+        f"{role}.{key}"
+        for role in (ACTOR, CRITIC)
+        for key in (
+            "fsdp_config.tensor_parallel_size=2",
+            "ulysses_sequence_parallel_size=2",
+            "fsdp_config.context_parallel=ring",
+        )
+    ),
     "ep": tuple(f"{role}.fsdp_config.expert_parallel_size=2" for role in (ACTOR, CRITIC)),
     "ep_fsdp": tuple(f"{role}.fsdp_config.expert_parallel_size=2" for role in (ACTOR, CRITIC)),
+    "tp_ep": tuple(
+        f"{role}.fsdp_config.{key}"
+        for role in (ACTOR, CRITIC)
+        for key in ("tensor_parallel_size=2", "expert_parallel_size=4")
+    ),
     "lora": (),
 }
-PROCESSES = {"pp_fsdp": 4, "tp_pp": 4, "ep_fsdp": 4}
+PROCESSES = dict.fromkeys(("pp_fsdp", "tp_pp", "tp_ulysses", "tp_ring", "ep_fsdp", "tp_ep"), 4)
 """Processes of a spread; the others have two."""
 ONLY_SHARDED = ("fsdp", "hsdp", "offload", "offload_policy", "pp", "pp_fsdp", "lora")
 """Where only the sharding differs, so that free runs give the same tokens at first."""
-EXPERTS = ("ep", "ep_fsdp")
+EXPERTS = ("ep", "ep_fsdp", "tp_ep")
 """Spreads of a mixture of experts, whose updates go to the experts of the one process's generation (R3)."""
 REPLAY = (
     f"{ACTOR}.router_replay.mode=R3",
@@ -146,6 +165,8 @@ def overrides(
         keys += [
             f"trainer.n_gpus_per_node={processes}",
             f"ray_kwargs.ray_init.num_cpus={processes}",
+            "trainer.startup_timeout=3600",  # on a busy machine
+            "trainer.heartbeat_timeout=1800",
             *(key for key in SPREADS[spread] if algorithm == "ppo" or not key.startswith(CRITIC)),
         ]
     return keys
@@ -311,6 +332,23 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def measured() -> dict[str, str]:
+    """When and where figures of this process are measured."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{machine()}, {torch.get_num_threads()} thread a process",
+        "torch": torch.__version__,
+    }
+
+
+def where(figures: dict[str, Any]) -> str:
+    """When and where figures were measured, in words; rows of older dates do not say where."""
+    known = [figures[name] for name in ("date", "machine") if name in figures]
+    if "torch" in figures:
+        known.append(f"torch {figures['torch']}")
+    return " · ".join(known)
+
+
 def page_of(result: dict[str, Any]) -> str:
     """The page."""
     steps = result["steps"]
@@ -329,11 +367,11 @@ def page_of(result: dict[str, Any]) -> str:
     later: dict[str, list[str]] = {}
     for row in result["cells"]:
         if "date" in row:
-            later.setdefault(row["date"], []).append(f"{row['algorithm']}, {row['spread']}")
-    dates = "".join(f"\n\nMeasured on {date}: {'; '.join(runs)}." for date, runs in later.items())
+            later.setdefault(where(row), []).append(f"{row['algorithm']}, {row['spread']}")
+    dates = "".join(f"\n\nMeasured later, {place}: {'; '.join(runs)}." for place, runs in later.items())
     return f"""# Two and four processes against one
 
-{result["date"]} · `{result["command"]}` · {result["machine"]} · torch {result["torch"]}
+`{result["command"]}` · {where(result)}
 
 Written by benchmarks/cluster_parity.py, which says what is compared; do not edit. {steps} steps of each run.
 
@@ -350,8 +388,10 @@ there is.
 {table(result["cells"])}
 
 `pp` are two stages, `pp_fsdp` two stages of two shards each, `tp_pp` two stages whose layers are cut in two.
-`ep` are two parts of the experts of a mixture of experts, `ep_fsdp` two shards of each part; their updates go
-to the experts of generation (R3). `ring` are two ranks that share the tokens of rows by ring attention.
+`ulysses` and `ring` are two ranks that share the tokens of rows, by an exchange of heads and by ring
+attention; `tp_ulysses` and `tp_ring` are two such pairs with a slice of each layer. `ep` are two parts of the
+experts of a mixture of experts, `ep_fsdp` two shards of each part, `tp_ep` four parts where the other layers
+are cut in two; their updates go to the experts of generation (R3).
 
 {problems or "Every bar is met."}{dates}
 """
@@ -414,9 +454,7 @@ def main() -> int:
     return write(
         {
             "command": "python benchmarks/cluster_parity.py",
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__,
-            "machine": f"{machine()}, {torch.get_num_threads()} thread a process",
+            **measured(),
             "steps": options.steps,
             "cells": rows,
         }
@@ -424,11 +462,10 @@ def main() -> int:
 
 
 def keep(row: dict[str, Any]) -> None:
-    """Put a row, with its date, into the committed figures."""
+    """Put a row, with its date and machine, into the committed figures."""
     result = json.loads(RESULT.read_text())
-    dated = {**row, "date": datetime.date.today().isoformat()}
-    found = {(row["algorithm"], row["spread"]): row for row in result["cells"]}
-    found[row["algorithm"], row["spread"]] = dated
+    found = {(each["algorithm"], each["spread"]): each for each in result["cells"]}
+    found[row["algorithm"], row["spread"]] = {**row, **measured()}
     result["cells"] = [found[cell] for cell in cells(()) if cell in found]
     write(result)
 

@@ -349,6 +349,21 @@ def where(figures: dict[str, Any]) -> str:
     return " · ".join(known)
 
 
+MEANINGS = {
+    "pp": "two stages",
+    "pp_fsdp": "two stages of two shards each",
+    "tp_pp": "two stages whose layers are cut in two",
+    "ulysses": "two ranks that share the tokens of rows by an exchange of heads",
+    "ring": "two ranks that share the tokens of rows by ring attention",
+    "tp_ulysses": "two pairs of such ranks, each with a slice of every layer, by an exchange of heads",
+    "tp_ring": "the same by ring attention",
+    "ep": "two parts of the experts, with updates that go to the experts of generation (R3)",
+    "ep_fsdp": "two shards of each of these parts",
+    "tp_ep": "four parts of the experts, where the other layers are cut in two",
+}
+"""What the less obvious spreads are."""
+
+
 def page_of(result: dict[str, Any]) -> str:
     """The page."""
     steps = result["steps"]
@@ -363,6 +378,8 @@ def page_of(result: dict[str, Any]) -> str:
         f"how many of {counted} steps that run freely have the same tokens; wanted where only the sharding "
         f"differs ({', '.join(ONLY_SHARDED)})"
     )
+    shown = {row["spread"] for row in result["cells"]}
+    spreads = "\n".join(f"- `{name}`: {text}." for name, text in MEANINGS.items() if name in shown)
     problems = "\n".join(f"- **missed**: {problem}" for problem in result["problems"])
     later: dict[str, list[str]] = {}
     for row in result["cells"]:
@@ -387,11 +404,7 @@ there is.
 
 {table(result["cells"])}
 
-`pp` are two stages, `pp_fsdp` two stages of two shards each, `tp_pp` two stages whose layers are cut in two.
-`ulysses` and `ring` are two ranks that share the tokens of rows, by an exchange of heads and by ring
-attention; `tp_ulysses` and `tp_ring` are two such pairs with a slice of each layer. `ep` are two parts of the
-experts of a mixture of experts, `ep_fsdp` two shards of each part, `tp_ep` four parts where the other layers
-are cut in two; their updates go to the experts of generation (R3).
+{spreads}
 
 {problems or "Every bar is met."}{dates}
 """

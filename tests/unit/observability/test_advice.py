@@ -190,7 +190,12 @@ def test_a_healthy_run_gets_no_advice() -> None:
 def test_a_gap_that_is_corrected_is_no_illness() -> None:
     apart = {"training/rollout_log_probs_diff_max": 0.5}
     assert list(found_in(lambda step, metrics: apart)) == ["log_probs"]
-    assert found_in(lambda step, metrics: {**apart, "rollout_corr/corrected": 1.0}) == {}
+    apart["rollout_corr/corrected"] = 1.0
+    assert found_in(lambda step, metrics: {**apart, "rollout_corr/k3_kl": 0.05}) == {}
+    far = found_in(lambda step, metrics: {**apart, "rollout_corr/k3_kl": 0.2})
+    assert list(far) == ["log_probs"] and "0.2 nats a token apart" in str(far["log_probs"])
+    for name in far["log_probs"].keys:
+        assert_key_exists(name)
 
 
 def test_runs_that_have_learned_get_no_advice() -> None:

@@ -271,11 +271,17 @@ def test_an_engine_without_requests_may_wait_for_ever(monkeypatch: pytest.Monkey
     assert turns == 20
 
 
+class MorePatient(Apart):
+    """One process, whose calls have time for a step also where others take the processor."""
+
+    call_timeout = 0.25
+
+
 def test_requests_stand_as_long_as_a_list_in_between_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Groups(Patient(factories)).rollout
+    group = Groups(MorePatient(factories)).rollout
     with group.opened(), serving_all_the_time(group) as failures:
         with group.paused():
-            threading.Event().wait(1.0)  # far beyond what a pause may take that nobody ends
+            threading.Event().wait(2.0)  # far beyond what a pause may take that nobody ends
             assert not failures
         (answer,) = submit(group, [request(1, 2)]).values()
         answer.result(60)

@@ -329,10 +329,19 @@ LEARNING: dict[str, tuple[MetricEntry, ...]] = {
         ),
     ),
     "Rollout correction": (
-        MetricEntry("rollout_corr/corrected", "1 where the run has importance weights or rejection.", "1"),
+        MetricEntry(
+            "rollout_corr/corrected",
+            "1 where the run has importance weights or rejection.",
+            "1",
+            feeds=("health",),
+        ),
         MetricEntry("rollout_corr/kl", "Mean of log π_rollout − log π_old over tokens.", "nats"),
         MetricEntry(
-            "rollout_corr/k3_kl", "The same KL by the estimate k3, which is never negative.", "nats", "lower"
+            "rollout_corr/k3_kl",
+            "The same KL by the estimate k3, which is never negative.",
+            "nats",
+            "lower",
+            ("health",),
         ),
         MetricEntry("rollout_corr/chi2_token", "χ² divergence over tokens.", "1", "lower"),
         MetricEntry("rollout_corr/chi2_seq", "χ² divergence over whole rows.", "1", "lower"),

@@ -426,8 +426,9 @@ def main() -> None:
 
 
 VERDICT = """\
-int8 saves memory and no time for rollouts on a processor with AVX2 and without VNNI; float16 saves time. The
-native engine's kinds (`rollout.quantization`) follow from this; `rollout_precision.md` measures them.
+int8 copies are small and save no time for rollouts on a processor with AVX2 and without VNNI; float16 saves
+time. The native engine's kinds (`rollout.quantization`) follow from this; `rollout_precision.md` measures
+them.
 
 - Rounded weights with inputs as they are: the one kernel of torch that is vectorised here wants bfloat16
   inputs. A step of up to eight rows is 1.2 to 1.3 times as fast, one of sixteen rows and more is slower

@@ -18,7 +18,7 @@ from hybridflow.models.experts import expert_modules, is_router
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.rounded_weights import KEY, MULTIPLE, RoundedWeight, check_kind
-from hybridflow.models.sliced import SlicedLinear
+from hybridflow.models.sliced import SlicedLinear, replace_layer
 from hybridflow.models.twin import Twin
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class RoundedTwin:
             new.weight = layer.weight
             new.bias = layer.bias
             new.rounded = copy
-            _replace(self.policy.text, path, new)
+            replace_layer(self.policy.text, path, new)
 
     def _round_experts(self) -> None:
         found: dict[str, dict[str, list[RoundedWeight]]] = {}
@@ -166,12 +166,3 @@ def _put(own: nn.Parameter, weight: Tensor, *, shares: bool) -> None:
         own.copy_(weight)
     else:
         own.data = weight.to(own.device, copy=True)
-
-
-def _replace(root: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    owner = root.get_submodule(parent)
-    if isinstance(owner, nn.ModuleDict):
-        owner[leaf] = new
-    else:
-        setattr(owner, leaf, new)

@@ -110,10 +110,15 @@ def _slice(hf: nn.Module, path: str, style: Style, replica: ReplicaRanks) -> dic
     )
     layer.style = style
     layer.replica = replica
+    replace_layer(hf, path, layer)
+    return dims
+
+
+def replace_layer(root: nn.Module, path: str, layer: nn.Module) -> None:
+    """Put `layer` in the place of the submodule of `root` at `path`."""
     parent, _, leaf = path.rpartition(".")
-    owner = hf.get_submodule(parent)
+    owner = root.get_submodule(parent)
     if isinstance(owner, nn.ModuleDict):
         owner[leaf] = layer
     else:
         setattr(owner, leaf, layer)
-    return dims

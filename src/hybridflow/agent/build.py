@@ -27,6 +27,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
+from hybridflow.tools.parsers.response import OtherFormats
 from hybridflow.tools.toolset import Toolset
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class AgentBuilder:
         self._rollout = config.actor_rollout_ref.rollout
         self._tokenizer = tokenizer
         self._by_name: dict[str, Agent] = {}
+        self._other_formats = OtherFormats()
         workers = self._rollout.agent.num_workers
         self.hosts: HostsLike = Hosts(workers) if workers else LocalHosts()
 
@@ -157,6 +159,7 @@ class AgentBuilder:
             hosts=self.hosts,
             multi_turn=self._rollout.multi_turn,
             agent=self._rollout.agent,
+            other_formats=self._other_formats,
         )
 
     @property

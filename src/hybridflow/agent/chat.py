@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +23,22 @@ from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironme
 from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate, Difference
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
 from hybridflow.processes import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed, numbers_of
-from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
-from hybridflow.tools.parsers.base import NO_JSON
+from hybridflow.tools.parsers import KNOWN_TAGS, TOOL_PARSERS, ToolCall
+from hybridflow.tools.parsers.calls import NO_JSON
+from hybridflow.tools.parsers.response import (
+    PROMPT_END,
+    OtherFormats,
+    ReadResponse,
+    ends_in_thinking,
+    other_format,
+    read_response,
+    unread_message,
+)
 from hybridflow.tools.toolset import MethodTool, OpenTools, Toolset
 
 logger = logging.getLogger(__name__)
@@ -48,6 +57,8 @@ class ChatParts:
     """Where the code of tools and environments runs."""
     multi_turn: MultiTurnConfig
     agent: AgentConfig
+    other_formats: OtherFormats = field(default_factory=OtherFormats)
+    """Other formats than `parser` in which the model was seen to write calls."""
 
     @cached_property
     def longest_token(self) -> int:
@@ -170,24 +181,24 @@ class _Play:
         """Take one turn of the model and its answer; return whether the conversation has ended."""
         call = len(self.policy.calls)
         output = await self.policy.generate(self.conversation.prompt)
-        text, calls, malformed = self._read(output)
-        self.counts["malformed"] += malformed
-        self.conversation.answer(output, _assistant_message(text, calls))
+        read = self._read(output)
+        self.counts["malformed"] += len(read.problems)
+        self.conversation.answer(output, _assistant_message(read.text, read.calls))
         if output.finish_reason == "length":
             self.outcome = TRUNCATED
             return True
-        if not calls and self.environment is None and not malformed:
+        asks_tools = bool(read.calls or read.problems)
+        if not asks_tools and self.environment is None:
             return True
         # the environment still hears a last answer in words, since its reward may hang on it
-        heard = self.environment is not None and not calls and not malformed
-        if self._is_last(call) and not heard:
+        if self._is_last(call) and asks_tools:
             self.outcome = TRUNCATED
             return True
-        if calls or malformed:
+        if asks_tools:
             self.num_answers += 1
-            self.conversation.add(await self._tool_messages(calls, malformed, call))
+            self.conversation.add(await self._tool_messages(read, call))
             return False
-        return await self._step(text, call)
+        return await self._step(read.text, call)
 
     async def _step(self, text: str, call: int) -> bool:
         assert self.environment is not None, "without an environment such a turn is the last"
@@ -214,8 +225,9 @@ class _Play:
             return True
         return most_answers is not None and self.num_answers >= most_answers
 
-    async def _tool_messages(self, calls: Sequence[ToolCall], malformed: int, call: int) -> list[Message]:
-        """Have calls answered; return the messages that tell the model of them."""
+    async def _tool_messages(self, read: ReadResponse, call: int) -> list[Message]:
+        """Have calls answered; return the messages that tell the model of them, and of those not read."""
+        calls = read.calls
         answers: list[ToolAnswer] = []
         if calls:
             answers = await self.tools.call(calls, self.policy.log)
@@ -236,33 +248,37 @@ class _Play:
                     "content": answer.text,
                 }
             )
-        if malformed and not calls:
+        if read.problems:
             messages.append(
                 {
                     "role": "tool",
                     "name": "unknown",
-                    "tool_call_id": _call_id(0),
-                    "content": "The tool call could not be read: write it in the format of the tools.",
+                    "tool_call_id": _call_id(len(calls)),
+                    "content": unread_message(read.problems, TOOL_PARSERS[self.parts.parser].example),
                 }
             )
         return messages
 
-    def _read(self, output: GenerationOutput) -> tuple[str, list[ToolCall], int]:
-        """Return the plain text of an output, its tool calls, and the number of calls that are none."""
+    def _read(self, output: GenerationOutput) -> ReadResponse:
+        """Return the plain text of an output, its tool calls, and what is wrong with those that are none."""
         ids = output.token_ids
-        if not self.tools.schemas:
-            return self._text(ids, skip_special_tokens=True), [], 0
-        parser = TOOL_PARSERS[self.parts.parser]()
+        tokenizer = self.parts.tokenizer
+        tools = self.tools.schemas
+        if not tools:
+            return ReadResponse(str(tokenizer.decode(list(ids), skip_special_tokens=True)), [], [])
         if output.finish_reason == "stop" and isinstance(output.stop_reason, int | None):
             ids = ids[:-1]
-        text = self._text(ids, skip_special_tokens=not parser.needs_special_tokens)
-        found = [*parser.feed(text), *parser.end()]
-        plain = "".join(each for each in found if isinstance(each, str))
-        calls = [each for each in found if isinstance(each, ToolCall)]
-        return plain.strip(), calls, parser.malformed
-
-    def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(self.parts.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        name = self.parts.parser
+        text = text_of(tokenizer, without_special(tokenizer, ids, KNOWN_TAGS))
+        thinks = ends_in_thinking(text_of(tokenizer, self.conversation.prompt.token_ids[-PROMPT_END:]))
+        read = read_response(name, text, tools, in_thinking=thinks)
+        problems = read.problems
+        if not read.calls:
+            other = other_format(name, text, tools, problems=bool(problems), in_thinking=thinks)
+            if other:
+                self.parts.other_formats.warn(other, name)
+                problems = [f"it is written in the format {other}, and calls are read in the format {name}"]
+        return replace(read, text=read.text.strip(), problems=problems)
 
     async def result(self, tool_score: float) -> AgentResult:
         """Return what came of the conversation; `tool_score` is what tools say of the whole of it."""

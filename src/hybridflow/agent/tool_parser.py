@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
 from hybridflow.errors import ConfigError
-from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
+from hybridflow.tools.parsers import KNOWN_TAGS, TOOL_PARSERS, parser_of_template
 from hybridflow.tools.parsers import ToolCall as FunctionCall
+from hybridflow.tools.parsers.response import read_response
 
 __all__ = ["FunctionCall", "ToolParser"]
 
@@ -37,12 +38,13 @@ class ToolParser:
     async def extract_tool_calls(
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """Return the plain text of a response, and its calls; a call that cannot be read is plain text."""
-        parser = TOOL_PARSERS[self.name]()
+        """Return the plain text of a response, and its calls; a call that cannot be read is plain text.
+
+        `tools` are the schemas of the tools: formats without quotes, such as Qwen3-Coder's, are read by them.
+        """
         ids = list(responses_ids)
         if ids[-1:] == [self.tokenizer.eos_token_id]:
             ids.pop()
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=not parser.needs_special_tokens))
-        found = [*parser.feed(text), *parser.end()]
-        plain = "".join(each for each in found if isinstance(each, str))
-        return plain, [each for each in found if isinstance(each, FunctionCall)]
+        kept = without_special(self.tokenizer, ids, KNOWN_TAGS)
+        read = read_response(self.name, text_of(self.tokenizer, kept), tools or ())
+        return read.text, read.calls

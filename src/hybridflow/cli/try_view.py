@@ -23,8 +23,9 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
 from hybridflow.processes import CallRaised, CallTooLong, LocalObject
 from hybridflow.tools import tool_methods
-from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
+from hybridflow.tools.parsers.calls import ToolCall, call_of, read_json
 from hybridflow.tools.parsers.hermes import HermesParser
+from hybridflow.tools.parsers.source import Unreadable
 from hybridflow.tools.toolset import MethodTool, OpenTools
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class Game:
             print(f"{line.strip()} is a tool: call it as {usage}")
             return False
         written = WRITTEN_CALL.match(line)
-        if HermesParser.start in line or (written and written[1] in self.usage):
+        if HermesParser.starts[0] in line or (written and written[1] in self.usage):
             print("malformed call, wanted name(argument=value), or JSON with name and arguments")
             return False
         step = step_of(self._ask("step", line))
@@ -144,10 +145,10 @@ def read_calls(line: str) -> list[ToolCall]:
     if calls:
         return calls
     try:
-        bare = call_of(json.loads(line), "arguments")
-    except NO_JSON:
-        bare = _written_call(line)
-    return [] if bare is None else [bare]
+        return [call_of(read_json(line))]
+    except Unreadable:
+        written = _written_call(line)
+    return [] if written is None else [written]
 
 
 def _written_call(line: str) -> ToolCall | None:
@@ -155,6 +156,8 @@ def _written_call(line: str) -> ToolCall | None:
     try:
         call = ast.parse(line.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            return None
+        if any(each.arg is None for each in call.keywords):  # **{…}
             return None
         arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
         return ToolCall(call.func.id, json.dumps(arguments))

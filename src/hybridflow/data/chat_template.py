@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hybridflow.data.messages import Message
-from hybridflow.data.tokenizer import Tokenizer, encode_rendered, render_chat, text_of
+from hybridflow.data.tokenizer import Tokenizer, encode_rendered, render_chat, special_tokens, text_of
 from hybridflow.errors import DataError
 
 Tools = Sequence[Mapping[str, Any]]
@@ -147,8 +147,7 @@ class ChatTemplate:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         """Finds what the tokenizer reads as a special token."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        special = set(special_tokens(self.tokenizer).values())
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

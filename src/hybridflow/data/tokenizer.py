@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,20 @@ def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return str(
         tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
+
+
+@functools.lru_cache(maxsize=8)
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the texts of the special tokens, which a decoder can leave out, by their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token_id: token.content for token_id, token in added.items() if token.special}
+    return special | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def without_special(tokenizer: Tokenizer, token_ids: Sequence[int], keep: Set[str]) -> list[int]:
+    """Return token ids without those of special tokens, but for those whose text is in `keep`."""
+    special = special_tokens(tokenizer)
+    return [token for token in token_ids if token not in special or special[token] in keep]
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -21,7 +21,8 @@ from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import CallFailed, CallRaised, HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
-from hybridflow.tools.parsers.base import NO_JSON, ToolCall
+from hybridflow.tools.parsers.calls import NO_JSON, ToolCall
+from hybridflow.tools.parsers.typed import fits
 from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
 
 if TYPE_CHECKING:  # the room `protocol` imports torch, and `hybridflow try` starts without it
@@ -181,7 +182,7 @@ class OpenTools:
         if not isinstance(arguments, dict):
             return _malformed(call, "are no JSON object")
         checker = self._checkers[call.name]
-        arguments = _numbers_as_texts(arguments, checker.schema)
+        arguments = _integers_as_texts(arguments, checker.schema)
         if wrong := jsonschema.exceptions.best_match(checker.iter_errors(arguments)):
             return _malformed(call, f"do not fit: {wrong.message}")
         return await tool.call(arguments, self._deadline_s)
@@ -309,14 +310,17 @@ def _check_schema(spec: ToolSpec) -> None:
         raise ConfigError(f"{spec.source}: the schema of its parameters is wrong: {error.message}") from error
 
 
-def _numbers_as_texts(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """Return the arguments with numbers as texts where a text is wanted.
+def _integers_as_texts(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
+    """Return the arguments with integers as texts where a text is wanted, such as a postal code.
 
-    A format without quotes, such as Qwen3-Coder's, cannot tell the text 5 from the number.
+    An integer has one way to be written. Other numbers have several, as 1.10 is 1.1: their text is lost.
     """
     properties = schema.get("properties", {})
-    texts = {name for name, of in properties.items() if of.get("type") == "string"}
-    changed = {name: str(arguments[name]) for name in texts if type(arguments.get(name)) in (int, float)}
+    changed = {}
+    for name, value in arguments.items():
+        of = properties.get(name, True)
+        if type(value) is int and not fits(value, of, schema) and fits(str(value), of, schema):
+            changed[name] = str(value)
     return arguments | changed
 
 

@@ -1,11 +1,8 @@
-"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens,
-formats of tool calls.
-"""
+"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens."""
 
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +13,6 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.rollout.server.text import BYTE_OF, Detokenizer, StopCutter, TokenNames
-from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall, parser_of_template
 
 TEXTS = ("plain", "naïve café", "日本語のテキスト", "👩‍👩‍👧 and 🏳️‍🌈", "a\ufffdb", "")
 
@@ -101,6 +97,10 @@ def test_special_tokens_are_left_out_unless_asked_for() -> None:
     tokens = [*ids("ab"), TOKENIZER.eos_token_id]
     assert Detokenizer(TOKENIZER).add(tokens) == "ab"
     assert Detokenizer(TOKENIZER, skip_special_tokens=False).add(tokens) == "ab<|im_end|>"
+    start = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+    both = [start, *ids("a"), start, *ids("b"), TOKENIZER.eos_token_id]
+    kept = Detokenizer(TOKENIZER, keep=frozenset({"<|im_start|>"}))
+    assert "".join(kept.add([token]) for token in both) == "<|im_start|>a<|im_start|>b"
 
 
 @settings(deadline=None)
@@ -133,219 +133,3 @@ def test_names_of_tokens(by_bytes: PreTrainedTokenizerFast, fallback: PreTrained
     )
     assert TokenNames(fallback).bytes(4 + 0xE2) == [0xE2]
     assert TokenNames(TOKENIZER).bytes(TOKENIZER.eos_token_id) == list(b"<|im_end|>")
-
-
-CALLS = {
-    "hermes": (
-        'Look: <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call> '
-        '<tool_call>{"name": "now"}</tool_call>',
-        ["Look: ", ToolCall("add", '{"a": 1, "b": "x"}'), " ", ToolCall("now", "{}")],
-    ),
-    "qwen3_coder": (
-        "Look: "
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n</function>\n</tool_call>",
-        ["Look: ", ToolCall("add", '{"a": 1, "b": "x\\ny"}')],
-    ),
-    "llama3_json": (
-        '{"name": "add", "parameters": {"a": 1, "b": "x"}}; {"name": "now", "parameters": {}}',
-        [ToolCall("add", '{"a": 1, "b": "x"}'), ToolCall("now", "{}")],
-    ),
-    "gpt-oss": (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
-        '<|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|> to=functions.now<|channel|>commentary json'
-        "<|message|>{}",
-        [
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary ",
-            ToolCall("add", '{"a": 1, "b": "x"}'),
-            " ",
-            ToolCall("now", "{}"),
-        ],
-    ),
-    "deepseek": (
-        "Look: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        '{"a": 1, "b": "x"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}'
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ["Look: ", ToolCall("add", '{"a": 1, "b": "x"}'), ToolCall("now", "{}")],
-    ),
-    "glm": (
-        "Look: <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
-        "<arg_value>x\ny</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
-        ["Look: ", ToolCall("add", '{"a": 1, "b": "x\\ny"}'), "\n", ToolCall("now", "{}")],
-    ),
-    "kimi": (
-        "Look: <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-        '{"a": 1, "b": "x"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
-        "<|tool_call_end|><|tool_calls_section_end|>",
-        [
-            "Look: ",
-            ToolCall("add", '{"a": 1, "b": "x"}', "functions.add:0"),
-            ToolCall("now", "{}", "functions.now:1"),
-        ],
-    ),
-    "mistral": (
-        'Look: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x"}, "id": "abcdefghi"}]</s>'
-        '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}',
-        [
-            "Look: ",
-            ToolCall("add", '{"a": 1, "b": "x"}', "abcdefghi"),
-            ToolCall("add", '{"a": 1}', "abcdefghi"),
-            ToolCall("now", "{}"),
-            ToolCall("now", "{}"),
-        ],
-    ),
-    "python": (
-        "Look: ```python\nprint(1)\n``` and ```python\nx = 2",
-        [
-            "Look: ",
-            ToolCall("python", '{"code": "print(1)\\n"}'),
-            " and ",
-            ToolCall("python", '{"code": "x = 2"}'),
-        ],
-    ),
-    "code_interpreter": ("```python\nx\n```", [ToolCall("code_interpreter", '{"code": "x\\n"}')]),
-}
-NO_CALLS = {
-    "hermes": (
-        "a <tool_cal> b",
-        "<tool_call>{no json}</tool_call>!",
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": 3}</tool_call>',
-        "a <tool",
-    ),
-    "qwen3_coder": (
-        "<tool_call>x</tool_call>",
-        "<tool_call><function=f>junk</function></tool_call>",
-        "<tool_call></tool_call>",
-    ),
-    "llama3_json": (
-        '{"a": 1}',
-        "{",
-        "plain",
-        '{"name": "f", "parameters": 3}',
-        '{"name": "f", "parameters": {}} and text',
-        "<|python",
-    ),
-    "gpt-oss": (
-        "<|channel|>final<|message|>to=func",
-        "to=functions.f<|message|>x<|call|>!",
-        "to=functions.f is it",
-    ),
-    "deepseek": (
-        "<｜tool▁calls",
-        "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>[]<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    "glm": ("<tool_call></tool_call>", "<tool_call>f\n<arg_key>a</arg_key></tool_call>", "<tool_call>f g"),
-    "kimi": (
-        "<|tool_calls_section_begin|>functions.f:0",
-        "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>3<|tool_calls_section_end|>",
-    ),
-    "mistral": (
-        '[TOOL_CALLS] [{"name": "f"}, 3]',
-        "[TOOL_CALLS] []",
-        "[TOOL_CALLS] [",
-        "[TOOL_CALLS]f",
-        "[TOOL",
-    ),
-    "python": ("```python\n\n```", "```python", "```js\nx\n```"),
-    "code_interpreter": ("``",),
-}
-
-
-def parsed(name: str, text: str, size: int) -> list[str | ToolCall]:
-    parser = TOOL_PARSERS[name]()
-    parts = [
-        part for place in range(0, len(text), size) for part in parser.feed(text[place : place + size])
-    ] + parser.end()
-    joined: list[str | ToolCall] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined
-
-
-@pytest.mark.parametrize("name", TOOL_PARSERS)
-def test_calls_are_found_however_the_text_is_cut(name: str) -> None:
-    text, expected = CALLS[name]
-    for size in (1, 2, 7, len(text)):
-        assert parsed(name, text, size) == expected
-        for plain in NO_CALLS[name]:
-            assert parsed(name, plain, size) == [plain]
-
-
-@pytest.mark.parametrize("name", TOOL_PARSERS)
-def test_the_opening_makes_a_call(name: str) -> None:
-    rest = {
-        "hermes": '{"a": 1}}',
-        "qwen3_coder": "<parameter=a>\n1\n</parameter>\n</function>",
-        "llama3_json": '{"a": 1}}',
-        "gpt-oss": '{"a": 1}',
-        "deepseek": '{"a": 1}<｜tool▁call▁end｜>',
-        "glm": "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
-        "kimi": '{"a": 1}<|tool_call_end|>',
-        "mistral": '{"a": 1}}]',
-        "python": "a = 1",
-        "code_interpreter": "a = 1",
-    }[name]
-    wanted = ToolCall("f", '{"a": 1}')
-    if rest == "a = 1":
-        wanted = ToolCall(name, '{"code": "a = 1"}')
-    (call,) = [part for part in parsed(name, TOOL_PARSERS[name]().opening("f") + rest, 3) if part != " "]
-    assert isinstance(call, ToolCall) and (call.name, call.arguments) == (wanted.name, wanted.arguments)
-    assert TOOL_PARSERS[name]().opening("f").startswith(TOOL_PARSERS[name]().opening(None)[:-1])
-
-
-PIECES = st.sampled_from(
-    [
-        piece
-        for text, _ in CALLS.values()
-        for piece in re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```|\w+|.", text, re.S)
-    ]
-)
-
-
-@pytest.mark.parametrize("name", TOOL_PARSERS)
-@settings(deadline=None, max_examples=30)
-@given(st.lists(PIECES, max_size=12).map("".join), st.integers(1, 5))
-def test_any_text_is_read_alike_however_it_is_cut(name: str, text: str, size: int) -> None:
-    whole = parsed(name, text, len(text) or 1)
-    assert parsed(name, text, size) == whole
-    assert any(isinstance(part, ToolCall) for part in whole) or "".join(map(str, whole)) == text
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "malformed"),
-    [
-        ("hermes", "<tool_call>{no</tool_call> and <tool_call>{", 2),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call> <tool_c', 0),
-        ("qwen3_coder", "<tool_call>f</tool_call>", 1),
-        ("llama3_json", '{"name": "f", "parameters": ', 1),
-        ("llama3_json", '{"answer": 1}', 0),
-        ("llama3_json", 'It is {"name": "f"', 0),
-        ("mistral", "[TOOL_CALLS]f", 1),
-        ("python", "```python\n```", 1),
-    ],
-)
-def test_calls_that_cannot_be_read_are_counted(name: str, text: str, malformed: int) -> None:
-    for size in (1, len(text)):
-        parser = TOOL_PARSERS[name]()
-        for place in range(0, len(text), size):
-            parser.feed(text[place : place + size])
-        parser.end()
-        assert parser.malformed == malformed
-
-
-def test_templates_say_their_format() -> None:
-    for name in ("deepseek", "glm", "gpt-oss", "kimi", "mistral"):
-        parser = TOOL_PARSERS[name]()
-        assert parser.needs_special_tokens
-    assert parser_of_template("<tool_call>{name}\n<arg_key>") == "glm"
-    assert parser_of_template("[TOOL_CALLS] [") == "mistral"
-    assert parser_of_template("... <tool_call>{...}</tool_call>") == "hermes"
-    assert parser_of_template("<tool_call><function=x><parameter=y>") == "qwen3_coder"
-    assert (
-        parser_of_template("<|python_tag|>") == "llama3_json" and parser_of_template("{{ messages }}") is None
-    )

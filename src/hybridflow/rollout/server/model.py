@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.rollout.server.text import TokenNames
+from hybridflow.tools.parsers.response import OtherFormats
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class ServedModel:
     """Name in `TOOL_PARSERS` of the format in which the model writes calls."""
     chat_template: str | None = None
     """Template in place of the tokenizer's."""
+    other_formats: OtherFormats = field(default_factory=OtherFormats)
+    """Other formats in which the model was seen to write calls."""
     any_name: bool = False
     """Whether requests may ask for it by any name, as those of agents do that were written for another."""
 

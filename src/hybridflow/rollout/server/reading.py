@@ -6,12 +6,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from hybridflow.data.tokenizer import text_of
 from hybridflow.rollout.base import GenerationOutput, PartialOutput
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.text import Detokenizer, StopCutter
-from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+from hybridflow.tools.parsers import KNOWN_TAGS, TOOL_PARSERS, ToolCall
+from hybridflow.tools.parsers.base import CallParser
+from hybridflow.tools.parsers.response import (
+    PROMPT_END,
+    ends_in_thinking,
+    leaves_thinking,
+    other_format,
+)
 
 STATUSES = {"abort": 503, "error": 500}
 """HTTP status for the end of a request that was not the request's fault."""
@@ -52,21 +60,32 @@ class ChoiceReader:
     num_calls: int = 0
     _detokenizer: Detokenizer = field(init=False)
     _cutter: StopCutter = field(init=False)
+    _texts: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         prompt = self.choice // self.job.n
-        tools = self.job.tools
-        self._parser = TOOL_PARSERS[tools.parser]() if tools.parser else None
-        skipped = self.job.skip_special_tokens
-        if self._parser is not None and self._parser.needs_special_tokens:
-            skipped = False
+        self._parser = self._parser_behind(self.job.prompts[prompt])
         self._detokenizer = Detokenizer(
-            self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=skipped
+            self.model.tokenizer,
+            self.job.prompts[prompt],
+            skip_special_tokens=self.job.skip_special_tokens,
+            keep=KNOWN_TAGS if self._parser else frozenset(),
         )
         self._cutter = StopCutter(self.job.sampling[prompt].stop)
         self._first: list[str | ToolCall] = [*self.job.echo[prompt : prompt + 1]]
-        if self._parser is not None and tools.opening:
-            self._first = self._parser.feed(tools.opening)
+        if self._parser is not None and self.job.tools.opening:
+            self._first = self._parser.feed(self.job.tools.opening)
+
+    def _parser_behind(self, prompt: list[int]) -> CallParser | None:
+        """Return the parser of a response to a prompt, where it may have calls."""
+        tools = self.job.tools
+        if not tools.parser:
+            return None
+        options = self.job.template_options
+        in_thinking = ends_in_thinking(text_of(self.model.tokenizer, prompt[-PROMPT_END:]))
+        if options.get("continue_final_message"):
+            in_thinking = leaves_thinking(self.job.messages[-1]["content"])
+        return TOOL_PARSERS[tools.parser](options["tools"], in_thinking=in_thinking)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
         """Return what is new in `output`, a part of the response or all of it; the last piece says its end.
@@ -135,11 +154,28 @@ class ChoiceReader:
         self._first = []
         if self._parser is not None:
             parts += self._parser.feed(text)
+            self._texts.append(text)
             if done:
                 parts += self._parser.end()
+                if not self.num_calls and not any(isinstance(part, ToolCall) for part in parts):
+                    self._look_for_other_formats(self._parser)
         elif text:
             parts.append(text)
         return parts
+
+    def _look_for_other_formats(self, parser: CallParser) -> None:
+        """Warn where a response without calls has some in another format than the served model's."""
+        name = self.job.tools.parser
+        assert name is not None, "a parser has a name"
+        found = other_format(
+            name,
+            self.job.tools.opening + "".join(self._texts),
+            self.job.template_options["tools"],
+            problems=bool(parser.problems),
+            in_thinking=parser.in_thinking,
+        )
+        if found:
+            self.model.other_formats.warn(found, name)
 
 
 def _check_finished(output: GenerationOutput) -> None:

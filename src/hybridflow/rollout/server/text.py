@@ -5,10 +5,10 @@ token ids ──Detokenizer──► text ──StopCutter──► text up to t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
-from hybridflow.data.tokenizer import Tokenizer, text_of
-from hybridflow.tools.parsers.base import overlap
+from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
+from hybridflow.tools.parsers.source import overlap
 
 BROKEN = "\ufffd"
 """Character that a decoder writes for bytes that are no character (yet)."""
@@ -26,9 +26,17 @@ class Detokenizer:
     """Decoder of one response; text that may still change when more tokens come is held back."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        keep: Set[str] = frozenset(),
     ) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        """Special tokens whose texts are in `keep` are written even where special tokens are skipped."""
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens and not keep
+        self._keep = keep if skip_special_tokens else frozenset()
         self._most_pending = MOST_PENDING
         if "ByteFallback" in _decoder_of(tokenizer):
             self._most_pending = MOST_PENDING_OF_RUNS
@@ -39,6 +47,8 @@ class Detokenizer:
     def add(self, token_ids: Iterable[int]) -> str:
         """Add tokens and return the text that has become certain."""
         read = len(self._ids)
+        if self._keep:
+            token_ids = without_special(self._tokenizer, list(token_ids), self._keep)
         self._ids += token_ids
         text = self._decode(self._ids[self._begin :])
         pending = len(text) - len(text.rstrip(BROKEN))

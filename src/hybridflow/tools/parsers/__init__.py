@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from hybridflow.tools.parsers.base import ToolCall, ToolParser
+from hybridflow.tools.parsers.base import CallParser
+from hybridflow.tools.parsers.calls import ToolCall
 from hybridflow.tools.parsers.deepseek import DeepSeekParser
-from hybridflow.tools.parsers.fenced_python import FencedPythonParser
+from hybridflow.tools.parsers.fenced_python import CodeInterpreterParser, FencedPythonParser
 from hybridflow.tools.parsers.glm import GlmParser
 from hybridflow.tools.parsers.gpt_oss import GptOssParser
 from hybridflow.tools.parsers.hermes import HermesParser
@@ -16,10 +14,10 @@ from hybridflow.tools.parsers.llama3_json import Llama3JsonParser
 from hybridflow.tools.parsers.mistral import MistralParser
 from hybridflow.tools.parsers.qwen3_coder import Qwen3CoderParser
 
-__all__ = ["TOOL_PARSERS", "ToolCall", "ToolParser", "parser_of_template"]
+__all__ = ["KNOWN_TAGS", "TOOL_PARSERS", "ToolCall", "parser_of_template"]
 
-TOOL_PARSERS: dict[str, Callable[[], ToolParser]] = {
-    "code_interpreter": partial(FencedPythonParser, "code_interpreter"),
+TOOL_PARSERS: dict[str, type[CallParser]] = {
+    "code_interpreter": CodeInterpreterParser,
     "deepseek": DeepSeekParser,
     "glm": GlmParser,
     "gpt-oss": GptOssParser,
@@ -30,6 +28,11 @@ TOOL_PARSERS: dict[str, Callable[[], ToolParser]] = {
     "python": FencedPythonParser,
     "qwen3_coder": Qwen3CoderParser,
 }
+
+KNOWN_TAGS = frozenset(tag for parser in TOOL_PARSERS.values() for tag in parser().tags)
+"""Tags of all formats. A special token that is one of them has to stay in the text of a response, so that a
+call is found, or the format in which it is written.
+"""
 
 SIGNS = (
     ("<parameter=", "qwen3_coder"),

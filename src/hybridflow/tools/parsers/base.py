@@ -1,168 +1,271 @@
-"""Interface of the parsers of tool calls, and text that is held back because it may become a tag."""
+"""What all formats of tool calls have in common: text in, plain text and whole calls out, in their order.
+
+text ─► thinking set apart ─► a tag that begins a call ─► the format's own reader ─┬► calls
+                          └► plain text, at once                                   └► plain text, the reason
+"""
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
-NO_JSON = (ValueError, RecursionError)
-"""What `json` raises for a text that is no JSON, or that is nested too deeply to be read."""
+from hybridflow.tools.parsers.calls import ToolCall, parameters_of, read_json
+from hybridflow.tools.parsers.source import SPACE, Pausing, Source, Tags, Unreadable
+
+THINKING = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<|channel|>analysis<|message|>": "<|end|>",
+}
+"""Texts with which models begin to think, and those with which they end it."""
+MORE_JSON = ",:}]\"'"
+"""Characters that, behind a whole object, tell that it was closed too early."""
+JSON_BEGINS = Tags("{", "[", '"')
+LONGEST_HEAD = 256
+"""Characters from the beginning of a call to its arguments; more of them are no name."""
+FIRST_KEYS = Tags(*(f'"{key}"' for key in ("name", "arguments", "parameters", "function", "type", "id")))
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """Call that a model wrote."""
+class CallParser(ABC):
+    """Parser of calls of one format.
 
-    name: str
-    arguments: str
-    """A JSON object, as text."""
-    id: str = ""
-    """Name that the model gave the call, where its format has one."""
+    What a model thinks is plain text, and no call is read in it. A call in thinking that never ends is not
+    made: it counts among `problems`.
+    """
 
+    starts: ClassVar[tuple[str, ...]]
+    """Tags that begin a call, or a section of calls."""
+    inner: ClassVar[tuple[str, ...]] = ()
+    """Tags within a call; where one stands alone, the beginning of a call is missing."""
+    stops: ClassVar[tuple[str, ...]] = ()
+    """Tags that end a call, or a section."""
+    example: ClassVar[str]
+    """A call, as a model is told to write it."""
+    thinking: ClassVar[Mapping[str, str]] = {"<think>": "</think>"}
+    """Those of `THINKING` that the format has."""
 
-class ToolParser(Protocol):
-    """Parser of one response as it grows: text in, plain text and whole calls out, in their order."""
+    def __init__(self, tools: Sequence[Any] = (), *, in_thinking: bool = False) -> None:
+        """`tools` are those that can be called, in OpenAI's form; `in_thinking` says that the prompt ends
+        within thinking, as those of some templates do.
+        """
+        self.problems: list[str] = []
+        """Why each call that was begun could not be read, to go on after "it could not be read:"; the text of
+        these calls is in the plain text.
+        """
+        self.closes_thinking = False
+        """Whether a thought has ended that had not begun: then all that stood before it was the thought."""
+        self._tools = tools
+        self._parameters = parameters_of(tools)
+        self.in_thinking = in_thinking
+        self._thinking = self.thinking
+        self._has_thought = False
+        self._source = Source()
+        self._parts: list[str | ToolCall] = []
+        self._reading = self._read()
 
-    needs_special_tokens: bool
-    """Whether the format is written with special tokens, so that the text must be decoded with them."""
-    malformed: int
-    """Number of calls that were begun and could not be read; they are in the plain text."""
+    def knows(self, name: str) -> bool:
+        """Return whether there is a tool of this name; where no tools are given, every name is one."""
+        return name in self._parameters or not self._parameters
 
+    @property
+    def malformed(self) -> int:
+        """Number of calls that were begun and could not be read."""
+        return len(self.problems)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Texts that have to be left in a response for it to be read."""
+        return (*self.starts, *self.inner, *self.stops, *self._thinking, *self._thinking.values())
+
+    @abstractmethod
     def opening(self, name: str | None) -> str:
         """Return the beginning of a call (of this tool), which behind a prompt makes the model write one."""
 
-    def feed(self, text: str) -> list[str | ToolCall]: ...
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Return plain text as soon as it is certain, and calls as soon as they are whole."""
+        self._source.add(text)
+        return self._go_on()
 
     def end(self) -> list[str | ToolCall]:
-        """Return what was held back, when no more text comes."""
-
-
-class TaggedParser(ABC):
-    """Parser of calls between two tags."""
-
-    start: str
-    stop: str
-    needs_special_tokens = False
-
-    def __init__(self) -> None:
-        self.malformed = 0
-        self._held = ""
+        """Return what was held back: calls whose end alone is missing, and text as it stands."""
+        self._source.end()
+        return self._go_on()
 
     @abstractmethod
-    def read(self, body: str) -> list[ToolCall] | None:
-        """Return the calls between the tags, or None where there is none."""
+    def _read(self) -> Pausing[None]:
+        """Read the whole response: hand out its parts, and note its problems."""
 
-    def feed(self, text: str) -> list[str | ToolCall]:
-        """Return plain text at once, and calls when their closing tag has come."""
-        self._held += text
-        found: list[str | ToolCall] = []
-        while True:
-            plain, tag, rest = self._held.partition(self.start)
-            if not tag:
-                keep = overlap(plain, self.start)
-                found.append(plain[: len(plain) - keep])
-                self._held = plain[len(plain) - keep :]
-                break
-            body, closing, after = rest.partition(self.stop)
-            if not closing:
-                found.append(plain)
-                self._held = tag + rest
-                break
-            calls = self.read(body)
-            if calls is None:
-                self.malformed += 1
-                found.append(plain + tag + body + closing)
+    def _go_on(self) -> list[str | ToolCall]:
+        next(self._reading, None)
+        parts = self._parts
+        self._parts = []
+        return parts
+
+    def _beginning(self) -> Pausing[None]:
+        """Read what stands at the beginning of the response, and behind a thought."""
+        yield from ()
+
+    def _fail(self, tag: str, problem: Unreadable) -> None:
+        """Hand out a call that began with `tag` and cannot be read as plain text, and note the reason.
+
+        It ends with the closing tag that was read, or where it could not be read any further.
+        """
+        text = self._source.noted()
+        stop = Tags(*self.stops).pattern.search(text, len(tag))
+        if stop is not None and self._source.may_go_back(len(text) - stop.start()):
+            self._source.give_back(text[stop.start() :])
+            text = text[: stop.start()]
+        self._say(text)
+        self.problems.append(str(problem))
+
+    def _say(self, text: str) -> None:
+        """Hand out plain text."""
+        if not text:
+            return
+        before = self._parts[-1] if self._parts else None
+        if isinstance(before, str):
+            self._parts[-1] = before + text
+        else:
+            self._parts.append(text)
+
+    def _think(self) -> Pausing[None]:
+        """Hand a thought out as plain text, to the tag that ends it."""
+        self._has_thought = True
+        thought: list[str] = []
+        end = yield from self._source.until(Tags(*self._thinking.values()), self._giving_to(thought))
+        self._say(end)
+        if end:
+            yield from self._beginning()
+        else:
+            self._check_open_thought("".join(thought))
+
+    def _giving_to(self, thought: list[str]) -> Callable[[str], None]:
+        """Return a function that hands out text and adds it to a thought."""
+
+        def give(text: str) -> None:
+            self._say(text)
+            thought.append(text)
+
+        return give
+
+    def _check_open_thought(self, thought: str) -> None:
+        """Report a call in thinking that never ended: it may be meant, and would be lost without a word."""
+        drafts = type(self)(self._tools)
+        drafts._thinking = {}
+        parts = [*drafts.feed(thought), *drafts.end()]
+        if any(isinstance(part, ToolCall) for part in parts):
+            end = next(iter(self.thinking.values()))
+            self.problems.append(f"it stands within thinking that has no end ({end}), where no call is made")
+
+    def _head(self, head: re.Pattern[str], tags: Tags) -> Pausing[tuple[re.Match[str], str]]:
+        """Read the name of a call, and what the format writes between it and its arguments.
+
+        Return the match of `head`, and the first letter of the arguments, which is read too. Raises
+        Unreadable where one of `tags`, or anything that is too long for a name, stands in their place.
+        """
+        parts: list[str] = []
+        begins = ("{", '"')
+        letter = yield from self._source.until(Tags(*begins, *tags.texts), parts.append, LONGEST_HEAD)
+        match = head.fullmatch("".join(parts))
+        if letter not in begins:
+            self._source.give_back(letter)
+        if letter not in begins or match is None:
+            raise Unreadable("it is no name with a JSON object as its arguments")
+        return match, letter
+
+    def _json_value(self, letter: str = "") -> Pausing[Any]:
+        """Read a JSON object, list or text and return it, whose first `letter` may have been read before.
+
+        Raises Unreadable where there is none.
+        """
+        source = self._source
+        if not letter and not (yield from source.here(JSON_BEGINS)):
+            other = yield from source.letter()
+            raise Unreadable(f"it has no JSON before {other!r}" if other else "its JSON is missing")
+        return read_json((yield from source.json_text(letter)))
+
+    def _behind(self, *tags: str, json_is_whole: bool = False) -> Pausing[str]:
+        """Read white space and one of `tags`, and return the tag; without one, read nothing and return "".
+
+        Behind a JSON value that should be whole, Unreadable is raised where it goes on: that would be lost.
+        """
+        space = yield from self._source.run(SPACE)
+        tag = yield from self._source.at(Tags(*tags))
+        if tag:
+            return tag
+        letter = yield from self._source.letter()
+        if json_is_whole and letter and letter in MORE_JSON:
+            raise Unreadable(f"its JSON goes on behind its end, with {letter!r}")
+        if letter:
+            self._source.give_back(space)
+        return ""
+
+    def _bare_object(self) -> Pausing[str]:
+        """Read a JSON object at the beginning that may be a call, and return its text; it stays noted.
+
+        Return "" where there is none; what was read is then handed out. Raises Unreadable where it breaks
+        off.
+        """
+        source = self._source
+        source.note((yield from source.run(SPACE)))
+        if (yield from source.at(Tags("{"))):
+            yield from source.run(SPACE)
+            if (yield from source.here(FIRST_KEYS)):
+                return (yield from source.json_text("{"))
+        self._say(source.noted())
+        return ""
+
+
+class TaggedParser(CallParser):
+    """Parser of calls that begin with a tag, wherever it stands."""
+
+    def __init__(self, tools: Sequence[Any] = (), *, in_thinking: bool = False) -> None:
+        super().__init__(tools, in_thinking=in_thinking)
+        self._left: Literal["", "call", "malformed"] = ""
+        """What tags that still come belong to: a call that was read, one that was not, or nothing."""
+
+    @abstractmethod
+    def block(self, tag: str) -> Pausing[list[ToolCall]]:
+        """Read what stands behind a tag of `starts`, up to the end of the call or section.
+
+        Raises Unreadable where one of its calls cannot be read; then none of them counts.
+        """
+
+    def _read(self) -> Pausing[None]:
+        source = self._source
+        marks = Tags(*self.tags)
+        if self.in_thinking:
+            yield from self._think()
+        else:
+            yield from self._beginning()
+        while tag := (yield from source.until(marks, self._say)):
+            if tag in self._thinking:
+                self._say(tag)
+                yield from self._think()
+            elif tag in self._thinking.values():
+                self._say(tag)
+                self.closes_thinking = not self._has_thought
+            elif tag in self.starts:
+                source.note(tag)
+                try:
+                    calls = yield from self.block(tag)
+                except Unreadable as error:
+                    self._fail(tag, error)
+                    self._left = "malformed"
+                else:
+                    source.noted()
+                    self._parts += calls
             else:
-                found += [plain, *calls]
-            self._held = after
-        return [each for each in found if each]
+                self._end_of_call(tag)
 
-    def end(self) -> list[str | ToolCall]:
-        """Return a call whose closing tag is missing, if it is whole, else the text as it stands."""
-        held = self._held
-        self._held = ""
-        if held.startswith(self.start):
-            calls = self.read(held.removeprefix(self.start))
-            if calls is not None:
-                return list(calls)
-            self.malformed += 1
-        return [held] if held else []
-
-
-def overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `tag`, without the whole of it."""
-    place = text.find(tag[0], max(0, len(text) - len(tag) + 1))
-    while place >= 0:
-        if tag.startswith(text[place:]):
-            return len(text) - place
-        place = text.find(tag[0], place + 1)
-    return 0
-
-
-def call_of(value: Any, key: str) -> ToolCall | None:
-    """Return the call that a JSON object {"name": …, key: {…}} stands for, or None where it is no call."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get(key, {})
-    if not isinstance(arguments, dict) or not _can_be_sent(value["name"]):
-        return None
-    named = value.get("id")
-    if not isinstance(named, str) or not _can_be_sent(named):
-        named = ""
-    return ToolCall(value["name"], as_json(arguments), named)
-
-
-def json_calls(pattern: re.Pattern[str], text: str) -> list[ToolCall] | None:
-    """Return the calls in a text that is nothing but matches of `pattern`, or None where one is not whole.
-
-    The groups are `name`, `arguments` (a JSON object) and, where the format has one, `id`.
-    """
-    calls = []
-    for match in matches(pattern, text) or ():
-        try:
-            call = call_of(match.groupdict() | {"arguments": json.loads(match["arguments"])}, "arguments")
-        except NO_JSON:
-            return None
-        if call is None:
-            return None
-        calls.append(call)
-    return calls or None
-
-
-def matches(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
-    """Return the matches of `pattern` that follow each other through all of `text`, or None."""
-    text = text.rstrip()
-    found = []
-    place = 0
-    while place < len(text):
-        match = pattern.match(text, place)
-        if match is None:
-            return None
-        found.append(match)
-        place = match.end()
-    return found
-
-
-def value_of(text: str) -> Any:
-    """Return a value that is written without quotes: JSON where it is such, else a string."""
-    try:
-        return json.loads(text)
-    except NO_JSON:
-        return text
-
-
-def as_json(arguments: dict[str, Any]) -> str:
-    """Return arguments as JSON that can be sent; half a surrogate pair stays an escape."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    return text if _can_be_sent(text) else json.dumps(arguments)
-
-
-def _can_be_sent(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    def _end_of_call(self, tag: str) -> None:
+        """Take a tag outside of calls: it belongs to the last one, or to one that has no beginning."""
+        if not self._left:
+            self.problems.append(f"{tag} stands there without {self.starts[0]} before it")
+            self._left = "malformed"
+        if self._left == "malformed":
+            self._say(tag)
+        if tag in self.stops:
+            self._left = ""

@@ -6,26 +6,24 @@ from __future__ import annotations
 
 import re
 
-from hybridflow.tools.parsers.base import TaggedParser, ToolCall, json_calls
+from hybridflow.tools.parsers.sections import SectionParser
 
-CALL = re.compile(
-    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?:\n```json\n|<｜tool▁sep｜>)"
-    r"(?P<arguments>.*?)(?:\n```)?(?:<｜tool▁call▁end｜>|\Z)",
-    re.DOTALL,
-)
+SEPARATOR = "<｜tool▁sep｜>"
 
 
-class DeepSeekParser(TaggedParser):
+class DeepSeekParser(SectionParser):
     """Parser of calls between special tokens."""
 
-    start = "<｜tool▁calls▁begin｜>"
-    stop = "<｜tool▁calls▁end｜>"
-    needs_special_tokens = True
+    begin = "<｜tool▁call▁begin｜>"
+    finish = "<｜tool▁call▁end｜>"
+    starts = ("<｜tool▁calls▁begin｜>", begin)
+    inner = (SEPARATOR, finish)
+    stops = ("<｜tool▁calls▁end｜>",)
+    head = re.compile(
+        rf"\s*(?:function{SEPARATOR})?(?P<name>[^\s<`]+)\s*(?:{SEPARATOR})?\s*(?:```(?:json)?)?\s*"
+    )
+    example = f"{starts[0]}{begin}NAME{SEPARATOR}{{…}}{finish}{stops[0]}"
 
     def opening(self, name: str | None) -> str:
         """Return the beginning of a call, up to the arguments where a tool is named."""
-        return f"{self.start}<｜tool▁call▁begin｜>" + (f"{name}<｜tool▁sep｜>" if name else "")
-
-    def read(self, body: str) -> list[ToolCall] | None:
-        """Return the calls of a turn."""
-        return json_calls(CALL, body)
+        return f"{self.starts[0]}{self.begin}" + (f"{name}{SEPARATOR}" if name else "")

@@ -5,30 +5,89 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from hybridflow.tools.parsers.base import TaggedParser, ToolCall, as_json, matches, value_of
+from hybridflow.tools.parsers.base import TaggedParser
+from hybridflow.tools.parsers.calls import ToolCall, made_call
+from hybridflow.tools.parsers.source import SPACE, Pausing, Tags, Unreadable
+from hybridflow.tools.parsers.typed import value_of
 
-NAME = re.compile(r"\s*([^\s<]+)\s*")
-ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>\s*|\Z)", re.DOTALL)
+KEY = "<arg_key>"
+VALUE = "<arg_value>"
+END_OF_KEY = "</arg_key>"
+END_OF_VALUE = "</arg_value>"
+NAME = re.compile(r"[\w.:/-]*")
+LONGEST_KEY = 256
+BEHIND_VALUES = Tags(KEY, "</tool_call>", "<tool_call>")
 
 
 class GlmParser(TaggedParser):
-    """Parser of names and pairs of tags; a value that is JSON is taken as such, any other as a string."""
+    """Parser of names and pairs of tags; values are read by the schemas of the tools (`typed`).
 
-    start = "<tool_call>"
-    stop = "</tool_call>"
-    needs_special_tokens = True
+    A value ends with the first `</arg_value>` behind which the call goes on or ends; another one is part of
+    the value. So are pairs of tags within it.
+    """
+
+    starts = ("<tool_call>",)
+    inner = (KEY, END_OF_KEY, VALUE, END_OF_VALUE)
+    stops = ("</tool_call>",)
+    example = f"<tool_call>NAME\n{KEY}KEY{END_OF_KEY}\n{VALUE}VALUE{END_OF_VALUE}\n</tool_call>"
 
     def opening(self, name: str | None) -> str:
         """Return the beginning of a call, up to the first argument where a tool is named."""
-        return self.start + (f"{name}\n" if name else "")
+        return "<tool_call>" + (f"{name}\n" if name else "")
 
-    def read(self, body: str) -> list[ToolCall] | None:
-        """Return the call of one pair of tags."""
-        name = NAME.match(body)
-        if name is None:
-            return None
-        pairs = matches(ARGUMENT, body[name.end() :])
-        if pairs is None:
-            return None
-        return [ToolCall(name[1], as_json({pair[1].strip(): value_of(pair[2]) for pair in pairs}))]
+    def block(self, tag: str) -> Pausing[list[ToolCall]]:
+        """Read the call of one pair of tags; the closing one may be missing."""
+        source = self._source
+        self._left = "call"
+        yield from source.run(SPACE)
+        name = yield from source.run(NAME)
+        if not name:
+            raise Unreadable(f"{tag} is not followed by the name of a tool")
+        arguments: dict[str, Any] = {}
+        while True:
+            yield from source.run(SPACE)
+            if not (yield from source.at(Tags(KEY))):
+                break
+            key = yield from self._key(name)
+            if key in arguments:
+                raise Unreadable(f"{name} has the argument {key} twice")
+            value = yield from self._value(name, key)
+            arguments[key] = value_of(value, key, self._parameters.get(name))
+        if (yield from source.at(Tags(*self.stops))):
+            self._left = ""
+            return [made_call(name, arguments)]
+        other = yield from source.letter()
+        if other and not (yield from source.here(Tags(*self.starts))):
+            raise Unreadable(f"{name} has {other!r} where an argument or its end should be")
+        if not arguments and name not in self._parameters:  # a mention of the tag, before some word
+            raise Unreadable(f"{name} has no arguments and no end")
+        return [made_call(name, arguments)]
+
+    def _key(self, name: str) -> Pausing[str]:
+        source = self._source
+        parts: list[str] = []
+        end = yield from source.until(Tags(*self.tags), parts.append, LONGEST_KEY)
+        yield from source.run(SPACE)
+        if end != END_OF_KEY or not (yield from source.at(Tags(VALUE))):
+            raise Unreadable(f"an argument of {name} is no pair of {KEY} and {VALUE}")
+        return "".join(parts).strip()
+
+    def _value(self, name: str, key: str) -> Pausing[str]:
+        """Read the value of an argument, and its closing tag."""
+        source = self._source
+        parts: list[str] = []
+        num_within = 0  # values that were opened in this one
+        while tag := (yield from source.until(Tags(VALUE, END_OF_VALUE), parts.append)):
+            if tag == VALUE:
+                num_within += 1
+            elif num_within:
+                num_within -= 1
+            else:
+                space = yield from source.run(SPACE)
+                if (yield from source.here(BEHIND_VALUES)) or not (yield from source.letter()):
+                    return "".join(parts)
+                tag += space
+            parts.append(tag)
+        raise Unreadable(f"the argument {key} of {name} is not closed")

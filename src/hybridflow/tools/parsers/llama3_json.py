@@ -1,72 +1,74 @@
-"""Llama 3.1 and later: the whole response is `{"name": …, "parameters": {…}}`, maybe behind `<|python_tag|>`;
-several calls by `;`.
+"""Llama 3.1 and later: a response that begins with `{"name": …, "parameters": {…}}`, maybe behind
+`<|python_tag|>`; several calls by `;`.
+
+Without the tag an object may as well be the answer. It is a call where its name is that of a tool, or where
+it has a name and arguments and nothing else.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
+from hybridflow.tools.parsers.base import TaggedParser
+from hybridflow.tools.parsers.calls import ARGUMENTS, KEYS, ToolCall, call_of, read_json
+from hybridflow.tools.parsers.source import SPACE, Pausing, Unreadable
 
-TAG = "<|python_tag|>"
 
+class Llama3JsonParser(TaggedParser):
+    """Parser of JSON at the beginning of a response, or behind a tag; all other text is plain."""
 
-class Llama3JsonParser:
-    """Parser that holds a response back until it ends if it begins like a call; any other response is plain
-    text from its first character.
-    """
-
-    needs_special_tokens = False
-
-    def __init__(self) -> None:
-        self.malformed = 0
-        self._held = ""
-        self._plain = False
+    starts = ("<|python_tag|>",)
+    example = '{"name": NAME, "parameters": {…}}'
 
     def opening(self, name: str | None) -> str:
         """Return the beginning of a call, up to the parameters where a tool is named."""
         return '{"name": ' + (f'{json.dumps(name)}, "parameters": ' if name else '"')
 
-    def feed(self, text: str) -> list[str | ToolCall]:
-        """Return text at once where the response is no call, else nothing before `end`."""
-        self._held += text
-        begun = self._held.lstrip()
-        self._plain = self._plain or (
-            bool(begun) and not (begun.startswith(("{", TAG)) or TAG.startswith(begun))
-        )
-        if not self._plain:
-            return []
-        held = self._held
-        self._held = ""
-        return [held] if held else []
+    def block(self, tag: str) -> Pausing[list[ToolCall]]:
+        """Read the objects behind the tag."""
+        calls = []
+        yield from self._source.run(SPACE)
+        tag = ""
+        while True:
+            calls.append(call_of((yield from self._json_value(tag))))
+            tag = yield from self._behind(";", "{", json_is_whole=True)
+            if tag == ";":
+                tag = yield from self._behind("{")
+            if not tag:
+                return calls
 
-    def end(self) -> list[str | ToolCall]:
-        """Return all calls, or the text as it stands where one of them is not whole."""
-        held = self._held
-        self._held = ""
-        if not held:
-            return []
-        calls = _read(held)
-        if calls:
-            return [*calls]
-        # JSON that names nothing is an answer, and no call
-        self.malformed = int(not self._plain and (held.lstrip().startswith(TAG) or '"name"' in held))
-        return [held]
+    def _beginning(self) -> Pausing[None]:
+        source = self._source
+        while True:
+            try:
+                text = yield from self._bare_object()
+                if not text:
+                    return
+                value = read_json(text)
+                if not self._is_call(value):
+                    self._say(source.noted())
+                    return
+                call = call_of(value)
+                yield from self._behind(";", json_is_whole=True)
+            except Unreadable as error:
+                text = source.noted()
+                self._say(text)
+                if self._seems_call(text):
+                    self.problems.append(str(error))
+                return
+            source.noted()
+            self._parts.append(call)
 
+    def _is_call(self, value: dict[str, Any]) -> bool:
+        """Return whether an object is a call, and not an answer in JSON."""
+        written = value.get("function", value)
+        if not isinstance(written, dict) or not isinstance(written.get("name"), str):
+            return False
+        has_arguments = any(key in written for key in ARGUMENTS)
+        return written["name"] in self._parameters or (has_arguments and written.keys() <= KEYS)
 
-def _read(text: str) -> list[ToolCall] | None:
-    """Return all calls, or None where one of them is not whole."""
-    rest = text.strip().removeprefix(TAG).strip()
-    calls = []
-    decoder = json.JSONDecoder()
-    while rest:
-        try:
-            value, size = decoder.raw_decode(rest)
-        except NO_JSON:
-            return None
-        call = call_of(value, "parameters")
-        if call is None:
-            return None
-        calls.append(call)
-        rest = rest[size:].lstrip("; \n")
-    return calls
+    def _seems_call(self, text: str) -> bool:
+        """Return whether a text that is no whole object has the parts of a call."""
+        names = (*ARGUMENTS, *self._parameters)
+        return '"name"' in text and any(json.dumps(name) in text for name in names)

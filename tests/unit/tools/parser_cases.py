@@ -1,0 +1,865 @@
+"""Texts that models write, and what is to be read in them: one table for all formats of tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+
+Part = str | ToolCall
+
+
+def tool(name: str, more: dict[str, Any] | None = None, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, **(more or {})}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TEXT = {"type": "string"}
+TOOLS = [
+    tool("f", a={"type": "integer"}, b=TEXT),
+    tool("g", b=TEXT),
+    tool("now"),
+    tool("delete_all"),
+    tool(
+        "typed",
+        {"$defs": {"Place": {"type": "string"}, "Level": {"enum": [1, 2]}}},
+        text=TEXT,
+        choice={"enum": ["1", "two"]},
+        level={"enum": [1, 2, "auto"]},
+        fixed={"const": 3},
+        number={"type": "number"},
+        integer={"type": "integer"},
+        flag={"type": "boolean"},
+        items={"type": "array"},
+        thing={"type": "object"},
+        maybe_text={"type": ["string", "null"]},
+        any_text={"anyOf": [{"type": "string"}, {"type": "null"}]},
+        maybe_integer={"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        either={"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
+        place={"$ref": "#/$defs/Place"},
+        all_levels={"allOf": [{"$ref": "#/$defs/Level"}]},
+        elsewhere={"$ref": "https://example.org/schema"},
+        free={"description": "anything"},
+    ),
+    tool("python", code=TEXT),
+    tool("code_interpreter", code=TEXT),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table."""
+
+    title: str
+    format: str
+    text: str
+    parts: list[Part]
+    """Plain text and calls in their order; neighbouring texts are one."""
+    problems: list[str] = field(default_factory=list)
+    """A part of the reason for each call that cannot be read."""
+    in_thinking: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.format}-{self.title}".replace(" ", "_")
+
+
+def read(name: str, call_id: str = "", **arguments: Any) -> ToolCall:
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False), call_id)
+
+
+# How each format writes a call, given the JSON text of its arguments, and what it ends with
+
+JSON_WRITERS: dict[str, Callable[[str, str], str]] = {
+    "hermes": lambda name, arguments: (
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    ),
+    "llama3_json": lambda name, arguments: f'<|python_tag|>{{"name": "{name}", "parameters": {arguments}}}',
+    "mistral": lambda name, arguments: f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]',
+    "deepseek": lambda name, arguments: (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "kimi": lambda name, arguments: (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "gpt-oss": lambda name, arguments: (
+        f"<|channel|>to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+    ),
+}
+OPENINGS = {
+    "hermes": "<tool_call>",
+    "llama3_json": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "kimi": "<|tool_calls_section_begin|>",
+    "qwen3_coder": "<tool_call>",
+    "glm": "<tool_call>",
+    "python": "```python",
+}
+"""Tags that begin a call, so that a mention of one is a call that cannot be read."""
+CLOSINGS = {
+    "hermes": "</tool_call>",
+    "llama3_json": ";",
+    "mistral": "</s>",
+    "deepseek": "<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_end|>",
+    "gpt-oss": "<|call|>",
+    "qwen3_coder": "</parameter>",
+    "glm": "</arg_value>",
+    "python": "```",
+}
+
+
+def qwen(name: str, **values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def glm(name: str, **values: str) -> str:
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()
+    )
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def reads(format: str, title: str, text: str, *parts: Part) -> Case:
+    return Case(title, format, text, [*parts])
+
+
+def unread(format: str, title: str, text: str, *problems: str) -> Case:
+    """A text that stays as it is: with calls that cannot be read, or without any."""
+    return Case(title, format, text, [text], [*problems])
+
+
+def write(format: str, name: str, **arguments: Any) -> str:
+    """A call as the format writes it; gpt-oss's begins on a channel, so that it may stand behind text."""
+    if format in ("python", "code_interpreter"):
+        return f"```python\n{arguments['b']}\n```"
+    if format in ("qwen3_coder", "glm"):
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()
+        }
+        return (qwen if format == "qwen3_coder" else glm)(name, **texts)
+    return JSON_WRITERS[format](name, json.dumps(arguments, ensure_ascii=False))
+
+
+def found(format: str, name: str, **arguments: Any) -> ToolCall:
+    """The call that `write` writes."""
+    if format in ("python", "code_interpreter"):
+        return read(format, code=f"{arguments['b']}\n")
+    return read(name, name if format == "kimi" else "", **arguments)
+
+
+def before(format: str) -> str:
+    """The plain text that stays of a call's head."""
+    return "<|channel|>" if format == "gpt-oss" else ""
+
+
+def said(*parts: Part) -> list[Part]:
+    """Parts with neighbouring texts joined, and without empty ones."""
+    joined: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        elif part:
+            joined.append(part)
+    return joined
+
+
+STRINGS = {
+    "braces that do not match": "mkdir -p t/{a,b",
+    "brackets that do not match": "]}[{",
+    "quotes and backslashes in a text": 'say "hi" \\ \\" \\',
+    "lines in a text": "one\n\ntwo\tthree",
+    "a text in other letters": "naïve 日本語 👩‍👧 \u2028",
+    "tags of other formats in a text": "[ARGS]{} <function> <|im_end|> to=functions.f",
+    "thinking in a text": "<think>no</think> yes </think>",
+    "JSON in a text": '{"name": "delete_all", "arguments": {}}',
+    "an empty text": "",
+}
+
+
+def in_every_format() -> Iterator[Case]:
+    for format in TOOL_PARSERS:
+        one = write(format, "f", a=1, b="x")
+        call = found(format, "f", a=1, b="x")
+        other = write(format, "g", b="y = 2")
+        second = found(format, "g", b="y = 2")
+        head = before(format)
+        draft = write(format, "delete_all", b="delete_all()")
+        cut = one[: one.index("x")]
+        yield Case("plain text", format, "It is 3 < 4, {so} [it] is.", ["It is 3 < 4, {so} [it] is."])
+        yield Case("nothing", format, "", [])
+        yield Case("white space", format, " \n ", [" \n "])
+        yield Case("a call", format, one, said(head, call))
+        yield Case("text and a call", format, f"Look:\n{one}", said("Look:\n", head, call))
+        yield Case("text behind a call", format, f"{one}\nI wait.", said(head, call, "\nI wait."))
+        yield Case("two calls", format, f"{one}\n{other}", said(head, call, "\n", head, second))
+        if format == "llama3_json":
+            yield Case("two calls in one block", format, f"{one}; {other[14:]}", [call, second])
+        if format not in ("python", "code_interpreter"):
+            name = write(format, "now")
+            yield Case("a call without arguments", format, name, said(head, found(format, "now")))
+            yield Case("a call that is cut", format, cut, [cut], ["closed"])
+            for title, text in STRINGS.items():
+                written = write(format, "g", b=text)
+                yield Case(title, format, written, said(head, found(format, "g", b=text)))
+            for title, text in (
+                ("the closing tag in a text", f"the {CLOSINGS[format]} ends it"),
+                ("the opening tag in a text", f"the {OPENINGS.get(format, 'to=functions.g')} begins it"),
+            ):
+                written = write(format, "g", b=text)
+                yield Case(title, format, written, said(head, found(format, "g", b=text)))
+            example = write(format, "delete_all")
+            if format != "gpt-oss":
+                example = f"Write\n{write(format, 'delete_all', b='all')}\nfor it"
+            written = write(format, "g", b=example)
+            yield Case("a call within a text", format, written, said(head, found(format, "g", b=example)))
+        if format == "gpt-oss":
+            continue  # it thinks on a channel of its own
+        thought = f"<think>I could\n{draft}\nbut no.</think>\n"
+        yield Case("a draft in thinking", format, f"{thought}No.", [f"{thought}No."])
+        yield Case("a draft in thinking, then a call", format, thought + one, [thought, call])
+        mention = f"<think>I need {OPENINGS.get(format, '```python')} here.</think>"
+        yield Case("a tag in thinking, then a call", format, mention + one, [mention, call])
+        yield Case(
+            "open thinking with a call", format, f"<think>so\n{one}", [f"<think>so\n{one}"], ["no end"]
+        )
+        yield Case("open thinking", format, mention[:-8], [mention[:-8]])
+        begun = f"Hm.\n{draft}\nNo.</think>"
+        yield Case("thinking in the prompt", format, begun + one, [begun, call], in_thinking=True)
+        yield Case("open thinking of the prompt", format, one, [one], ["no end"], in_thinking=True)
+        if format in OPENINGS and format != "python":
+            text = f"The tag {OPENINGS[format]} begins it. "
+            yield Case("a tag in plain text, then a call", format, text + one, [text, call], [""])
+            bad = f"{OPENINGS[format]} ?! "
+            yield Case("a call, then one that is none", format, f"{one} {bad}", [call, f" {bad}"], [""])
+
+
+# Objects of which it is asked whether they are calls: (title, object, calls or the reason why there is none)
+
+F = read("f", a=1)
+OBJECTS: list[tuple[str, str, list[ToolCall] | str]] = [
+    ("arguments", '{"name": "f", "arguments": {"a": 1}}', [F]),
+    ("parameters", '{"name": "f", "parameters": {"a": 1}}', [F]),
+    ("arguments first", '{"arguments": {"a": 1}, "name": "f"}', [F]),
+    ("no spaces", '{"name":"f","arguments":{"a":1}}', [F]),
+    ("line ends", '{\n  "name": "f",\n  "arguments": {\n    "a": 1\n  }\n}', [F]),
+    ("an id and a type", '{"id": "c1", "type": "function", "name": "f", "arguments": {}}', [read("f", "c1")]),
+    ("OpenAI's form", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', [F]),
+    (
+        "OpenAI's form with text",
+        '{"function": {"name": "f", "arguments": "{\\"a\\": 1}"}, "id": "c1"}',
+        [read("f", "c1", a=1)],
+    ),
+    ("arguments as text", '{"name": "f", "arguments": "{\\"a\\": 1}"}', [F]),
+    ("arguments as another text", '{"name": "f", "arguments": "a=1"}', "JSON is wrong"),
+    ("arguments as a text of a list", '{"name": "f", "arguments": "[1]"}', "no JSON object"),
+    ("a line end in a string", '{"name": "g", "arguments": {"b": "x\ny"}}', [read("g", b="x\ny")]),
+    ("args", '{"name": "f", "args": {"a": 1}}', "'args'"),
+    ("argument", '{"name": "f", "argument": {"a": 1}}', "'argument'"),
+    ("params", '{"name": "f", "params": {"a": 1}}', "'params'"),
+    ("input", '{"name": "f", "input": {"a": 1}}', "'input'"),
+    ("arguments and one outside", '{"name": "f", "arguments": {"a": 1}, "b": "x"}', "'b'"),
+    ("arguments and a thought", '{"name": "f", "arguments": {"a": 1}, "thought": "?"}', "'thought'"),
+    ("arguments and parameters", '{"name": "f", "arguments": {}, "parameters": {"a": 1}}', "both"),
+    ("arguments twice", '{"name": "f", "arguments": {"a": 1}, "arguments": {}}', "'arguments' twice"),
+    ("an argument twice", '{"name": "f", "arguments": {"a": 1, "a": 2}}', "'a' twice"),
+    ("arguments that are a list", '{"name": "f", "arguments": [1]}', "no JSON object"),
+    ("arguments that are null", '{"name": "f", "arguments": null}', "no JSON object"),
+    ("NaN", '{"name": "f", "arguments": {"a": NaN}}', "NaN"),
+    ("a number without end", '{"name": "f", "arguments": {"a": 1e999}}', "too large"),
+    ("a number of many digits", f'{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}', "JSON is wrong"),
+    ("deep brackets", f'{{"name": "f", "arguments": {{"a": {"[" * 20000}{"]" * 20000}}}}}', "deeply"),
+    ("half a pair", '{"name": "g", "arguments": {"b": "\\ud800"}}', [ToolCall("g", '{"b": "\\ud800"}')]),
+    ("a comma too many", '{"name": "f", "arguments": {"a": 1,}}', "JSON is wrong"),
+    ("a brace too few", '{"name": "f", "arguments": {"a": 1}', ""),
+    ("a quote too few", '{"name": "f", "arguments": {"b": "x}}', ""),
+    ("closed too early", '{"name": "f", "arguments": {"a": 1}}, "b": "x"}', "goes on"),
+    ("a brace too many", '{"name": "f", "arguments": {"a": 1}}}', "goes on"),
+    ("Python's quotes", '{"name": "f", "arguments": {\'a\': 1}}', '"\'"'),
+]
+NO_CALLS: list[tuple[str, str, str]] = [
+    # objects that llama3_json takes for answers
+    ("tool_name", '{"tool_name": "f", "arguments": {"a": 1}}', "'tool_name'"),
+    ("tool", '{"tool": "f", "arguments": {"a": 1}}', "'tool'"),
+    ("a function as text", '{"function": "f", "arguments": {"a": 1}}', "'function'"),
+    ("a name that is a number", '{"name": 3, "arguments": {"a": 1}}', "name"),
+    ("no name", '{"arguments": {"a": 1}}', "no name"),
+    ("a name that is no tool's and another key", '{"name": "Ada", "age": 3}', "'age'"),
+]  # fmt: skip
+
+
+def objects() -> Iterator[Case]:
+    for title, text, wanted in [*OBJECTS, *NO_CALLS]:
+        for format, opening, closing in (
+            ("hermes", "<tool_call>", "</tool_call>"),
+            ("llama3_json", "", ""),
+            ("llama3_json", "<|python_tag|>", ""),
+            ("mistral", "[TOOL_CALLS] ", ""),
+        ):
+            if isinstance(wanted, list):
+                yield Case(f"{opening}{title}", format, opening + text + closing, list(wanted))
+                continue
+            is_answer = not opening and any(title == other for other, _, _ in NO_CALLS)
+            problems = [] if is_answer else [wanted]
+            whole = opening + text + closing
+            yield Case(f"{opening}{title}", format, whole, [whole], problems)
+
+
+def bare_arguments() -> Iterator[Case]:
+    """Arguments that stand by themselves, behind a name."""
+    writers = {name: JSON_WRITERS[name] for name in ("deepseek", "kimi", "gpt-oss")}
+    writers["mistral"] = lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+    for format, writer in writers.items():
+        for title, arguments, wanted in (
+            ("arguments as text", '"{\\"a\\": 1}"', F),
+            ("spaced arguments", '\n{ "a" : 1 }\n', F),
+            ("arguments that are a list", "[1]", ""),
+            ("arguments that are null", "null", ""),
+            ("no arguments", "", ""),
+            ("an argument twice", '{"a": 1, "a": 2}', "twice"),
+            ("NaN", '{"a": NaN}', "NaN"),
+            ("closed too early", '{"a": 1}, "b": "x"}', "goes on"),
+            ("a comma too many", '{"a": 1,}', "JSON is wrong"),
+            ("words", "a=1", ""),
+        ):
+            text = writer("f", arguments)
+            if isinstance(wanted, ToolCall):
+                call = ToolCall(wanted.name, wanted.arguments, "f" if format == "kimi" else "")
+                yield Case(f"{title} behind a name", format, text, said(before(format), call))
+            else:
+                yield Case(f"{title} behind a name", format, text, [text], [wanted])
+
+
+# Values without quotes: (argument of `typed`, text, value)
+
+VALUES: list[tuple[str, str, Any]] = [
+    ("text", "1.10", "1.10"),
+    ("text", "1e5", "1e5"),
+    ("text", "007", "007"),
+    ("text", "90210", "90210"),
+    ("text", "NaN", "NaN"),
+    ("text", '"quoted"', '"quoted"'),
+    ("text", "true", "true"),
+    ("text", "null", "null"),
+    ("text", '{"a": 1}', '{"a": 1}'),
+    ("text", "[1, 2]", "[1, 2]"),
+    ("text", "  indented", "  indented"),
+    ("text", "\nbehind an empty line\n", "\nbehind an empty line\n"),
+    ("text", "a\n\nb", "a\n\nb"),
+    ("choice", "1", "1"),
+    ("choice", "two", "two"),
+    ("choice", "3", "3"),
+    ("level", "1", 1),
+    ("level", "auto", "auto"),
+    ("fixed", "3", 3),
+    ("number", "1.10", 1.1),
+    ("number", "1e5", 1e5),
+    ("number", "NaN", "NaN"),
+    ("number", "1e999", "1e999"),
+    ("integer", "5", 5),
+    ("integer", "-5", -5),
+    ("integer", "five", "five"),
+    ("integer", "1.5", "1.5"),
+    ("flag", "true", True),
+    ("flag", "True", True),
+    ("flag", "FALSE", False),
+    ("flag", "1", "1"),
+    ("items", '["a", 1]', ["a", 1]),
+    ("items", "['a']", "['a']"),
+    ("thing", '{"a": {"b": null}}', {"a": {"b": None}}),
+    ("thing", '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+    ("maybe_text", "90210", "90210"),
+    ("maybe_text", "null", None),
+    ("any_text", "90210", "90210"),
+    ("any_text", "null", None),
+    ("maybe_integer", "7", 7),
+    ("maybe_integer", "null", None),
+    ("maybe_integer", "None", None),
+    ("either", "7", 7),
+    ("either", "true", True),
+    ("place", "12", "12"),
+    ("all_levels", "2", 2),
+    ("elsewhere", "12", "12"),
+    ("free", "12", 12),
+    ("free", "1.10", "1.10"),
+    ("free", '"x"', '"x"'),
+    ("free", "[1.10]", [1.1]),
+    ("free", "null", None),
+    ("unknown", "true", True),
+    ("unknown", "two words", "two words"),
+]
+
+
+def values() -> Iterator[Case]:
+    for argument, text, value in VALUES:
+        for format, writer in (("qwen3_coder", qwen), ("glm", glm)):
+            call = read("typed", **{argument: value})
+            yield Case(f"{argument} {text}", format, writer("typed", **{argument: text}), [call])
+    for format, writer in (("qwen3_coder", qwen), ("glm", glm)):
+        call = read("nobody", a=1, b="1.10", c="x")
+        yield Case("an unknown tool", format, writer("nobody", a="1", b="1.10", c="x"), [call])
+
+
+TWO = "<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+XML = [
+    reads(
+        "qwen3_coder",
+        "in one line",
+        "<tool_call><function=g><parameter=b>x</parameter></function></tool_call>",
+        read("g", b="x"),
+    ),
+    reads(
+        "qwen3_coder",
+        "no outer tags",
+        f"So: <function=f>\n{TWO}</function> then",
+        "So: ",
+        read("f", a=1, b="x"),
+        " then",
+    ),
+    reads(
+        "qwen3_coder",
+        "no opening tag",
+        f"<function=f>\n{TWO}</function>\n</tool_call>.",
+        read("f", a=1, b="x"),
+        ".",
+    ),
+    reads("qwen3_coder", "no closing tags", f"<tool_call>\n<function=f>\n{TWO}", read("f", a=1, b="x")),
+    reads(
+        "qwen3_coder",
+        "two functions",
+        f"<tool_call><function=f>{TWO}</function><function=now></function></tool_call>",
+        read("f", a=1, b="x"),
+        read("now"),
+    ),
+    reads(
+        "qwen3_coder",
+        "two functions without outer tags",
+        f"<function=f>{TWO}</function>\n<function=now></function>",
+        read("f", a=1, b="x"),
+        "\n",
+        read("now"),
+    ),
+    unread(
+        "qwen3_coder",
+        "two parameters run together",
+        "<tool_call><function=f><parameter=a>\n1\n<parameter=b>\nx\n</parameter></function></tool_call>",
+        "<parameter=b>",
+    ),
+    Case(
+        "parameters run together, then a call",
+        "qwen3_coder",
+        f"<function=g><parameter=b>\n1\n<parameter=b>\nx\n</parameter></function></tool_call>{qwen('now')}",
+        ["<function=g><parameter=b>\n1\n<parameter=b>\nx\n</parameter></function></tool_call>", read("now")],
+        ["not closed"],
+    ),
+    unread(
+        "qwen3_coder",
+        "an open parameter of another tool",
+        "<function=g><parameter=b>\n1\n<parameter=c>\nx\n</parameter></function></tool_call>",
+        "not closed",
+    ),
+    unread(
+        "qwen3_coder",
+        "an open parameter",
+        "<tool_call><function=g><parameter=b>\nx\n</function></tool_call> so",
+        "not closed",
+    ),
+    unread(
+        "qwen3_coder", "an open parameter at the end", "<tool_call><function=g><parameter=b>\nx", "not closed"
+    ),
+    unread(
+        "qwen3_coder",
+        "a parameter twice",
+        qwen("f", a="1").replace("</function>", "<parameter=a>2</parameter></function>"),
+        "twice",
+    ),
+    unread("qwen3_coder", "text for parameters", "<tool_call><function=f>a=1</function></tool_call>", "'a'"),
+    reads(
+        "qwen3_coder",
+        "a parameter in a text",
+        qwen("g", b="use <parameter=x> and </parameter> here"),
+        read("g", b="use <parameter=x> and </parameter> here"),
+    ),
+    reads(
+        "qwen3_coder",
+        "closing tags in a text",
+        qwen("g", b="</function> and </tool_call> here"),
+        read("g", b="</function> and </tool_call> here"),
+    ),
+    unread(
+        "qwen3_coder",
+        "parameters without a function",
+        "<parameter=a>\n1\n</parameter>\n</function>",
+        "without <tool_call>",
+    ),
+    unread(
+        "qwen3_coder",
+        "the JSON of another format",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+        "<function=",
+    ),
+    unread(
+        "qwen3_coder", "a name without its end", "<tool_call><function=f\n</tool_call>", "<function=NAME>"
+    ),
+    reads("glm", "no line ends", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", F),
+    reads("glm", "no closing tag", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", F),
+    reads("glm", "no closing tag before another", f"<tool_call>now\n{glm('f', a='1')}", read("now"), F),
+    unread(
+        "glm",
+        "no opening tag",
+        "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "without <tool_call>",
+    ),
+    unread(
+        "glm",
+        "an open value",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>b</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        "not closed",
+    ),
+    Case(
+        "an open value, then a call",
+        "glm",
+        f"<tool_call>g\n<arg_key>b</arg_key>\n<arg_value>x</tool_call>{glm('f', a='1')}",
+        ["<tool_call>g\n<arg_key>b</arg_key>\n<arg_value>x</tool_call>", F],
+        ["not closed"],
+    ),
+    unread("glm", "a key without a value", "<tool_call>f\n<arg_key>a</arg_key></tool_call>", "no pair"),
+    unread(
+        "glm",
+        "an argument twice",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+        "twice",
+    ),
+    unread("glm", "text for arguments", "<tool_call>f a=1</tool_call>", "'a'"),
+    unread("glm", "the JSON of another format", '<tool_call>{"name": "f"}</tool_call>', "name of a tool"),
+    reads(
+        "glm",
+        "tags in a text",
+        glm("g", b="<arg_key>k</arg_key><arg_value>v</arg_value> </tool_call> <tool_call>"),
+        read("g", b="<arg_key>k</arg_key><arg_value>v</arg_value> </tool_call> <tool_call>"),
+    ),
+]
+ANALYSIS = "<|channel|>analysis<|message|>"
+DRAFT = "to=functions.delete_all<|channel|>commentary json<|message|>{}"
+OTHERS = [
+    reads(
+        "hermes",
+        "two objects in one block",
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "now"}\n</tool_call>',
+        F,
+        read("now"),
+    ),
+    reads(
+        "hermes",
+        "a list of calls",
+        '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>',
+        F,
+        read("now"),
+    ),
+    unread("hermes", "an empty list", "<tool_call>[]</tool_call>", "empty"),
+    unread(
+        "hermes", "a bad object behind a good one", '<tool_call>{"name": "now"} {"b": 2}</tool_call>', "'b'"
+    ),
+    reads("hermes", "no closing tag", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n', F),
+    reads(
+        "hermes",
+        "no closing tag before another",
+        '<tool_call>{"name": "now"}\n<tool_call>{"name": "now"}</tool_call>',
+        read("now"),
+        "\n",
+        read("now"),
+    ),
+    reads(
+        "hermes",
+        "no closing tag before text",
+        '<tool_call>{"name": "now"}\nI wait.',
+        read("now"),
+        "\nI wait.",
+    ),
+    reads(
+        "hermes", "text in a block", '<tool_call>{"name": "now"} I wait</tool_call>!', read("now"), " I wait!"
+    ),
+    reads("hermes", "no opening tag", '{"name": "f", "arguments": {"a": 1}}\n</tool_call>', F),
+    unread("hermes", "no opening tag behind text", 'So: {"name": "now"}</tool_call>', "without <tool_call>"),
+    unread("hermes", "no opening tag and no call", '{"name": "f", "args": {}}</tool_call>', "'args'"),
+    unread(
+        "hermes",
+        "no opening tag and a brace too few",
+        '{"name": "f", "arguments": {}</tool_call>',
+        "without <tool_call>",
+    ),
+    unread("hermes", "an answer in JSON", '{"name": "Ada", "age": 3}'),
+    unread("hermes", "half a tag", "a <tool_cal> b <tool_c"),
+    Case(
+        "an open text, then a call",
+        "hermes",
+        '<tool_call>{"name": "g", "arguments": {"b": "x}}</tool_call>\n'
+        '<tool_call>{"name": "now"}</tool_call>',
+        ['<tool_call>{"name": "g", "arguments": {"b": "x}}</tool_call>\n', read("now")],
+        ["JSON"],
+    ),
+    Case(
+        "a brace too few, then a call",
+        "hermes",
+        '<tool_call>{"name": "g", "arguments": {"b": "x"}</tool_call>\n'
+        '<tool_call>{"name": "now"}</tool_call>',
+        ['<tool_call>{"name": "g", "arguments": {"b": "x"}</tool_call>\n', read("now")],
+        ["'<'"],
+    ),
+    Case(
+        "a call that is none, then a call",
+        "hermes",
+        '<tool_call>{no</tool_call> and <tool_call>{"name": "now"}</tool_call>',
+        ["<tool_call>{no</tool_call> and ", read("now")],
+        ["JSON"],
+    ),
+    reads(
+        "hermes",
+        "a thought in the middle",
+        '<tool_call>{"name": "now"}</tool_call><think><tool_call>{"name": "g"}</tool_call></think>.',
+        read("now"),
+        '<think><tool_call>{"name": "g"}</tool_call></think>.',
+    ),
+    reads(
+        "llama3_json",
+        "two bare calls",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
+        F,
+        read("now"),
+    ),
+    reads(
+        "llama3_json",
+        "two calls in lines",
+        '{"name": "f", "parameters": {"a": 1}}\n{"name": "now"}',
+        F,
+        read("now"),
+    ),
+    reads(
+        "llama3_json",
+        "text behind the object",
+        '{"name": "f", "parameters": {"a": 1}} and text',
+        F,
+        " and text",
+    ),
+    unread("llama3_json", "an answer in JSON", '{"answer": 1}'),
+    unread("llama3_json", "an answer with a name only", '{"name": "Ada"}'),
+    unread("llama3_json", "an answer that is cut", '{"name": "Ada", "age'),
+    reads("llama3_json", "a tool without parameters", '{"name": "now"}', read("now")),
+    reads(
+        "llama3_json", "an unknown tool", '{"name": "nobody", "parameters": {"a": 1}}', read("nobody", a=1)
+    ),
+    unread(
+        "llama3_json",
+        "an answer with parameters",
+        '{"name": "normal", "parameters": {"mu": 0}, "support": "all"}',
+    ),
+    unread("llama3_json", "a tool and another key", '{"name": "f", "a": 1}', "'a'"),
+    unread("llama3_json", "a bare call that is cut", '{"name": "f", "parameters": ', "closed"),
+    unread("llama3_json", "an object in text", 'It is {"name": "f", "parameters": {}}'),
+    reads(
+        "llama3_json",
+        "an object behind a thought",
+        '<think>?</think>\n\n{"name": "f", "parameters": {"a": 1}}',
+        "<think>?</think>",
+        F,
+    ),
+    reads("llama3_json", "a tag behind text", 'So: <|python_tag|>{"name": "now"}', "So: ", read("now")),
+    unread("llama3_json", "code behind the tag", '<|python_tag|>search.call(query="x")', "'s'"),
+    unread("llama3_json", "half a tag", "<|python"),
+    reads(
+        "mistral",
+        "a list",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "now"}]</s>',
+        read("f", "abcdefghi", a=1),
+        read("now"),
+    ),
+    reads(
+        "mistral",
+        "names",
+        '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}',
+        read("f", "abcdefghi", a=1),
+        read("now"),
+        read("now"),
+    ),
+    reads("mistral", "text behind a name", "[TOOL_CALLS]now[ARGS]{} I wait.", read("now"), " I wait."),
+    unread("mistral", "a list that is cut", '[TOOL_CALLS] [{"name": "now"}, {"name', "closed"),
+    unread("mistral", "a list with a number", '[TOOL_CALLS] [{"name": "now"}, 3]', "no JSON object"),
+    unread("mistral", "an empty list", "[TOOL_CALLS] []", "empty"),
+    unread("mistral", "a name alone", "[TOOL_CALLS]f", "no name with"),
+    unread("mistral", "no opening tag", 'f[ARGS]{"a": 1}', "without [TOOL_CALLS]"),
+    reads(
+        "mistral",
+        "its own thinking",
+        "[THINK][TOOL_CALLS]delete_all[ARGS]{}[/THINK][TOOL_CALLS]now[ARGS]{}",
+        "[THINK][TOOL_CALLS]delete_all[ARGS]{}[/THINK]",
+        read("now"),
+    ),
+    reads(
+        "deepseek",
+        "with fences",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        F,
+        read("now"),
+    ),
+    reads(
+        "deepseek",
+        "a fence in a text",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n"
+        '{"b": "```json\\n1\\n```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        read("g", b="```json\n1\n```"),
+    ),
+    reads("deepseek", "no section", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', F),
+    reads("deepseek", "no ends", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}', F),
+    unread(
+        "deepseek",
+        "one of two is none",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>?<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "no name with",
+    ),
+    unread("deepseek", "no call in a section", "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "not followed"),
+    unread(
+        "deepseek",
+        "no beginning",
+        'f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "without",
+    ),
+    reads(
+        "kimi",
+        "two calls in a section",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        read("f", "functions.f:0", a=1),
+        read("now", "functions.now:1"),
+    ),
+    reads(
+        "kimi",
+        "a section in the singular",
+        '<|tool_call_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_call_section_end|>",
+        read("f", "functions.f:0", a=1),
+    ),
+    reads(
+        "kimi",
+        "no section",
+        '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}',
+        read("f", "functions.f:0", a=1),
+    ),
+    unread(
+        "kimi",
+        "no name",
+        '<|tool_calls_section_begin|><|tool_call_begin|>{"a": 1}<|tool_calls_section_end|>',
+        "no name with",
+    ),
+    reads(
+        "gpt-oss",
+        "a call behind thinking",
+        f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+        f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>commentary ",
+        F,
+    ),
+    reads(
+        "gpt-oss",
+        "the recipient in the role",
+        f"{ANALYSIS}Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+        f"{ANALYSIS}Hm.<|end|><|start|>assistant ",
+        F,
+    ),
+    reads(
+        "gpt-oss",
+        "the recipient at the beginning",
+        ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
+        " ",
+        F,
+    ),
+    reads(
+        "gpt-oss",
+        "two messages",
+        'to=functions.f<|message|>{"a": 1}<|call|> to=functions.now<|message|>{}<|call|>',
+        F,
+        " ",
+        read("now"),
+    ),
+    unread("gpt-oss", "a recipient in the answer", f"<|channel|>final<|message|>Write {DRAFT} for it."),
+    unread("gpt-oss", "a recipient in plain text", f"Write {DRAFT} for it."),
+    reads(
+        "gpt-oss",
+        "a draft in thinking, then a call",
+        f"{ANALYSIS}Maybe {DRAFT}?<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f<|message|>{"a": 1}',
+        f"{ANALYSIS}Maybe {DRAFT}?<|end|><|start|>assistant<|channel|>commentary ",
+        F,
+    ),
+    unread(
+        "gpt-oss", "a message within thinking", f"{ANALYSIS}Maybe <|channel|>commentary {DRAFT}", "no end"
+    ),
+    reads(
+        "gpt-oss",
+        "a mark in a text",
+        '<|channel|>commentary to=functions.g<|message|>{"b": "<|call|><|message|>"}<|call|>',
+        "<|channel|>commentary ",
+        read("g", b="<|call|><|message|>"),
+    ),
+    unread("gpt-oss", "words for arguments", "to=functions.f<|message|>x<|call|>!", "'x'"),
+    unread("gpt-oss", "a recipient alone", "to=functions.f is it", "<|message|>"),
+    unread(
+        "gpt-oss",
+        "a tool without functions",
+        '<|channel|>commentary to=f<|message|>{"a": 1}<|call|>',
+        "wanted functions.f",
+    ),
+    unread(
+        "gpt-oss", "another recipient", '<|channel|>analysis to=browser.search<|message|>{"q": 1}<|call|>'
+    ),
+    reads(
+        "python",
+        "two blocks",
+        "Look: ```python\nprint(1)\n``` and ```python\nx = 2",
+        "Look: ",
+        read("python", code="print(1)\n"),
+        " and ",
+        read("python", code="x = 2"),
+    ),
+    reads(
+        "python",
+        "a fence in a text",
+        '```python\ns = "```"\nprint(s)\n```',
+        read("python", code='s = "```"\nprint(s)\n'),
+    ),
+    reads(
+        "python",
+        "a fence in a docstring",
+        '```python\ndef f():\n    """\n    ```\n    x\n    ```\n    """\n```\nDone.',
+        read("python", code='def f():\n    """\n    ```\n    x\n    ```\n    """\n'),
+        "\nDone.",
+    ),
+    reads(
+        "python",
+        "a fence behind code",
+        "```python\nprint(1)```\nDone.",
+        read("python", code="print(1)"),
+        "\nDone.",
+    ),
+    reads(
+        "python", "a fence behind code at the end", "```python\nprint(1)```", read("python", code="print(1)")
+    ),
+    reads("python", "an indented fence", "  ```python\n  x\n  ```", "  ", read("python", code="  x\n  ")),
+    unread("python", "no code", "```python\n\n```", "no code"),
+    unread("python", "a tag alone", "```python", "no code"),
+    unread("python", "another language", "```js\nx\n```"),
+    reads("code_interpreter", "a block", "```python\nx\n```", read("code_interpreter", code="x\n")),
+]
+
+
+def cases() -> list[Case]:
+    """All cells of the table."""
+    return [*in_every_format(), *objects(), *bare_arguments(), *values(), *XML, *OTHERS]

@@ -271,7 +271,8 @@ class _Play:
         name = self.parts.parser
         text = text_of(tokenizer, without_special(tokenizer, ids, KNOWN_TAGS))
         thinks = ends_in_thinking(text_of(tokenizer, self.conversation.prompt.token_ids[-PROMPT_END:]))
-        read = read_response(name, text, tools, in_thinking=thinks)
+        cut = output.finish_reason == "length"
+        read = read_response(name, text, tools, in_thinking=thinks, cut=cut)
         problems = read.problems
         if not read.calls:
             other = other_format(name, text, tools, problems=bool(problems), in_thinking=thinks)

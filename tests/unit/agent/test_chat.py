@@ -19,6 +19,7 @@ from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.conversation import Conversation
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.agent.runner import Runner
+from hybridflow.agent.tool_parser import FunctionCall, ToolParser
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
@@ -26,6 +27,7 @@ from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import GenerationOutput
+from hybridflow.tools.schemas import schema_with
 from hybridflow.tools.toolset import Toolset
 
 TOKENIZER = create_tiny_tokenizer()
@@ -120,6 +122,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def shop(world: Path) -> str:
+    return f"{world}:Shop"
+
+
 def played(
     answer: Answer,
     *,
@@ -131,22 +138,24 @@ def played(
     agent: AgentConfig | None = None,
     max_tokens: int = 64,
     max_model_len: int = 400,
+    tokenizer: Any = TOKENIZER,
+    parser: str = "hermes",
     **row: Any,
 ) -> list[Trajectory]:
     """Have a model that says `answer(prompt)` play; give the trajectories in the order of their samples."""
     multi_turn = multi_turn or MultiTurnConfig()
     config = agent or AgentConfig(retries=RetriesConfig(0, 0, 0))
     parts = ChatParts(
-        TOKENIZER, ChatTemplate(TOKENIZER, {}), "hermes", tools or Toolset(), hosts, multi_turn, config
+        tokenizer, ChatTemplate(tokenizer, {}), parser, tools or Toolset(), hosts, multi_turn, config
     )
     spec = EnvironmentSpec.of(environment, {}) if environment else None
     limits = replace(LIMITS, max_model_len=max_model_len)
-    runner = Runner(lambda _: ChatAgent(parts, spec), TOKENIZER, limits, config, hosts=hosts, limit=Limit())
+    runner = Runner(lambda _: ChatAgent(parts, spec), tokenizer, limits, config, hosts=hosts, limit=Limit())
     told: dict[int, Trajectory] = {}
     episodes = [episode(number, max_tokens=max_tokens, **row) for number in range(samples)]
 
     async def work() -> None:
-        with client_of(says(TOKENIZER, answer, END)) as client:
+        with client_of(says(tokenizer, answer, END)) as client:
             await runner.run(client, episodes, told.__setitem__)
 
     asyncio.run(work())
@@ -266,6 +275,138 @@ def test_a_call_that_goes_wrong_is_told_to_the_model_and_counted(
     )
     assert found.outcome.kind == "finished" and found.metrics[f"tools/{problem}"] == 1
     assert told in text_of(found, sampled=False)[0]
+
+
+LOOK = call("look")
+DRAFT = call("buy", product="fire")
+QWEN = "<function=buy>\n<parameter=product>\ntea\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("turn", "bought", "told", "malformed"),
+    [
+        # what is written in another way is read where nothing is guessed
+        ('<tool_call>{"name": "buy", "parameters": {"product": "tea"}}</tool_call>', ["tea"], [], 0),
+        ('<tool_call>{"name": "buy", "arguments": "{\\"product\\": \\"tea\\"}"}</tool_call>', ["tea"], [], 0),
+        (f"{call('buy', product='</tool_call>')} So.", ["</tool_call>"], [], 0),
+        # the reason is told, and how to write it
+        ('<tool_call>{"name": "buy", "args": {"product": "tea"}}</tool_call>', [], ["unknown key 'args'"], 1),
+        ('<tool_call>{"name": "buy", "arguments": {"product": "tea"}', [], ["JSON is not closed"], 1),
+        ('{"name": "buy"} </tool_call>!', [], ["'product' is a required property"], 1),
+        ("<tool_call>buy tea</tool_call>", [], ["it has no JSON before 'b'", '<tool_call>{"name": NAME'], 1),
+        # so it is beside calls that can be read
+        (f"{call('buy', product='tea')} <tool_call>{{}}</tool_call>", ["tea"], ["it has no name"], 1),
+        # another format is named
+        (QWEN, [], ["in the format qwen3_coder, and calls are read in the format hermes"], 1),
+        (f"<tool_call>\n{QWEN}\n</tool_call>", [], ["in the format qwen3_coder"], 1),
+        ('[TOOL_CALLS] [{"name": "buy", "arguments": {"product": "tea"}}]', [], ["format mistral"], 1),
+        ('{"name": "buy", "parameters": {"product": "tea"}}', [], ["format llama3_json"], 1),
+        # what is thought is not done
+        (f"<think>{DRAFT}? No.</think>{call('buy', product='tea')}", ["tea"], [], 0),
+        (f"<think>A <tool_call> then.</think>{call('buy', product='tea')}", ["tea"], [], 0),
+        (f"{DRAFT}? No.</think>{call('buy', product='tea')}", ["tea"], [], 0),
+        (f"<think>{DRAFT}", [], ["within thinking that has no end"], 1),
+    ],
+)
+def test_what_a_turn_calls_and_what_the_model_is_told(
+    shop: str, hosts: Hosts, turn: str, bought: list[str], told: list[str], malformed: int
+) -> None:
+    (found,) = played(
+        shopping(turn, LOOK, "done"),
+        environment=shop,
+        hosts=hosts,
+        multi_turn=MultiTurnConfig(max_parallel_calls=3, max_tool_response_length=1000),
+        extra_info={"wish": "tea"},
+        max_tokens=400,
+        max_model_len=2000,
+    )
+    assert found.outcome.kind == "finished" and found.turns == 3
+    messages = found.extra["extra_info"]["messages"]
+    asked = next(place for place, each in enumerate(messages) if each["role"] == "assistant")
+    last = [each for each in messages if each["role"] == "tool"][-1]
+    assert json.loads(last["content"]) == bought
+    answers = "\n".join(each["content"] for each in messages[asked + 1 :] if each["role"] == "tool")
+    assert all(words in answers for words in told)
+    assert found.metrics["tools/malformed"] == malformed and found.metrics["tools/raised"] == 0
+    if malformed and "required" not in str(told):
+        assert "could not be read" in answers
+        ids = [each["tool_call_id"] for each in messages[asked + 1 : asked + 3] if each["role"] == "tool"]
+        assert len(set(ids)) == len(ids)
+
+
+def test_another_format_is_warned_of_once_a_run(
+    shop: str, hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [QWEN, QWEN, '[TOOL_CALLS] [{"name": "look", "arguments": {}}]', "done"]
+    found = played(
+        shopping(*turns),
+        environment=shop,
+        hosts=hosts,
+        samples=3,
+        extra_info={"wish": "tea"},
+        max_tokens=200,
+        max_model_len=2000,
+    )
+    assert [each.metrics["tools/malformed"] for each in found] == [3.0] * 3
+    for name in ("qwen3_coder", "mistral"):
+        assert caplog.text.count(f"writes tool calls in the format {name}") == 1
+        assert f"multi_turn.format={name}" in caplog.text
+
+
+def test_a_prompt_that_ends_in_thinking(tmp_path: Path, hosts: Hosts) -> None:
+    """A call before `</think>` is a draft, though no `<think>` stands in the response."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
+    prompt = "<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    asked = {"prompt": TOKENIZER(prompt)["input_ids"], "raw_prompt": prompt}
+    draft = call("double", number=5)
+    more: dict[str, Any] = {"max_tokens": 200, "max_model_len": 1000, **asked}
+    answer = shopping(f"{draft}\n</think>\n{call('double', number=21)}", "42")
+    (found,) = played(answer, tools=tools, hosts=hosts, **more)
+    assert found.metrics["tools/tool_calls"] == 1 and "42" in text_of(found, sampled=False)[0]
+    (found,) = played(shopping(draft, "42"), tools=tools, hosts=hosts, **more)
+    assert found.metrics["tools/tool_calls"] == 0 and found.metrics["tools/malformed"] == 1
+    assert "no end (</think>)" in text_of(found, sampled=False)[0]
+
+
+def test_tags_that_are_special_tokens_are_found_and_others_are_left_out(tmp_path: Path, hosts: Hosts) -> None:
+    """Which tokens are special is the tokenizer's to say, not the format's."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
+    tokenizer = create_tiny_tokenizer()
+    tags = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<other>"]
+    tokenizer.add_tokens(tags, special_tokens=True)
+    assert tokenizer.decode(tokenizer("<tool_call>x<other>")["input_ids"], skip_special_tokens=True) == "x"
+    turns = [
+        f"So<other>: {call('double', number=21)}",
+        '[TOOL_CALLS] [{"name": "double", "arguments": {"number": 4}}]',
+        "42",
+    ]
+    (found,) = played(
+        shopping(*turns),
+        tools=tools,
+        hosts=hosts,
+        tokenizer=tokenizer,
+        raw_prompt=[{"role": "user", "content": "twice 21?"}],
+        max_tokens=200,
+        max_model_len=1000,
+    )
+    assert found.metrics["tools/tool_calls"] == 1 and "format mistral" in text_of(found, sampled=False)[1]
+    messages = found.extra["extra_info"]["messages"]
+    assert messages[1]["content"] == "So:" and messages[1]["tool_calls"][0]["function"]["name"] == "double"
+    parser = ToolParser.get_tool_parser("hermes", tokenizer)
+    ids = [*tokenizer(turns[0])["input_ids"], END]
+    text, calls = asyncio.run(parser.extract_tool_calls(ids))
+    assert text == "So: " and calls == [FunctionCall("double", '{"number": 21}')]
+
+
+def test_verls_parser_reads_texts_by_the_schemas() -> None:
+    parser = ToolParser.get_tool_parser("qwen3_coder", TOKENIZER)
+    ids = TOKENIZER("<function=buy><parameter=product>1.10</parameter></function>")["input_ids"]
+    schema = schema_with("buy", "", product={"type": "string"})
+    for tools in ([schema], [schema.model_dump()]):
+        _, calls = asyncio.run(parser.extract_tool_calls(ids, tools))
+        assert calls == [FunctionCall("buy", '{"product": "1.10"}')]
 
 
 def test_the_end_of_a_turn_is_given_after_a_stop_text(world: Path, hosts: Hosts) -> None:

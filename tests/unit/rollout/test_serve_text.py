@@ -1,18 +1,28 @@
-"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens."""
+"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens,
+calls of tools.
+"""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import TOKENIZER, ids
+from serving import TOKENIZER, ids, tiny_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from hybridflow.data.tokenizer import encode_rendered
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.rollout.base import GenerationOutput, PartialOutput, SamplingParams
+from hybridflow.rollout.server.job import Job, ToolUse
+from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.reading import ChoiceReader
 from hybridflow.rollout.server.text import BYTE_OF, Detokenizer, StopCutter, TokenNames
+from hybridflow.tools.parsers import ToolCall
 
 TEXTS = ("plain", "naïve café", "日本語のテキスト", "👩‍👩‍👧 and 🏳️‍🌈", "a\ufffdb", "")
 
@@ -133,3 +143,96 @@ def test_names_of_tokens(by_bytes: PreTrainedTokenizerFast, fallback: PreTrained
     )
     assert TokenNames(fallback).bytes(4 + 0xE2) == [0xE2]
     assert TokenNames(TOKENIZER).bytes(TOKENIZER.eos_token_id) == list(b"<|im_end|>")
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    }
+]
+
+
+def answered(
+    parser: str, prompt: str, text: str, size: int, model: ServedModel, **options: Any
+) -> list[str | ToolCall]:
+    """The parts of a response, which comes in pieces of `size` tokens."""
+    tokenizer = model.tokenizer
+    job = Job(
+        prompts=[encode_rendered(tokenizer, prompt)],
+        n=1,
+        sampling=[SamplingParams(512)],
+        seed=None,
+        stream=True,
+        include_usage=False,
+        log_probs=False,
+        return_token_ids=False,
+        names_are_ids=False,
+        skip_special_tokens=True,
+        sticky=None,
+        tools=ToolUse(parser),
+        messages=[{"role": "assistant", "content": prompt}],
+        template_options={"tools": TOOLS, **options},
+    )
+    reader = ChoiceReader(job, model, 0)
+    new = encode_rendered(tokenizer, text)
+    parts: list[str | ToolCall] = []
+    for start in range(0, len(new) - size, size):
+        some = new[start : start + size]
+        parts += reader.read(PartialOutput(0, start, some, [0.0] * len(some))).parts
+    whole = GenerationOutput(0, new, [0.0] * len(new), "stop", [0] * len(new))
+    joined: list[str | ToolCall] = []
+    for part in [*parts, *reader.read(whole).parts]:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            part = f"{joined.pop()}{part}"
+        joined.append(part)
+    return joined
+
+
+ADD = ToolCall("add", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "text", "options", "parts"),
+    [
+        ("hermes", "a:", f"So {CALL}.", {}, ["So ", ADD, "."]),
+        ("hermes", "a:", f"<think>{CALL}</think>{CALL}", {}, [f"<think>{CALL}</think>", ADD]),
+        ("hermes", "a:<think>\n", f"{CALL}</think>{CALL}", {}, [f"{CALL}</think>", ADD]),
+        ("hermes", "a:<think>\n", CALL, {}, [CALL]),
+        ("hermes", "a:<think>\n\n</think>\n\n", CALL, {}, [ADD]),
+        ("hermes", "<think>so", f"{CALL}</think>{CALL}", {"continue_final_message": True},
+         [f"{CALL}</think>", ADD]),
+        ("hermes", "<think></think>so", CALL, {"continue_final_message": True}, [ADD]),
+        ("qwen3_coder", "a:", "<function=add><parameter=a>1.10</parameter></function>", {},
+         [ToolCall("add", '{"a": "1.10"}')]),
+    ],
+)  # fmt: skip
+def test_calls_of_a_response_are_those_behind_its_thoughts(
+    parser: str, prompt: str, text: str, options: dict[str, Any], parts: list[str | ToolCall]
+) -> None:
+    for size in (1, 3, len(text)):
+        assert answered(parser, prompt, text, size, tiny_model(), **options) == parts
+
+
+def test_tags_that_are_special_tokens_are_found_and_others_are_left_out() -> None:
+    """The tokenizer says which tokens are special, whatever the format."""
+    tokenizer = create_tiny_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<other>"], special_tokens=True)
+    for size in (1, 2, 100):
+        parts = answered(
+            "hermes", "a<other>:", f"So<other>: {CALL}<other>", size, tiny_model(tokenizer=tokenizer)
+        )
+        assert parts == ["So: ", ADD]
+
+
+def test_another_format_is_warned_of_once_a_server(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    written = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": "1"}}]'
+    for size in (1, 7, 100):
+        assert answered("hermes", "a:", written, size, model) == [written]
+    assert caplog.text.count("writes tool calls in the format mistral") == 1
+    assert "--tool-call-parser mistral" in caplog.text

@@ -22,6 +22,7 @@ from hybridflow.tools.parsers.response import (
     unread_message,
 )
 from hybridflow.tools.parsers.typed import fits, value_of
+from hybridflow.tools.schemas import schema_with
 
 CASES = cases()
 LONG = 640_000
@@ -121,6 +122,30 @@ def test_each_letter_is_read_a_few_times_at_most(name: str) -> None:
         assert parser._source.num_read <= 6 * len(text), title
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "is_whole"),
+    [
+        ("hermes", '<tool_call>{"name": "now"}', True),
+        ("llama3_json", '{"name": "now"}', True),
+        ("mistral", "[TOOL_CALLS]now{}", True),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}", True),
+        ("kimi", "<|tool_call_begin|>now<|tool_call_argument_begin|>{}", True),
+        ("gpt-oss", "to=functions.now<|message|>{}", True),
+        ("qwen3_coder", "<tool_call><function=now></function>", True),
+        # more arguments, or more code, may have followed
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter>", False),
+        ("qwen3_coder", "<tool_call><function=now>", False),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", False),
+        ("glm", "<tool_call>now", False),
+        ("python", "```python\nx = 1", False),
+    ],
+)
+def test_a_call_at_a_limit_is_read_if_it_is_certainly_whole(name: str, text: str, is_whole: bool) -> None:
+    assert read_response(name, text, TOOLS).calls
+    read = read_response(name, text, TOOLS, cut=True)
+    assert len(read.calls) == is_whole and len(read.problems) == 1 - is_whole
+
+
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_the_opening_makes_a_call(name: str) -> None:
     rest = {
@@ -213,8 +238,8 @@ def test_another_format_is_told_by_its_calls(name: str) -> None:
         assert not read.calls, (name, other)
         found_format = other_format(name, text, TOOLS, problems=bool(read.problems))
         assert found_format == (None if other in fenced else other)
-        thought = f"<think>{text}</think>So."
-        assert other_format(name, thought, TOOLS) in (None, "gpt-oss")
+        for thought in (f"<think>{text}</think>So.", f"{text}</think>So."):
+            assert other_format(name, thought, TOOLS) in (None, "gpt-oss")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +292,6 @@ def test_schemas_of_any_form_take_values_without_end_or_error() -> None:
 
 
 def test_tools_may_be_objects_of_pydantic_and_bare_functions() -> None:
-    from hybridflow.tools.schemas import schema_with
-
     for tools in (
         [schema_with("g", "", b={"type": "string"})],
         [tool("g", b={"type": "string"})["function"]],

@@ -16,7 +16,7 @@ from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes import Hosts, LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
-from hybridflow.tools.toolset import OpenTools, Toolset, cut
+from hybridflow.tools.toolset import OpenTools, Toolset, _integers_as_texts, cut
 
 SHOP = str(Path(__file__).with_name("shop.py"))
 
@@ -53,7 +53,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: b
     toolset = Toolset.load(MultiTurnConfig(function_tool_path=SHOP, max_parallel_calls=5))
     turn = [
         ToolCall("add", '{"a": 2, "b": 3}'),
-        ToolCall("echo", '{"text": 7}'),  # a format without quotes
+        ToolCall("echo", '{"text": 7}'),  # an integer has one text
         ToolCall("add", '{"a": 2}'),
         ToolCall("thread", "{}"),
         ToolCall("echo", r'{"text": "\ud800"}'),  # half a surrogate pair
@@ -78,6 +78,8 @@ def test_calls_of_a_turn_are_answered_in_their_order(hosts: Hosts, in_process: b
         (ToolCall("add", "{}"), "malformed", "'a' is a required property"),
         (ToolCall("add", '{"a": "two"}'), "malformed", "'two' is not of type 'integer'"),
         (ToolCall("add", '{"a": 1, "c": 1}'), "malformed", "'c' was unexpected"),
+        (ToolCall("echo", '{"text": 1.1}'), "malformed", "1.1 is not of type 'string'"),  # it may be 1.10
+        (ToolCall("echo", '{"text": true}'), "malformed", "True is not of type 'string'"),
         (ToolCall("fail", "{}"), "raised", "fail failed: KeyError: 'nothing here'"),
     ],
 )
@@ -160,6 +162,26 @@ class Door:
 
     async def close(self, score: bool = False) -> float:
         return 2.0 * score
+
+
+def test_an_integer_is_a_text_where_a_schema_wants_one() -> None:
+    text = {"type": "string"}
+    properties = {
+        "zip": {"type": ["string", "null"]},
+        "code": {"anyOf": [text, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/Place"},
+        "either": {"type": ["string", "integer"]},
+        "any": True,
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"Place": text}}
+    arguments = dict.fromkeys(properties, 90210)
+    assert _integers_as_texts(arguments, schema) == {
+        "zip": "90210",
+        "code": "90210",
+        "place": "90210",
+        "either": 90210,
+        "any": 90210,
+    }
 
 
 def test_tools_of_a_trajectory_join_those_of_the_run() -> None:

@@ -19,6 +19,7 @@ from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+from hybridflow.tools.parsers.base import CallParser
 
 TOOLS = {
     "gsm8k_tool_config.yaml": """
@@ -368,21 +369,19 @@ def train(model: Path, folder: Path, *overrides: str, **extra_info: Any) -> dict
     return metrics
 
 
-class EveryTurnCalls:
+class EveryTurnCalls(CallParser):
     """A format of tool calls in which every turn of the model is the same call."""
 
-    needs_special_tokens = False
-    malformed = 0
+    starts = ()
+    example = ""
     call: ToolCall
 
     def opening(self, name: str | None) -> str:
         return ""
 
-    def feed(self, text: str) -> list[str | ToolCall]:
-        return [self.call]
-
-    def end(self) -> list[str | ToolCall]:
-        return []
+    def _read(self) -> Iterator[None]:
+        self._parts.append(self.call)
+        yield
 
 
 def format_of(name: str, arguments: dict[str, Any]) -> type[EveryTurnCalls]:

@@ -107,13 +107,14 @@ class ChoiceReader:
         text = self._detokenizer.add(new[:-1] if by_token else new)
         text = self._cutter.add(text + (self._detokenizer.end() if ended else ""))
         if ended is None and self._cutter.found is None:
-            return self._piece(Piece(self.choice, self._parts(text, False), new, log_probs, top))
-        parts = self._parts(text + self._cutter.end(), True)
-        if ended is None or self._cutter.found is not None:
-            return self._piece(Piece(self.choice, parts, new, log_probs, top, "stop", self._cutter.found))
-        return self._piece(
-            Piece(self.choice, parts, new, log_probs, top, ended.finish_reason, ended.stop_reason)
-        )
+            return self._piece(Piece(self.choice, self._parts(text), new, log_probs, top))
+        reason = "stop"
+        stop: int | str | None = self._cutter.found
+        if ended is not None and stop is None:
+            reason = ended.finish_reason
+            stop = ended.stop_reason
+        parts = self._parts(text + self._cutter.end()) + self._last_parts(cut=reason == "length")
+        return self._piece(Piece(self.choice, parts, new, log_probs, top, reason, stop))
 
     def _piece(self, piece: Piece) -> Piece:
         """Check and count the piece's calls; where one call is wanted, nothing comes after it."""
@@ -149,33 +150,34 @@ class ChoiceReader:
             code="no_tool_call",
         )
 
-    def _parts(self, text: str, done: bool) -> list[str | ToolCall]:
+    def _parts(self, text: str) -> list[str | ToolCall]:
         parts = self._first
         self._first = []
         if self._parser is not None:
             parts += self._parser.feed(text)
             self._texts.append(text)
-            if done:
-                parts += self._parser.end()
-                if not self.num_calls and not any(isinstance(part, ToolCall) for part in parts):
-                    self._look_for_other_formats(self._parser)
         elif text:
             parts.append(text)
         return parts
 
-    def _look_for_other_formats(self, parser: CallParser) -> None:
-        """Warn where a response without calls has some in another format than the served model's."""
+    def _last_parts(self, cut: bool) -> list[str | ToolCall]:
+        """Return what was held back, and warn where a response without calls has some in another format."""
+        parser = self._parser
         name = self.job.tools.parser
-        assert name is not None, "a parser has a name"
-        found = other_format(
-            name,
-            self.job.tools.opening + "".join(self._texts),
-            self.job.template_options["tools"],
-            problems=bool(parser.problems),
-            in_thinking=parser.in_thinking,
-        )
-        if found:
-            self.model.other_formats.warn(found, name)
+        if parser is None or name is None:
+            return []
+        parts = parser.end(cut)
+        if not parser.num_calls:
+            other = other_format(
+                name,
+                "".join(self._texts),
+                self.job.template_options["tools"],
+                problems=bool(parser.problems),
+                in_thinking=parser.in_thinking,
+            )
+            if other:
+                self.model.other_formats.warn(other, name)
+        return parts
 
 
 def _check_finished(output: GenerationOutput) -> None:

@@ -50,6 +50,8 @@ class CallParser(ABC):
         """`tools` are those that can be called, in OpenAI's form; `in_thinking` says that the prompt ends
         within thinking, as those of some templates do.
         """
+        self.num_calls = 0
+        """Calls that were handed out."""
         self.problems: list[str] = []
         """Why each call that was begun could not be read, to go on after "it could not be read:"; the text of
         these calls is in the plain text.
@@ -64,10 +66,6 @@ class CallParser(ABC):
         self._source = Source()
         self._parts: list[str | ToolCall] = []
         self._reading = self._read()
-
-    def knows(self, name: str) -> bool:
-        """Return whether there is a tool of this name; where no tools are given, every name is one."""
-        return name in self._parameters or not self._parameters
 
     @property
     def malformed(self) -> int:
@@ -88,9 +86,13 @@ class CallParser(ABC):
         self._source.add(text)
         return self._go_on()
 
-    def end(self) -> list[str | ToolCall]:
-        """Return what was held back: calls whose end alone is missing, and text as it stands."""
-        self._source.end()
+    def end(self, cut: bool = False) -> list[str | ToolCall]:
+        """Return what was held back: calls whose closing tags alone are missing, and text as it stands.
+
+        `cut` says that a limit has ended the response. Then a call without closing tags may lack more than
+        these; it is read only if its JSON is whole.
+        """
+        self._source.end(cut)
         return self._go_on()
 
     @abstractmethod
@@ -130,6 +132,11 @@ class CallParser(ABC):
         else:
             self._parts.append(text)
 
+    def _hand_out(self, calls: list[ToolCall]) -> None:
+        """Hand out calls that were read."""
+        self._parts += calls
+        self.num_calls += len(calls)
+
     def _think(self) -> Pausing[None]:
         """Hand a thought out as plain text, to the tag that ends it."""
         self._has_thought = True
@@ -154,8 +161,9 @@ class CallParser(ABC):
         """Report a call in thinking that never ended: it may be meant, and would be lost without a word."""
         drafts = type(self)(self._tools)
         drafts._thinking = {}
-        parts = [*drafts.feed(thought), *drafts.end()]
-        if any(isinstance(part, ToolCall) for part in parts):
+        drafts.feed(thought)
+        drafts.end()
+        if drafts.num_calls:
             end = next(iter(self.thinking.values()))
             self.problems.append(f"it stands within thinking that has no end ({end}), where no call is made")
 
@@ -256,7 +264,7 @@ class TaggedParser(CallParser):
                     self._left = "malformed"
                 else:
                     source.noted()
-                    self._parts += calls
+                    self._hand_out(calls)
             else:
                 self._end_of_call(tag)
 

@@ -46,6 +46,8 @@ class FencedPythonParser(TaggedParser):
             code.append(found)
             before = "" if found == "\n" else FENCE
         written = "".join(code)
+        if not found and source.is_cut:
+            raise Unreadable("its block has no end")
         if not written.strip():
             raise Unreadable("there is no code in its block")
         return [ToolCall(self.tool, as_json({"code": written}))]

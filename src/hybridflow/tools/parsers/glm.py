@@ -61,8 +61,9 @@ class GlmParser(TaggedParser):
         other = yield from source.letter()
         if other and not (yield from source.here(Tags(*self.starts))):
             raise Unreadable(f"{name} has {other!r} where an argument or its end should be")
-        if not arguments and name not in self._parameters:  # a mention of the tag, before some word
-            raise Unreadable(f"{name} has no arguments and no end")
+        is_mention = not arguments and name not in self._parameters  # of the tag, before some word
+        if is_mention or (source.is_cut and not other):
+            raise Unreadable(f"{name} has no end")
         return [made_call(name, arguments)]
 
     def _key(self, name: str) -> Pausing[str]:

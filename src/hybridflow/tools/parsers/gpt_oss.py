@@ -1,9 +1,9 @@
 """gpt-oss: a message of the assistant to a function,
 `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`.
 
-The recipient stands in the head of a message, before or behind its channel. What stands in the message itself
-is no recipient. All other messages are plain text, marks included; what the model thinks is a message on the
-channel `analysis`.
+The recipient stands in the head of a message, before or behind its channel; a message to a function is a call
+on any channel. What stands in the message itself is no recipient. All other messages are plain text, marks
+included; what the model thinks is a message on the channel `analysis`, to nobody.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class GptOssParser(CallParser):
             return
         source.noted()
         self._say(head[: recipient.start()])
-        self._parts.append(call)
+        self._hand_out([call])
         self._next_is_head = end == CALL
 
     def _think(self) -> Pausing[None]:

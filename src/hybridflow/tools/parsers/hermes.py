@@ -55,7 +55,7 @@ class HermesParser(TaggedParser):
             self._say(written)
             return
         try:
-            self._parts += calls_of(read_json(text))
+            self._hand_out(calls_of(read_json(text)))
         except Unreadable as error:
             self._say(written)
             self.problems.append(str(error))

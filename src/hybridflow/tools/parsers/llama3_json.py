@@ -58,7 +58,7 @@ class Llama3JsonParser(TaggedParser):
                     self.problems.append(str(error))
                 return
             source.noted()
-            self._parts.append(call)
+            self._hand_out([call])
 
     def _is_call(self, value: dict[str, Any]) -> bool:
         """Return whether an object is a call, and not an answer in JSON."""

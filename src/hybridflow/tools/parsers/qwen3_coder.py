@@ -81,6 +81,8 @@ class Qwen3CoderParser(TaggedParser):
             other = yield from source.letter()
             if other:
                 raise Unreadable(f"{name} has {other!r} where a parameter or its end should be")
+            if source.is_cut:
+                raise Unreadable(f"{name} has no end")
         return made_call(name, arguments)
 
     def _name(self) -> Pausing[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.tools.parsers import TOOL_PARSERS
 from hybridflow.tools.parsers.base import THINKING, CallParser
-from hybridflow.tools.parsers.calls import ToolCall
+from hybridflow.tools.parsers.calls import ToolCall, parameters_of
 from hybridflow.tools.parsers.fenced_python import FencedPythonParser
 from hybridflow.tools.parsers.llama3_json import Llama3JsonParser
 
@@ -33,17 +33,17 @@ class ReadResponse:
 
 
 def read_response(
-    name: str, text: str, tools: Sequence[Any] = (), *, in_thinking: bool = False
+    name: str, text: str, tools: Sequence[Any] = (), *, in_thinking: bool = False, cut: bool = False
 ) -> ReadResponse:
     """Read a whole response in the format `name`; `tools` are those that can be called, in OpenAI's form.
 
-    `in_thinking` says that the prompt ends within thinking. Where a thought ends in the text that did not
-    begin there, the text began within it too.
+    `in_thinking` says that the prompt ends within thinking, `cut` that a limit has ended the response. Where
+    a thought ends in the text that did not begin there, the text began within it too.
     """
     parser = TOOL_PARSERS[name](tools, in_thinking=in_thinking)
-    parts = [*parser.feed(text), *parser.end()]
+    parts = [*parser.feed(text), *parser.end(cut)]
     if parser.closes_thinking and not in_thinking:
-        return read_response(name, text, tools, in_thinking=True)
+        return read_response(name, text, tools, in_thinking=True, cut=cut)
     plain = "".join(part for part in parts if isinstance(part, str))
     calls = [part for part in parts if isinstance(part, ToolCall)]
     return ReadResponse(plain, calls, parser.problems)
@@ -68,15 +68,15 @@ def other_format(
     one of a tool that there is. Without, its tags are enough, as no text has them by chance. A fenced block
     of Python and an object in JSON may as well be the answer.
     """
+    known = parameters_of(tools)
     likely = None
     for other, kind in TOOL_PARSERS.items():
         if other == name or issubclass(kind, FencedPythonParser) or not _may_be(kind, text):
             continue
-        parser = kind(tools, in_thinking=in_thinking)
-        calls = [part for part in (*parser.feed(text), *parser.end()) if isinstance(part, ToolCall)]
-        if any(parser.knows(call.name) for call in calls):
+        read = read_response(other, text, tools, in_thinking=in_thinking)
+        if any(call.name in known for call in read.calls):
             return other
-        if not problems and kind is not Llama3JsonParser and (calls or parser.problems):
+        if not problems and kind is not Llama3JsonParser and (read.calls or read.problems):
             likely = likely or other
     return likely
 

@@ -70,6 +70,8 @@ class Source:
         self._place = 0
         self._noted: list[str] | None = None
         self._has_ended = False
+        self.is_cut = False
+        """Whether the response was cut at its end, so that what is missing there may be a part of a call."""
         self.num_read = 0
         """Characters that were read; those that were given back count again."""
         self._given_back = 0
@@ -78,9 +80,10 @@ class Source:
         """Add text that has come."""
         self._waiting.extend(text[place : place + SLICE] for place in range(0, len(text), SLICE))
 
-    def end(self) -> None:
-        """Say that no more text comes."""
+    def end(self, cut: bool) -> None:
+        """Say that no more text comes, and whether that is because the response was cut."""
         self._has_ended = True
+        self.is_cut = cut
 
     def note(self, text: str) -> None:
         """Note what is read from here on, behind `text`, until `noted` asks for it."""

@@ -226,6 +226,25 @@ def test_tool_calls(served: Served) -> None:
     )
 
 
+def test_nulls_say_nothing_and_answers_come_back_as_history(served: Served) -> None:
+    """What the client's own objects hold, sent as they are: most of it is null."""
+    messages: list[Any] = [{"role": "user", "content": "call it"}]
+    unset: dict[str, Any] = dict.fromkeys(("n", "stream", "logprobs", "top_logprobs", "stop", "audio"))
+    first = served.openai.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, extra_body=unset
+    )
+    message = first.choices[0].message
+    said = message.model_dump()
+    assert said["tool_calls"] and {"annotations", "audio", "function_call", "refusal"} <= said.keys()
+    messages += [{**said, "annotations": []}, {"role": "tool", "content": "6", "name": None}]
+    messages[-1]["tool_call_id"] = message.tool_calls[0].id
+    messages.append({"role": "user", "content": "say hello"})
+    again = served.openai.chat.completions.create(model="tiny", messages=messages)
+    # the script calls again, since the words of the first turn are in the prompt
+    assert again.choices[0].message.content.startswith("I call.")
+    assert again.usage.prompt_tokens > first.usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("choice", "number"), [("required", 2), ({"type": "function", "function": {"name": "add"}}, 3)]
 )

@@ -124,6 +124,8 @@ def test_what_cannot_be_served_is_a_400_with_a_sentence(
         {"repetition_penalty": 1e6, "temperature": 1e-19},
         {"stop_token_ids": [5] * 1_000},
         {"prompt_cache_key": HALF},
+        {"n": None, "echo": None, "logprobs": None, "stop": None, "best_of": None, "min_tokens": None},
+        {"ignore_eos": None, "skip_special_tokens": None, "add_special_tokens": None, "not_a_field": None},
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

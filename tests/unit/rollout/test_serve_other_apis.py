@@ -43,7 +43,7 @@ def test_responses_in_two_turns_with_a_tool(served: Served) -> None:
     assert (
         first.status == "completed" and first.usage.output_tokens == len(ids(f"I call. {CALL}\n{CALL}")) + 1
     )
-    items += [item.to_dict() for item in first.output]
+    items += [item.model_dump() for item in first.output]  # with all nulls
     for call in first.output[1:]:
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": "6"})
     second = create(model="tiny", instructions="be brief", input=items, tools=TOOLS)

@@ -76,6 +76,12 @@ def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, s
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_scheme_of_a_token_may_be_in_any_case(served: Served, scheme: str) -> None:
+    headers = {"Authorization": f"{scheme} {TOKEN}"}
+    assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "told"),
     [

@@ -103,9 +103,10 @@ class LiveServer:
 
             def do_GET(self) -> None:
                 """Answer a request."""
-                authorization = self.headers.get("Authorization", "")
-                token = authorization.removeprefix("Bearer ").strip()
-                status, kind, text = live.answer(self.path, self.headers.get("Host", ""), token)
+                scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+                if scheme.lower() != "bearer":
+                    token = ""
+                status, kind, text = live.answer(self.path, self.headers.get("Host", ""), token.strip())
                 body = text.encode("utf-8", "backslashreplace")
                 self.send_response(status)
                 for name, value in live.headers(kind, len(body)).items():

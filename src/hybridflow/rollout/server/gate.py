@@ -72,8 +72,11 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if self._token is not None and scope["path"] not in OPEN_PATHS:
-            given = [headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b"")]
-            if not any(hmac.compare_digest(each, b"Bearer " + self._token) for each in given):
+            scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer":  # RFC 7235: the name of a scheme may be in any case
+                credentials = b""
+            given = [credentials.strip(b" "), headers.get(b"x-api-key", b"")]
+            if not any(hmac.compare_digest(each, self._token) for each in given):
                 what = "the token is not the server's"
                 if b"authorization" not in headers and b"x-api-key" not in headers:
                     what = "there is no token"

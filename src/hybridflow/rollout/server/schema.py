@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 1024
 """Responses of one HTTP request, over all of its prompts."""
@@ -50,9 +50,22 @@ Prompts = Annotated[
 
 
 class StrictBody(BaseModel):
-    """Fields that are not known are refused."""
+    """Fields that are not known are refused. A null counts as not sent: clients send it for any unset field."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Leave out nulls, but for those of fields that must be there."""
+        if not isinstance(body, dict):
+            return body
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None or (name in fields and fields[name].is_required())
+        }
 
 
 class StreamOptions(StrictBody):
@@ -141,6 +154,8 @@ class ChatMessage(StrictBody):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    annotations: list[dict[str, Any]] | None = Field(None, max_length=0)
+    """Empty in the answers that come back as history."""
 
 
 class Function(StrictBody):

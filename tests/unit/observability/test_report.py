@@ -119,6 +119,64 @@ def test_missing_parts_become_notes(tmp_path: Path) -> None:
     assert data["steps"] == [1] and data["title"] == tmp_path.name and len(data["notes"]) == 4
 
 
+DEEP = "[" * 50_000
+HALF_DEEP = "[" * 400 + "]" * 400
+"""Read by Python's parser, and too deep for functions that call themselves."""
+DIGITS = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "is_row"),
+    [
+        ("metrics.jsonl", DEEP, False),
+        ("metrics.jsonl", '{"step": 2, "x": ' + HALF_DEEP + "}", False),
+        ("metrics.jsonl", '{"step": 1e999}', False),
+        ("metrics.jsonl", '{"step": -1e999, "x": 1}', False),
+        ("metrics.jsonl", '{"step": ' + DIGITS + ', "x": 1}', False),
+        ("metrics.jsonl", '{"step": ' + "9" * 5_000 + "}", False),
+        ("metrics.jsonl", '{"step": [2]}', False),
+        ("metrics.jsonl", "[2]", False),
+        ("metrics.jsonl", '"step"', False),
+        ("metrics.jsonl", '{"step": 2, "x": ' + DIGITS + ', "training/num_failed/a": "b"}', True),
+        ("timeline.jsonl", '{"step": 2, "spans": 5}', True),
+        ("timeline.jsonl", DEEP, False),
+        ("rollouts.jsonl", '{"step": 2, "uid": ' + HALF_DEEP + "}", False),
+        ("samples/1.jsonl", DEEP, False),
+        ("samples/1.jsonl", '{"prompt": "a", "x": ' + HALF_DEEP + "}", False),
+        ("samples/1.jsonl", '{"prompt": "a", "score": {"a": 1}}', False),
+        ("samples/1.jsonl", '{"tokens": {"text": 5}}', False),
+        ("samples/1.jsonl", '{"messages": [5]}', False),
+        ("samples/1.jsonl", '{"messages": [{"tool_calls": [5]}]}', False),
+        ("samples/1.jsonl", '{"messages": [{"tool_calls": 5}]}', False),
+        ("samples/1.jsonl", '{"media": [5]}', False),
+        ("samples/1.jsonl", '{"media": [{"picture": "x"}]}', False),
+        ("samples/1.jsonl", '{"prompt": 5, "messages": null, "score": ' + DIGITS + "}", True),
+    ],
+)
+def test_a_line_that_cannot_be_shown_is_left_out_and_told(
+    tmp_path: Path, name: str, line: str, is_row: bool
+) -> None:
+    run = make_run(tmp_path / "run")
+    good = collect(run)
+    with (run / name).open("a") as file:
+        file.write(line + "\n")
+    write_report(run)
+    data = collect(run)
+    told = [note for note in data["notes"] if note not in good["notes"]]
+    assert told == ([] if is_row else [f"{name.partition('/')[0]}: 1 lines could not be read."])
+    assert [row["prompt"] for row in data["details"]["samples/1"]][:1] == [NASTY]
+    assert data["metrics"]["critic/rewards/mean"][:2] == [None, 0.333333]
+    if not is_row:
+        assert data["steps"] == good["steps"] and data["details"] == good["details"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "failures.json", "config.yaml"])
+def test_a_small_file_that_is_nested_too_deeply_is_told(tmp_path: Path, name: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / name).write_text(DEEP)
+    assert any(note.startswith(f"{name} could not be read") for note in collect(run)["notes"])
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
         write_report(tmp_path)

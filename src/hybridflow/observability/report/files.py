@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observability.report.rows import brief
+from hybridflow.observability.report.rows import brief, is_shown, number
 
 _HEAD = 128  # bytes at the beginning of a file by which one that was written anew is known
+_MAX_DEPTH = 100  # lists and objects within each other; Python's own functions end far beyond it
+_MAX_STEP = 2**53  # what the page's numbers hold exactly
 
 Fingerprint = tuple[int, int, int]
 
@@ -46,6 +48,12 @@ class Lines:
         self._offset = 0
         self._head = b""
         self._last: int | None = None  # step of the line at the offset
+        self._bad: set[int] = set()  # where lines begin that could not be read
+
+    @property
+    def bad(self) -> int:
+        """Number of whole lines that could not be read."""
+        return len(self._bad)
 
     def poll(self, number: int) -> bool:
         """Read what is new; return whether something that was there before has gone."""
@@ -69,8 +77,12 @@ class Lines:
             self._seen = None
             return self.poll(number) or gone
         *whole, torn = data.split(b"\n")
-        for line in (*whole, torn):
-            self._take(line, number)
+        place = self._offset
+        for line in whole:
+            if not self._take(line, number) and line.strip():
+                self._bad.add(place)
+            place += len(line) + 1
+        self._take(torn, number)
         if whole:
             self._offset += len(data) - len(torn) - len(whole[-1]) - 1
             self._head = head[: self._offset]
@@ -91,29 +103,63 @@ class Lines:
         self._offset = 0
         self._head = b""
         self._last = None
+        self._bad = set()
         return had
 
-    def _take(self, text: bytes, number: int) -> None:
+    def _take(self, text: bytes, number: int) -> bool:
+        """Take a line in; return whether it could be read."""
         line = _object(text)
         if line is None:
-            return
+            return False
         step = line.pop("step")
         before = self.by_step.get(step)
         if before is not None and all(before.get(name) == value for name, value in line.items()):
-            return
+            return True
         self.by_step[step] = {**(before or {}), **line}
         self.changed[step] = number
         self.newest = number
+        return True
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
     """Return the object of a line, with a whole `step`; None where it has none or is torn."""
-    try:
-        line = json.loads(text)
-        line["step"] = int(line["step"])
-    except (ValueError, KeyError, TypeError):
+    line = read_json(text)
+    if not isinstance(line, dict):
         return None
-    return line  # type: ignore[no-any-return]
+    try:
+        line["step"] = int(line["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+    if abs(line["step"]) >= _MAX_STEP:
+        return None
+    # a whole number of hundreds of digits has no place among floats
+    huge = {name for name, value in line.items() if isinstance(value, int) and abs(value) >= _MAX_STEP}
+    return {name: number(value) if name in huge else value for name, value in line.items()}
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, or None for one that is none or whose values are nested too deeply."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    openings = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, openings)) > _MAX_DEPTH and _is_deeper(value, _MAX_DEPTH):  # type: ignore[arg-type]
+        return None
+    return value
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Return whether more than `most` lists and objects stand within each other."""
+    level = [value]
+    for _ in range(most):
+        inside: list[Any] = []
+        for each in level:
+            inside += each.values() if isinstance(each, dict) else each
+        level = [each for each in inside if isinstance(each, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -166,11 +212,5 @@ class Folder:
             return
         for line in text.split("\n"):
             if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if isinstance(row, dict):
-                    yield row
-                else:
-                    yield None
+                row = read_json(line)
+                yield row if is_shown(row) else None

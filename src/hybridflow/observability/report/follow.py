@@ -27,6 +27,7 @@ from hybridflow.observability.report.rows import detail, digests, finite, number
 
 MAX_POINTS = 3000  # steps of a curve
 MAX_ROLLOUTS = 50_000  # rows of the table, the newest ones
+_MANY_LISTS = 2_000  # in a YAML text
 
 SAMPLES = "samples"
 ALL_ROLLOUTS = "rollout_data"
@@ -137,6 +138,9 @@ class RunFollower:
                 notes.append(f"No {kind}/*.jsonl in the run folder, so there are no {name} samples to read.")
             if bad := sum(file.bad for file in files.values()):
                 notes.append(f"{kind}: {bad} lines could not be read.")
+        for lines in (self.metrics, self.timeline, self.recorded):
+            if lines.bad:
+                notes.append(f"{lines.path.name}: {lines.bad} lines could not be read.")
         advice = [
             {**entry, "keys": [{"key": key, "value": _value(config, key)} for key in entry["keys"]]}
             for entry in self._advice
@@ -204,7 +208,7 @@ class RunFollower:
         if seen is not None:
             try:
                 loaded = finite(parse(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, yaml.YAMLError) as error:
+            except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
                 complaint = f"{name} could not be read: {error}"
         if not isinstance(loaded, dict):
             loaded = None
@@ -229,8 +233,14 @@ class RunFollower:
 
 
 def _yaml(text: str) -> Any:
-    """Return the content of a YAML text, by libyaml where PyYAML has it: that is ten times as fast."""
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    """Return the content of a YAML text, by libyaml where PyYAML has it: that is ten times as fast.
+
+    libyaml ends the process where lists stand within each other in thousands, and PyYAML's own reader raises.
+    """
+    loader: Any = yaml.SafeLoader
+    if sum(map(text.count, ("[", "{", "- "))) < _MANY_LISTS:
+        loader = getattr(yaml, "CSafeLoader", loader)
+    return yaml.load(text, Loader=loader)
 
 
 _SMALL: dict[str, Callable[[str], Any]] = {
@@ -252,7 +262,7 @@ def _sums(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> dict[str, 
     sums: dict[str, float] = {}
     for values in metrics.values():
         for name, value in values.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and isinstance(value, (int, float)):
                 cause = name.removeprefix(prefix)
                 sums[cause] = sums.get(cause, 0.0) + value
     return sums
@@ -272,7 +282,7 @@ def _value(config: Mapping[str, Any], key: str) -> str | None:
         if not isinstance(value, Mapping) or part not in value:
             return None
         value = value[part]
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)  # YAML has dates, and JSON has none
 
 
 def _thinned(metrics: Lines, after: int, notes: list[str]) -> list[int]:
@@ -301,4 +311,7 @@ def _num_rows(line: Mapping[str, Any]) -> int:
 
 def _spans(line: Mapping[str, Any]) -> list[list[Any]]:
     """Return the spans of a step that are whole: [lane, name, start, end], in seconds since the epoch."""
-    return [span for span in line.get("spans", ()) if isinstance(span, list) and len(span) == 4]
+    spans = line.get("spans")
+    if not isinstance(spans, list):
+        return []
+    return [span for span in spans if isinstance(span, list) and len(span) == 4]

@@ -38,6 +38,39 @@ _MARKER = re.compile(r"<[^<>]*>")
 _ROLES = {"assistant", "user", "system"}
 
 
+def is_shown(row: Any) -> bool:
+    """Return whether a line's value is a row as the run writes them; the page cannot show any other."""
+    if not isinstance(row, dict):
+        return False
+    scalars = (row[name] for name in COLUMNS if name in row)
+    tokens = row.get("tokens")
+    messages = row.get("messages")
+    media = row.get("media")
+    return (
+        not any(isinstance(value, (dict, list)) for value in scalars)
+        and (not isinstance(tokens, dict) or all(isinstance(values, list) for values in tokens.values()))
+        and (not isinstance(messages, list) or all(map(_is_message, messages)))
+        and (media is None or (isinstance(media, list) and all(map(_is_medium, media))))
+    )
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    calls = message.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+    )
+
+
+def _is_medium(medium: Any) -> bool:
+    return (
+        isinstance(medium, dict)
+        and isinstance(medium.get("digest"), str)
+        and isinstance(medium.get("picture", ""), str)
+    )
+
+
 def brief(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return one list for each of COLUMNS that some row has, with None where another has it not."""
     entries = [_entry(row) for row in rows]
@@ -147,8 +180,12 @@ def number(value: Any) -> float | str | None:
     """Return a number with six digits, the name of one that is not finite, or None for what is none."""
     if not isinstance(value, (int, float)):
         return None
+    try:
+        value = float(value)
+    except OverflowError:  # a whole number may have thousands of digits
+        value = math.inf if value > 0 else -math.inf
     if not math.isfinite(value):
-        return str(float(value)).replace("nan", "NaN").replace("inf", "Infinity")
+        return str(value).replace("nan", "NaN").replace("inf", "Infinity")
     return float(f"{value:.6g}")
 
 

@@ -50,7 +50,7 @@ Prompts = Annotated[
 
 
 class StrictBody(BaseModel):
-    """Fields that are not known are refused. A null counts as not sent: clients send it for any unset field."""
+    """Fields that are not known are refused. A null counts as not sent, since clients send nulls."""
 
     model_config = ConfigDict(extra="forbid")
 

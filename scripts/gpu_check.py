@@ -183,10 +183,7 @@ def install_stages(options: argparse.Namespace, work: Path) -> list[Stage]:
         "--constraint",
         "constraints.txt",
         "--editable",
-        ".[gguf]",
-        "pytest",
-        "pytest-timeout",
-        "hypothesis",
+        ".[gguf,test]",
     ]
     return [
         Stage("venv", "an environment of its own", [sys.executable, "-m", "venv", str(venv)], 120),

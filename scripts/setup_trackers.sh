@@ -22,14 +22,13 @@ tensorboard==2.21.0
 trackio==0.43.0
 wandb==0.31.0
 weave==0.54.0
-pytest>=8.3,<9.2
-pytest-timeout>=2.3
 TXT
 "$BIN/python" - > "$HELD/ours.txt" <<'PY'
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
-    print("\n".join(tomllib.load(file)["project"]["dependencies"]))
+    project = tomllib.load(file)["project"]
+print("\n".join([*project["dependencies"], *project["optional-dependencies"]["test"]]))
 PY
 "$BIN/python" -m pip install --quiet --constraint "$HELD/pinned.txt" --requirement "$HELD/ours.txt"
 # one by one: together the resolver searches for long

@@ -37,7 +37,10 @@ import tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-print("\n".join([*project["dependencies"], *project["optional-dependencies"]["lora"], *project["optional-dependencies"]["ray"], "pytest>=8.3,<9.2", "pytest-timeout>=2.3"]))
+wanted = project["dependencies"]
+for extra in ("lora", "ray", "test"):
+    wanted += project["optional-dependencies"][extra]
+print("\n".join(wanted))
 PY
 "$BIN/python" -m pip install --quiet --requirement "$WHEELS/ours.txt" --constraint "$WHEELS/pinned.txt"
 "$BIN/python" -m pip install --quiet --no-deps --editable .

@@ -67,8 +67,7 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        default=8192,
-        help="prompt tokens of one pass (default: %(default)s)",
+        help="prompt tokens of one pass, between which others go on (default: 8192, on a CPU 256)",
     )
     serve.add_argument(
         "--gpu-memory-utilization",
@@ -164,14 +163,18 @@ def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
     device = options.device
     if not device:
         device = resolve_device("auto").type
-    memory_share = 0.25 if device.startswith("cpu") else 0.8
+    memory_share = 0.8
+    pass_tokens = 8192
+    if device.startswith("cpu"):
+        memory_share = 0.25
+        pass_tokens = 256  # of a model of 135 million parameters, a pass takes half a second to two seconds
     return ServeSettings(
         model=_model_folder(options, stack),
         name=options.served_model_name or Path(options.model).expanduser().name,
         devices=tuple(device.split(",")),
         dtype=options.dtype,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=options.max_num_batched_tokens or pass_tokens,
         memory_share=options.gpu_memory_utilization or memory_share,
         prefix_caching=not options.no_prefix_caching,
         quantization=options.quantization,

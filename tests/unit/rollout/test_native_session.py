@@ -16,7 +16,7 @@ from hybridflow.models.probe import layer_facts
 from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams, SomeWeights
 from hybridflow.rollout.native import engine as engine_module
-from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.engine import CacheKind, NativeEngine
 from hybridflow.rollout.native.session import Session
 
 
@@ -245,11 +245,15 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
         )
         for i in range(3)
     ]
+    late = GenerationRequest(3, Prompt((4, 5)), SamplingParams(20, ignore_eos=True), seed=3)
     session = engine.open()
     session.add(requests)
-    for _ in range(3):
+    for _ in range(2):
         session.step()
     assert session.num_running == 2 and session.num_waiting == 1  # the long one is in chunked prefill
+    session.add([late])
+    session.step()
+    assert session.num_running == 3 and session.num_waiting == 1  # a row that is newer than its row
     before = {i: tokens_of(session, i) for i in (0, 1)}
     weight = engine.policy.hf.model.layers[0].self_attn.v_proj.weight
     new = SomeWeights([("model.layers.0.self_attn.v_proj.weight", weight.detach() * -1.5)])
@@ -270,6 +274,7 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
         assert (outputs[i].log_probs[had:] == pytest.approx(of_new_weights, abs=1e-9)) == recompute
     session.close()
     assert same(outputs[2], alone(tiny_like(engine), requests)[2])  # its prompt began anew
+    assert outputs[3].policy_versions == [0, 0] + [1] * 18
 
 
 def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +299,70 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     session.add([requests[2]])
     outputs = finish(session)
     assert same(outputs[0], wanted[0]) and same(outputs[2], wanted[2])
+    assert_nothing_is_held(session)
+
+
+def test_prompts_of_one_pass_go_on_between_the_chunks_of_a_long_one() -> None:
+    draw = random.Random(8)
+    lengths = {0: 5, 1: 110, 2: 6, 3: 90, 4: 12, 5: 7}
+    requests = {
+        number: GenerationRequest(number, Prompt(random_prompt(draw, length)), SamplingParams(4), seed=number)
+        for number, length in lengths.items()
+    }
+    engine = tiny_engine(dtype=torch.float64, eos=(), max_num_batched_tokens=16)
+    wanted = alone(engine, [*requests.values()])
+    session = engine.open()
+    session.add([requests[0], requests[1]])
+    session.step()  # the first chunk of the long one
+    session.add([requests[number] for number in (2, 3, 4, 5)])
+    finished: list[int] = []
+    outputs: dict[int, GenerationOutput] = {}
+    while not session.idle:
+        for output in session.step():
+            finished.append(output.request_id)
+            outputs[output.request_id] = output
+    # the second long one begins when the first one is computed, and holds up none that are short
+    assert finished == [0, 2, 4, 5, 1, 3]
+    assert [number for number in requests if not same(outputs[number], wanted[number])] == []
+    assert_nothing_is_held(session)
+
+
+@pytest.mark.parametrize("kv_cache", ["slots", "paged"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_comes_while_long_prompts_are_computed_gets_what_it_gets_alone(
+    seed: int, kv_cache: CacheKind
+) -> None:
+    draw = random.Random(seed)
+    requests = [
+        GenerationRequest(
+            number,
+            Prompt(random_prompt(draw, draw.choice((2, 9, 16, 17, 40, 90)))),
+            SamplingParams(draw.randrange(1, 12)),
+            seed=number,
+        )
+        for number in range(24)
+    ]
+    engine = tiny_engine(
+        dtype=torch.float64,
+        eos=(),
+        max_num_batched_tokens=16,
+        max_num_seqs=6,
+        kv_cache=kv_cache,
+        block_size=8,
+    )
+    wanted = alone(engine, requests)
+    session = engine.open()
+    coming = [*requests]
+    outputs: dict[int, GenerationOutput] = {}
+    while coming or not session.idle:
+        if coming and draw.random() < 0.5:
+            session.add([coming.pop() for _ in range(min(len(coming), draw.randrange(1, 4)))])
+        ended = session.step()
+        if session.num_running and draw.random() < 0.1:
+            ended += session.abort([session.rows.rows[-1].request.request_id])
+        outputs |= {output.request_id: output for output in ended}
+    assert len(outputs) == len(requests)
+    assert [number for number in range(24) if not same(outputs[number], wanted[number])] == []
     assert_nothing_is_held(session)
 
 
@@ -412,7 +481,7 @@ def test_what_is_not_finite_does_not_stay_behind() -> None:
     assert finish(session)[2].token_ids == run(tiny_engine(), requests)[2].token_ids
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("llama", 200), ("gemma2", 5000), ("gpt_oss", 180)])
+@pytest.mark.parametrize(("kind", "tokens"), [("llama", 160), ("gemma2", 5000), ("gpt_oss", 180)])
 def test_random_sequences_give_what_each_request_gets_alone(
     kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,14 @@ class RowTable:
             self.history[own, self.prompt_length[own] + generated[asking] - 1] = tokens[asking]
         return (tokens[:, None] == self.stops[rows]).any(-1)
 
+    def move_to_end(self, row: int) -> None:
+        """Make a row the last one; those behind it move up."""
+        self.rows.append(self.rows.pop(row))
+        self._changed()
+        source = to_device([*range(row + 1, self.count), row], self.device)
+        for column in self._columns.values():
+            column[row : self.count] = column.index_select(0, source)
+
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Remove rows; the last ones move into the holes. Returns source and destination of the moves.
 

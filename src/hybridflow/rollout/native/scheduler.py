@@ -6,7 +6,8 @@
 
 Waiting requests with the same context form a group, which is prefilled once. A prompt that is longer than a
 pass is computed in chunks (chunked prefill): one of its requests is a row from the first chunk on, and the
-others share that row's prefix when it is done. Because groups enter in order, at most one row is so.
+others share that row's prefix when it is done. At most one row is so: between its chunks prompts that need a
+single pass may enter, and other long ones wait.
 """
 
 from __future__ import annotations
@@ -100,11 +101,18 @@ class Scheduler:
         return running == 0 or free >= max(1, self.max_rows // 16)
 
     def next_batch(
-        self, running: int, find: Find, fitting: Fitting, partial: Admission | None = None
+        self,
+        running: int,
+        find: Find,
+        fitting: Fitting,
+        partial: Admission | None = None,
+        *,
+        chunks: bool = True,
     ) -> list[Admission]:
         """Take groups for a prefill pass of up to `max_batched_tokens` tokens, beside `running` rows.
 
-        The pass begins with the next chunk of `partial`, whose row is one of them.
+        The pass begins with the next chunk of `partial`, whose row is one of them. Without `chunks` prompts
+        that are longer than a pass are passed over.
         """
         left = self.max_batched_tokens
         rows = running
@@ -112,17 +120,21 @@ class Scheduler:
         if partial is not None:
             batch.append(partial.chunk(left))
             left -= batch[0].stop - batch[0].start
-        while self._groups and rows < self.max_rows and left > 0:
-            context, group = next(iter(self._groups.items()))
+        for context, group in list(self._groups.items()):
+            if rows >= self.max_rows or left <= 0:
+                break
             prefix, start = find(context)
             missing = len(context) - start
             in_chunks = missing > self.max_batched_tokens
+            if in_chunks and not chunks:
+                continue
             if batch and ((missing > left and not in_chunks) or _worth_waiting_for(batch, context, start)):
                 break
             wanted = 1 if missing > left else min(len(group), self.max_rows - rows)
             count = fitting(wanted, len(context), prefix, start)
             if count == 0 and prefix is not None and not batch:
-                return self.next_batch(running, _nothing, fitting)  # a hit may hold more memory than it saves
+                # a hit may hold more memory than it saves
+                return self.next_batch(running, _nothing, fitting, chunks=chunks)
             if count == 0:
                 break
             entering = [group.popleft() for _ in range(count)]
@@ -130,8 +142,9 @@ class Scheduler:
             self.num_waiting -= count
             rows += count
             left -= missing
-            if not group:
-                del self._groups[context]
+            if group:  # no more of them fit
+                break
+            del self._groups[context]
         return batch
 
     def remove(self, request_ids: set[int]) -> list[GenerationRequest]:

@@ -119,6 +119,7 @@ class Session:
         self._choices: deque[Choice] = deque()  # that the host has not seen
         self._finished: list[GenerationOutput] = []  # that no caller has got
         self._partial: Admission | None = None  # the newest chunk of the last row, in chunked prefill
+        self._others_next = False  # whether prompts of one pass enter before its next chunk
         self._longest_ever = 0  # most tokens that any request may come to
         cache.kept = self.prefixes
         self._training = [module for module in policy.modules() if module.training]
@@ -237,26 +238,41 @@ class Session:
             return
         self._look()
         self.prefixes.clear()
-        kept = 0 if self.settings.recompute else self.rows.decoding
-        while self.rows.count > kept:
+        if self.rows.partial:
+            self._preempt(self.rows.count - 1)
+        while self.settings.recompute and self.rows.count:
             self._preempt()
 
     def _admit(self) -> None:
-        """Prefill, in one or more passes; a prompt in chunked prefill gives way to rows that have grown."""
+        """Prefill, in one or more passes; a prompt in chunked prefill gives way to rows that have grown.
+
+        Passes with a chunk take turns with passes of the prompts that have come meanwhile, so that a long
+        prompt holds up no others.
+        """
         count = self.rows.count
         if self._partial is not None and not self._grow(count, count, self._longest + 1):
             self._stats.preemptions += 1
-            self._preempt()
+            self._preempt(count - 1)
         while self._partial or self.scheduler.may_enter(self.rows.count):
-            self.cache.plan(self.rows.count, self._ahead(self._longest + 1))
-            batch = self.scheduler.next_batch(
-                self.rows.count, self.prefixes.find, self._fitting, self._partial
-            )
+            batch: list[Admission] = []
+            if self._partial and self._others_next and self.scheduler.may_enter(self.rows.count):
+                batch = self._next_batch(None)
+            between = bool(batch)
+            if not between:
+                batch = self._next_batch(self._partial)
             if not batch:
                 break
-            self._enter(batch)
+            self._others_next = not between
+            self._enter(batch, goes_on=self._partial is not None and not between)
             if self._partial or (self.rows.count and not self.settings.closed):
                 break
+
+    def _next_batch(self, partial: Admission | None) -> list[Admission]:
+        """Return the next prefill pass, which begins with a chunk of `partial`."""
+        self.cache.plan(self.rows.count, self._ahead(self._longest + 1))
+        return self.scheduler.next_batch(
+            self.rows.count, self.prefixes.find, self._fitting, partial, chunks=partial is self._partial
+        )
 
     @property
     def _longest(self) -> int:
@@ -279,11 +295,16 @@ class Session:
             return prefix.copy
         return next(i for i, row in enumerate(self.rows.rows) if row.prefix is prefix)
 
-    def _enter(self, batch: Sequence[Admission]) -> None:
-        """Prefill a pass, give rows to those who enter with it, and sample first tokens of whole contexts."""
+    def _enter(self, batch: Sequence[Admission], *, goes_on: bool) -> None:
+        """Prefill a pass, give rows to those who enter with it, and sample first tokens of whole contexts.
+
+        The pass begins with a chunk of the last row where that `goes_on`; else a prompt in chunked prefill
+        waits, and its row stays the last one.
+        """
         running = self.rows.count
+        waits = self._partial is not None and not goes_on
         first = running - int(self._partial is not None)
-        new = batch[running - first :]
+        new = batch[int(goes_on) :]
         requests = [request for one in new for request in one.requests]
         longest = max(self._longest, *(len(one.context) for one in batch))
         # copies that are evicted meanwhile live until they are read
@@ -295,6 +316,10 @@ class Session:
             hits = [one.prefix for one in new for _ in one.requests]
             for entered, hit in zip(self.rows.rows[running:], hits, strict=True):
                 entered.hit = hit
+        if waits:
+            last = self.rows.count - 1
+            self.rows.move_to_end(first)
+            self.cache.move([first, last], [last, first])
         spans = []
         row = first
         for source, one in zip(sources, batch):
@@ -316,7 +341,8 @@ class Session:
         self.cache.fork([(span.row, rows, one.stop) for span, rows, one in groups if rows])
         for end in (0, -1):  # those that may be chunks
             self.rows.length[spans[end].row] = batch[end].stop
-        self._partial = None if batch[-1].whole else batch[-1]
+        if not waits:
+            self._partial = None if batch[-1].whole else batch[-1]
         self.rows.partial = self._partial is not None
         self._choose_first(first, batch, states)
 
@@ -355,9 +381,12 @@ class Session:
                 self._preempt()
         return self.rows.decoding > 0
 
-    def _preempt(self) -> None:
-        """Preempt the row that entered last: its request goes to the front of the queue, with what it has."""
-        row = max(range(self.rows.count), key=lambda i: self.rows.rows[i].number)
+    def _preempt(self, row: int | None = None) -> None:
+        """Preempt a row, by default the one that entered last: its request goes to the front of the queue,
+        with what it has.
+        """
+        if row is None:
+            row = max(range(self.rows.count), key=lambda i: self.rows.rows[i].number)
         self.prefixes.release(self.rows.rows[row].prefix)
         so_far = self.rows.outputs([row], "abort")[0]
         self.scheduler.put_back(self.rows.rows[row].request.continued(so_far))

@@ -162,6 +162,7 @@ def test_mlflows_store_has_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     send("mlflow", tmp_path)
+    assert "MLFLOW_TRACKING_URI" not in os.environ, "another run of this process would use this one's store"
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("demo")
     found = client.search_traces(locations=[experiment.experiment_id], filter_string="tags.step = '4'")

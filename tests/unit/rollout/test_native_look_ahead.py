@@ -50,7 +50,7 @@ def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_sequences_give_what_each_request_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    test_native_session.test_random_sequences_give_what_each_request_gets_alone("llama", 200, monkeypatch)
+    test_native_session.test_random_sequences_give_what_each_request_gets_alone("llama", 160, monkeypatch)
 
 
 def test_random_sequences_lose_no_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from hybridflow.observability.tracing.shown import parts_of, tags_of, title_of
 if TYPE_CHECKING:
     from hybridflow.protocol.spans import TraceSpan
 
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
 NANOSECONDS = 1_000_000_000
 KINDS = {"generate": "LLM", "tool": "TOOL", "trajectory": "AGENT", "turn": "CHAIN", "reward": "EVALUATOR"}
 
@@ -27,9 +28,12 @@ class MlflowExporter:
     def __init__(self, project: str, run_dir: Path) -> None:
         os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")  # this is a thread already
         self._mlflow: Any = import_module("mlflow")
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = os.environ.get(URI_VARIABLE)
         folder = run_dir.resolve()
         self._mlflow.set_tracking_uri(uri or f"sqlite:///{folder / 'mlflow.db'}")
+        if not uri:
+            # MLflow sets the variable, and the next run of this process, or a child, would take this run's store
+            os.environ.pop(URI_VARIABLE, None)
         client = self._mlflow.MlflowClient()
         found = client.get_experiment_by_name(project)
         if found is not None:

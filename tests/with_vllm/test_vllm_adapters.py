@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm_engines import PROMPTS, TOLERANCE, furthest, run
+from test_vllm_engines import PROMPTS, furthest, run
 from vllm_models import EOS, requests_for, tiny
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
@@ -22,6 +22,11 @@ from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.weight_sync.local_push import LocalPush
+
+TOLERANCE = 5e-4
+"""nats. Base and adapters are multiplied apart in one and together in the other, and these adapters are large:
+3e-5 to 1.3e-4 over four seeds on an Intel CPU; adapters that are wrong or missing are off by whole nats.
+"""
 
 
 def build(folder: str, *, server: bool) -> VLLMEngine:

@@ -24,7 +24,7 @@ from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.weight_sync.local_push import LocalPush
 
 TOLERANCE = 5e-4
-"""nats. Base and adapters are multiplied apart in one and together in the other, and these adapters are large:
+"""nats. One multiplies base and adapters apart, the other together, and these adapters are large:
 3e-5 to 1.3e-4 over four seeds on an Intel CPU; adapters that are wrong or missing are off by whole nats.
 """
 

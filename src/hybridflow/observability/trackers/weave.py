@@ -33,6 +33,9 @@ class WeaveTracker(Tracker):
         self._thread_id = remembered_id(id_file, run.resume_step is not None) or uuid.uuid4().hex
         id_file.write_text(self._thread_id, encoding="utf-8")
         self._call("start", {"config": dict(run.config), "resume_step": run.resume_step}, None)
+        # a kill may have come before the checkpoint's own step was sent; of a step sent twice the later one counts
+        if run.resume_step in run.earlier:
+            self.log(run.earlier[run.resume_step], run.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._call("step", {"step": step}, dict(metrics))

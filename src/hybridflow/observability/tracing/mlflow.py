@@ -32,7 +32,7 @@ class MlflowExporter:
         folder = run_dir.resolve()
         self._mlflow.set_tracking_uri(uri or f"sqlite:///{folder / 'mlflow.db'}")
         if not uri:
-            # MLflow sets the variable, and the next run of this process, or a child, would take this run's store
+            # MLflow sets the variable: the next run of this process, or a child, would take this run's store
             os.environ.pop(URI_VARIABLE, None)
         client = self._mlflow.MlflowClient()
         found = client.get_experiment_by_name(project)

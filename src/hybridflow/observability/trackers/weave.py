@@ -33,8 +33,8 @@ class WeaveTracker(Tracker):
         self._thread_id = remembered_id(id_file, run.resume_step is not None) or uuid.uuid4().hex
         id_file.write_text(self._thread_id, encoding="utf-8")
         self._call("start", {"config": dict(run.config), "resume_step": run.resume_step}, None)
-        # a kill may have come before the checkpoint's own step was sent; of a step sent twice the later one counts
-        if run.resume_step in run.earlier:
+        # a kill may have come before the step of the checkpoint was sent; of one sent twice the later counts
+        if run.resume_step is not None and run.resume_step in run.earlier:
             self.log(run.earlier[run.resume_step], run.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

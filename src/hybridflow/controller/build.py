@@ -22,6 +22,7 @@ from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.resource_pool import Placement
 from hybridflow.controller.worker_host import Make
 from hybridflow.errors import ConfigError
+from hybridflow.observability.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +85,10 @@ def hosting(
         _wait_for_devices(lambda: cluster.check(placement, cluster.device), patience)
         yield start
     finally:
-        for backend in backends:
-            backend.shutdown()
-        cluster.shutdown()
+        with progress.phase("stopping the workers", cleans_up=True):
+            for backend in backends:
+                backend.shutdown()
+            cluster.shutdown()
 
 
 def data_parallel(placement: Placement) -> dict[str, MeshInfo]:

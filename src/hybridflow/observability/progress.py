@@ -104,9 +104,13 @@ class Progress:
         self._display: Display | None = None
 
     @contextmanager
-    def phase(self, words: str, total: int | None = None) -> Iterator[Phase]:
-        """Report that `words` is being done, inside whatever is being done already."""
-        self.between_items()
+    def phase(self, words: str, total: int | None = None, *, cleans_up: bool = False) -> Iterator[Phase]:
+        """Report that `words` is being done, inside whatever is being done already.
+
+        A phase that `cleans_up` begins although the run was asked to stop.
+        """
+        if not cleans_up:
+            self.between_items()
         phase = Phase(words, self.clock(), total=total)
         with self._lock:
             self._phases.append(phase)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,9 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
 
     @functools.wraps(main)
     def call(*args: P.args, **kwargs: P.kwargs) -> int:
+        # else Python's end looks through half a million objects of torch and transformers, again and again: a
+        # second where the machine is quiet, and a minute where it is not, after the last word of the command
+        atexit.register(gc.freeze)
         try:
             return main(*args, **kwargs)
         except HybridFlowError as error:

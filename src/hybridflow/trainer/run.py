@@ -64,19 +64,20 @@ class Run:
         trainer = self.config.trainer
         say_changes(state.step, self.folder.write_config(to_yaml(self.config)))
         self.folder.write_machine()
-        trackers = build_trackers(
-            trainer.logger,
-            self.folder.path,
-            trainer.project_name,
-            trainer.experiment_name,
-            to_tree(self.config),
-            total_steps=state.total_steps,
-            resume_step=state.step or None,
-            wandb_proxy=trainer.wandb_proxy,
-            alert_webhook=trainer.alert_webhook,
-            prometheus=trainer.prometheus,
-            running=self.timer.running,
-        )
+        with progress.phase("starting the trackers"):
+            trackers = build_trackers(
+                trainer.logger,
+                self.folder.path,
+                trainer.project_name,
+                trainer.experiment_name,
+                to_tree(self.config),
+                total_steps=state.total_steps,
+                resume_step=state.step or None,
+                wandb_proxy=trainer.wandb_proxy,
+                alert_webhook=trainer.alert_webhook,
+                prometheus=trainer.prometheus,
+                running=self.timer.running,
+            )
         with closing(source), ExitStack() as stack:
             if store.remote is not None:
                 stack.push(partial(_finish_copies, store.remote))

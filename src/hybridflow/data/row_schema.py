@@ -12,7 +12,8 @@ from hybridflow.data.messages import choose_column, messages_column, prompt_of
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_SOURCE = "unknown"
+UNNAMED_SOURCE = "data"
+"""Source of rows whose data names none: what their metrics are called by, as in val-core/data/acc/mean@1."""
 READ_BY_THE_RUN = (
     "data_source",
     "reward_model",
@@ -111,10 +112,10 @@ def require_steps(rows: Rows, config: RewardDataConfig) -> None:
 
 
 def source_of(row: Row, config: DataConfig) -> str:
-    """The data source of a row; `unknown` where the data does not say."""
+    """The data source of a row; `UNNAMED_SOURCE` where the data does not say."""
     source = row.get(config.reward_fn_key)
     if source is None:
-        return UNKNOWN_SOURCE
+        return UNNAMED_SOURCE
     return str(source)
 
 
@@ -122,7 +123,9 @@ def note_missing_columns(source: str, columns: Sequence[str], config: DataConfig
     """Log what follows from columns that the data lacks and need not have."""
     if config.reward_fn_key not in columns:
         logger.info(
-            "%s has no column data_source (data.reward_fn_key): its rows count as %r", source, UNKNOWN_SOURCE
+            "%s has no column data_source (data.reward_fn_key): metrics call its rows %r",
+            source,
+            UNNAMED_SOURCE,
         )
     if "reward_model" in columns:
         return

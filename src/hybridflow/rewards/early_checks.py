@@ -16,6 +16,7 @@ from hybridflow.config.reward import MODEL_TERM, RewardConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
+from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import is_path, split_path
 from hybridflow.rewards.table import NEEDS_TRUTH, RETURNED, check_options, find, function_of, unknown_source
@@ -88,7 +89,10 @@ def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:
         others = ""
         if len(unknown) > 1:
             others = f" (and {len(unknown) - 1} more unknown sources)"
-        raise RewardError(f"{split.source}: {unknown_source(unknown[0])}{others}")
+        nameless = ""
+        if unknown[0] == UNNAMED_SOURCE:
+            nameless = f"the rows name no source, so theirs is {UNNAMED_SOURCE!r}, and "
+        raise RewardError(f"{split.source}: {nameless}{unknown_source(unknown[0])}{others}")
 
 
 def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:

@@ -75,7 +75,7 @@ def test_the_bits_are_those_of_the_command(
 
     other = Run.open(tmp_path / "command")
     assert other.metrics[-1]["critic/score/mean"] == run.metrics[-1]["critic/score/mean"]
-    assert other.validation == run.validation and "val-core/unknown/reward/mean@1" in str(run.validation)
+    assert other.validation == run.validation and "val-core/data/reward/mean@1" in str(run.validation)
     assert run.curve("critic/score/mean")[0] == [1, 2]
     assert run.config["trainer"]["total_training_steps"] == 2
     assert {"prompt", "response", "score"} <= set(run.samples[0]) and run.validation_samples

@@ -97,10 +97,10 @@ def test_what_is_wrong_is_said(
         check(config)
 
 
-def test_a_missing_data_source_counts_as_unknown(tmp_path: Path) -> None:
+def test_rows_without_a_source_have_a_name_in_metrics(tmp_path: Path) -> None:
     row = {name: value for name, value in ROW.items() if name != "data_source"}
     file = write(tmp_path / "a.parquet", [row] * 3)
-    with pytest.raises(RewardError, match="data_source 'unknown'"):
+    with pytest.raises(RewardError, match="name no source, so theirs is 'data', and reward"):
         check(ppo(file))
     check(ppo(file, RewardConfig(function="gsm8k")))
 

@@ -97,7 +97,7 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
     assert [item.row["reward_model"] for item in dataset] == [
         {"style": "rule", "ground_truth": a} for a in "45"
     ]
-    assert [item.row["data_source"] for item in dataset] == ["unknown", "unknown"]
+    assert [item.row["data_source"] for item in dataset] == ["data", "data"]
     assert [item.index for item in dataset] == [0, 1]
     assert (
         caplog.text.count("the column answer is the ground truth") == 1

@@ -23,7 +23,7 @@ from hybridflow.config.tree import flatten, to_tree, with_values
 from hybridflow.controller import Backend, Factories, RankInfo, WorkerHost
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.row_schema import UNKNOWN_SOURCE
+from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
@@ -101,7 +101,7 @@ def answer_and_score(
         def score(answer: Answer) -> None:
             row = prompts[answer.prompt].row
             truth = (row.get("reward_model") or {}).get("ground_truth")
-            source = str(row.get("data_source") or UNKNOWN_SOURCE)
+            source = str(row.get("data_source") or UNNAMED_SOURCE)
             found.add(answer, row.get("raw_prompt"), source, truth, row.get("extra_info") or {})
 
         for answer in kept.answers.values():

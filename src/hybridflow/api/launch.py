@@ -25,6 +25,7 @@ from hybridflow.config import RUNS
 from hybridflow.config.load import Loaded, load_config, prepare_config
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.observability.notebook import displayed
+from hybridflow.trainer.fallback import fallback
 from hybridflow.trainer.main import run
 from hybridflow.trainer.run_folder import RunFolder
 
@@ -75,6 +76,7 @@ class Call:
             values={**values, **keys},
             needs_model=needs_all,
             needs_files=needs_all,
+            fallback=fallback,
         )
 
     @property

@@ -46,9 +46,9 @@ def train(options: argparse.Namespace) -> int:
     with progress.shown():
         with progress.phase("reading the configuration"):
             from hybridflow.config import RUNS
-            from hybridflow.trainer.main import missing_here, run
+            from hybridflow.trainer.main import run
 
-            configs = _prepared(options, RUNS[options.command], missing_here)
+            configs = _prepared(options, RUNS[options.command])
         for each in configs:
             run(each)
     return 0
@@ -73,18 +73,21 @@ def profile(options: argparse.Namespace) -> int:
     return train(options)
 
 
-def _prepared(options: argparse.Namespace, root: type[Any], missing: Callable[[Any], list[str]]) -> list[Any]:
+def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
     """Prepare the configurations of all runs: a mistake in the last one shows before the first one runs."""
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.trainer.fallback import fallback
+    from hybridflow.trainer.main import missing_here
 
     setup_logging()
     sweep = [options.overrides]
     if options.multirun:
         sweep = expand_sweeps(options.overrides)
     prepared = [
-        prepare_config(root, overrides, recipe=options.recipe, missing=missing) for overrides in sweep
+        prepare_config(root, overrides, recipe=options.recipe, missing=missing_here, fallback=fallback)
+        for overrides in sweep
     ]
     folders = [each.config.trainer.default_local_dir for each in prepared]
     if len(set(folders)) < len(folders):
@@ -108,12 +111,16 @@ def config(options: argparse.Namespace) -> int:
     if not (options.recipe or options.overrides or options.explain or options.changed):
         print(to_yaml(root()), end="")
         return 0
+    from hybridflow.trainer.fallback import fallback
+
     missing: Callable[[Any], list[str]] | None = None
     if options.explain:
         from hybridflow.trainer.main import missing_libraries
 
         missing = missing_libraries
-    prepared = prepare_config(root, options.overrides, recipe=options.recipe, runs=False, missing=missing)
+    prepared = prepare_config(
+        root, options.overrides, recipe=options.recipe, runs=False, missing=missing, fallback=fallback
+    )
     _show_notes(prepared.notes)
     if options.explain:
         from hybridflow.cli.explain_view import show_explanation

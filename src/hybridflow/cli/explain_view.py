@@ -30,12 +30,17 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
                 f"fewer than data.train_batch_size={batch}: lower it, or add data",
             ),
         )
+    console = Console()
+    if not console.is_terminal:  # a line for each, whole: no name of a key is broken in a file
+        for line in lines:
+            console.print(Text(f"{line.label}: {line.value} ({line.how})"), soft_wrap=True)
+        return
     table = Table("", title="What follows from this configuration", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("because", overflow="fold")
     for line in lines:
         table.add_row(Text(line.label), Text(line.value), Text(line.how))
-    Console().print(table)
+    console.print(table)
 
 
 def training_rows(config: PPOConfig | SFTConfig) -> int | None:

@@ -30,7 +30,16 @@ from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.tree import blocks_of, delete_path, flatten, is_native, keys_of, set_path, to_tree
+from hybridflow.config.tree import (
+    blocks_of,
+    delete_path,
+    flatten,
+    is_native,
+    keys_of,
+    set_path,
+    to_tree,
+    with_values,
+)
 from hybridflow.config.verl_keys import KeyStatus, status
 from hybridflow.errors import ConfigError
 
@@ -43,6 +52,17 @@ class Loaded(NamedTuple, Generic[C]):
     config: C
     notes: list[str]
     given: frozenset[str]
+
+
+class Change(NamedTuple):
+    """A key, the value that this machine has for it, and why the one that was set is left."""
+
+    key: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.reason} (trainer.on_missing=fallback)"
 
 
 @dataclass(frozen=True)
@@ -108,12 +128,14 @@ def prepare_config(
     needs_model: bool = True,
     needs_files: bool = True,
     missing: Callable[[C], list[str]] | None = None,
+    fallback: Callable[[C], Sequence[Change]] | None = None,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
     `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`.
     `missing` gives a line for each thing that the run asks for and this machine lacks: problems, or notes
-    where nothing runs. Raises ConfigError that lists every problem.
+    where nothing runs. `fallback` gives the keys that would have to change for that; they are changed, with a
+    note each, where trainer.on_missing says so. Raises ConfigError that lists every problem.
     """
     loaded: Loaded[C]
     loaded, problems = _load(root, overrides, recipe, values)
@@ -123,19 +145,36 @@ def prepare_config(
         if missing is not None and runs:
             problems += missing(loaded.config)
         raise_all(problems)
-    config: C
-    config, notes = resolve(loaded.config, loaded.given)
+    config: C = loaded.config
+    changes: Sequence[Change] = ()
+    if fallback is not None:
+        changes = fallback(config)
+    way_out = ""
+    if config.trainer.on_missing == "fallback":
+        config = with_values(config, {change.key: change.value for change in changes})
+    elif changes and runs:
+        way_out = (
+            f"trainer.on_missing=fallback goes on with {', '.join(f'{c.key}={c.value}' for c in changes)}"
+        )
+        changes = ()
+    config, notes = resolve(config, loaded.given)
+    notes = [*map(str, changes), *notes]
     lacking: list[str] = []
     if missing is not None:
         lacking = missing(config)
-    notes += check(
-        config,
-        loaded.given,
-        runs=runs,
-        needs_model=needs_model,
-        needs_files=needs_files,
-        known_problems=lacking if runs else (),
-    )
+    try:
+        notes += check(
+            config,
+            loaded.given,
+            runs=runs,
+            needs_model=needs_model,
+            needs_files=needs_files,
+            known_problems=lacking if runs else (),
+        )
+    except ConfigError as error:
+        if way_out:
+            error.add_note(way_out)
+        raise
     if not runs:
         notes += lacking
     return Loaded(config, [*loaded.notes, *notes], loaded.given)

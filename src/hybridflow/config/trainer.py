@@ -48,6 +48,12 @@ class BaseTrainerConfig:
         ["console", "tensorboard"],
         "Trackers that get the metrics. jsonl is always written into the run folder.",
     )
+    on_missing: Literal["refuse", "fallback"] = key(
+        "refuse",
+        "What happens where the run asks for an engine, a tracker, a device or processes that this machine "
+        "lacks. fallback: it runs with what is here (native, other trackers, fewer processes and nothing "
+        "spread over them), and a line says so for each.",
+    )
     wandb_proxy: str | None = key(
         None,
         "Address of the proxy for Weights & Biases alone; null: as the environment says.",

@@ -28,6 +28,7 @@ from hybridflow.observability.trackers.build import check_trackers, tracker_prob
 from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
 from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.fallback import fallback
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.stopping import stopping
 
@@ -137,7 +138,7 @@ def command(module: str, schema: type[C]) -> Callable[..., int]:
             sys.stdout.write(help_text(module))
             return 0
         setup_logging()
-        prepared = prepare_config(schema, words, missing=missing_here)
+        prepared = prepare_config(schema, words, missing=missing_here, fallback=fallback)
         for note in prepared.notes:
             sys.stderr.write(f"note: {note}\n")
         run(prepared.config)

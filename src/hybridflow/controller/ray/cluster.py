@@ -35,14 +35,13 @@ from hybridflow.controller.ray.preflight import (
     answers,
     check_own,
     check_port_free,
-    choose_address,
     device_of,
     living,
-    num_cpus,
     reach,
     source_of,
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool
+from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.device import resolve_device
 from hybridflow.errors import ConfigError, WorkerError, WorkerLost
 

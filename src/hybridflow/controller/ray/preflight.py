@@ -18,25 +18,12 @@ from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.assignment import UNIT, NodeInfo
+from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
-JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
-
-
-def choose_address(key: str | None) -> str | None:
-    """Return the address of the Ray to join, or None where the run starts one of its own.
-
-    The key comes first, then RAY_ADDRESS, then the cluster of the submitted job that this process belongs to.
-    """
-    address = key or os.environ.get("RAY_ADDRESS")
-    if not address and JOB_VARIABLE in os.environ:
-        return "auto"
-    if address in ("", "local"):
-        return None
-    return address
 
 
 def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> None:
@@ -70,13 +57,6 @@ def source_of(config: RayConfig) -> str:
     if config.ray_init.address:
         return "ray_kwargs.ray_init.address"
     return "RAY_ADDRESS"
-
-
-def num_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def reach(address: str, *, source: str, greet: bool = True) -> None:

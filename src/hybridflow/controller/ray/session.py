@@ -24,7 +24,8 @@ import ray
 from ray._private import ray_constants
 
 from hybridflow.config.cluster import RayConfig
-from hybridflow.controller.ray.preflight import num_cpus, processes
+from hybridflow.controller.ray.preflight import processes
+from hybridflow.controller.surroundings import num_cpus
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,121 @@
+"""`trainer.on_missing=fallback`: a script that was written for a cluster starts with what is here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.controller.surroundings import num_cpus
+from hybridflow.errors import ConfigError
+from hybridflow.trainer import fallback as fallback_module
+from hybridflow.trainer.fallback import fallback
+from hybridflow.trainer.main import missing_here
+
+STOCK = [
+    "actor_rollout_ref.rollout.name=sglang",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size=4",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    "trainer.logger=[console,swanlab]",
+    "trainer.device=cuda",
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=8",
+]
+"""Words of a script for a cluster, whose libraries the tests' environment lacks."""
+CHANGED = {
+    "actor_rollout_ref.rollout.name": "native",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
+    "trainer.logger": ["console"],
+    "trainer.device": "auto",
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 1,
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of a run on a machine without GPUs and without a cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(fallback_module, "num_gpus", lambda: 0)
+    rows = [{"data_source": "gsm8k", "prompt": "1 + 1 =", "reward_model": {"ground_truth": "2"}}] * 8
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return [
+        f"data.train_files='{file}'",
+        "data.train_batch_size=8",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.model.path=owner/model",
+        *STOCK,
+    ]
+
+
+def prepare(words: list[str]) -> tuple[PPOConfig, list[str]]:
+    loaded = prepare_config(PPOConfig, words, missing=missing_here, fallback=fallback)
+    return loaded.config, loaded.notes
+
+
+def test_the_refusal_names_the_switch_and_what_it_would_do(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prepare(words)
+    (way_out,) = refused.value.__notes__
+    assert way_out.startswith("trainer.on_missing=fallback ")
+    assert all(f"{key}={value}" in way_out for key, value in CHANGED.items())
+
+
+def test_the_switch_starts_the_run_with_a_line_for_each_key(words: list[str]) -> None:
+    config, notes = prepare([*words, "trainer.on_missing=fallback"])
+    assert (config.trainer.controller, config.actor_rollout_ref.rollout.name) == ("local", "native")
+    for key, value in CHANGED.items():
+        (line,) = [note for note in notes if note.startswith(f"{key}={value}: ")]
+        assert line.endswith("(trainer.on_missing=fallback)")
+
+
+def test_what_is_here_stays(words: list[str]) -> None:
+    """Where nothing is missing the switch changes nothing, and no refusal names it."""
+    plain = [word for word in words if word not in STOCK]
+    (plain_config, plain_notes), (config, notes) = (
+        prepare(plain),
+        prepare([*plain, "trainer.on_missing=fallback"]),
+    )
+    assert notes == plain_notes and config.actor_rollout_ref == plain_config.actor_rollout_ref
+    with pytest.raises(ConfigError) as refused:
+        prepare([*plain, "data.train_batch_size=-1"])
+    assert not hasattr(refused.value, "__notes__")
+
+
+def test_gpus_that_are_here_are_used(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback_module, "num_gpus", lambda: 2)
+    changes = {change.key: change.value for change in fallback(prepare_config(PPOConfig, words[:5]).config)}
+    assert changes == {}
+    config = prepare_config(PPOConfig, [*words[:5], "trainer.n_gpus_per_node=8"], runs=False).config
+    assert {change.key: change.value for change in fallback(config)} == {"trainer.n_gpus_per_node": 2}
+
+
+def test_a_cluster_that_was_named_is_believed(words: list[str]) -> None:
+    named = [*words[:5], "trainer.nnodes=4", "ray_kwargs.ray_init.address=10.0.0.1:6379"]
+    assert fallback(prepare_config(PPOConfig, named, runs=False).config) == []
+
+
+def test_sft_too(words: list[str]) -> None:
+    config = prepare_config(
+        SFTConfig,
+        [
+            words[0],
+            "model.path=owner/model",
+            f"trainer.n_gpus_per_node={2 * num_cpus()}",
+            "engine.ulysses_sequence_parallel_size=2",
+        ],
+        runs=False,
+        needs_files=False,
+    ).config
+    changed = {change.key: change.value for change in fallback(config)}
+    assert changed == {"trainer.n_gpus_per_node": 1, "engine.ulysses_sequence_parallel_size": 1}

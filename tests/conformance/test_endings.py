@@ -11,6 +11,8 @@ from subjects import END, Outputs, Subject, prompts, requests_for
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 
+TRIES = 10
+
 
 def test_stop_token_and_length(subject: Subject) -> None:
     subject.needs("stop_token_ids")
@@ -112,7 +114,7 @@ def test_a_response_that_was_cut_goes_on(subject: Subject) -> None:
 
 def test_abort(subject: Subject) -> None:
     subject.needs("abort")
-    aborted, rest = abort(subject, long_and_short(), [3, 4, 99])
+    aborted, rest = abort(subject, long_and_short(), [3, 4, 99], least=0)
     assert set(aborted) == {3, 4} and set(rest) == {0, 1, 2}
     assert {output.finish_reason for output in aborted.values()} == {"abort"}
     assert {output.finish_reason for output in rest.values()} == {"length"}
@@ -124,7 +126,7 @@ def test_abort_gives_what_there_is(subject: Subject) -> None:
     subject.needs("abort_partials")
     requests = long_and_short(40)  # a server has begun with the others too by then
     whole = subject.run(requests)
-    aborted, _ = abort(subject, requests, [3, 4])
+    aborted, _ = abort(subject, requests, [3, 4], least=1)
     for number, output in aborted.items():
         assert 0 < len(output.token_ids) < 120
         assert output.token_ids == whole[number].token_ids[: len(output.token_ids)]
@@ -142,12 +144,21 @@ def long_and_short(first: int = 2) -> list[GenerationRequest]:
     ]
 
 
-def abort(subject: Subject, requests: list[GenerationRequest], ids: list[int]) -> tuple[Outputs, Outputs]:
-    """Abort while the others are generated: the outputs of those, and of the others."""
-    with subject.replica() as replica:
-        answers = replica.submit_many(requests)
-        wait(answers, return_when=FIRST_COMPLETED)
-        replica.abort(ids)
-        outputs = [answer.result() for answer in answers]
-    aborted = {output.request_id: output for output in outputs if output.request_id in ids}
+def abort(
+    subject: Subject, requests: list[GenerationRequest], ids: list[int], least: int
+) -> tuple[Outputs, Outputs]:
+    """Abort while the others are generated: the outputs of those, and of the others.
+
+    On a busy machine an abort may come before a request has `least` tokens, or after its last one: then all
+    is done again.
+    """
+    for _ in range(TRIES):
+        with subject.replica() as replica:
+            answers = replica.submit_many(requests)
+            wait(answers, return_when=FIRST_COMPLETED)
+            replica.abort(ids)
+            outputs = [answer.result() for answer in answers]
+        aborted = {output.request_id: output for output in outputs if output.request_id in ids}
+        if all(least <= len(output.token_ids) < 120 for output in aborted.values()):
+            break
     return aborted, {output.request_id: output for output in outputs if output.request_id not in ids}

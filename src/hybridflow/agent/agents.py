@@ -16,8 +16,7 @@ from hybridflow.agent.episode import Agent, Episode, TrajectoryFailed
 from hybridflow.agent.policy import PolicyLimits
 from hybridflow.agent.runner import Ended, Runner
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.rollout import longest_row
-from hybridflow.config.needs import uses_agents
+from hybridflow.config.needs import longest_row, uses_agents
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.metrics import Metrics

@@ -20,7 +20,7 @@ from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.agent.load_agent import load_agent_loop
 from hybridflow.agent.policy import Policy
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.rollout import longest_row
+from hybridflow.config.needs import longest_row
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer

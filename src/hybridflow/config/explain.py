@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from hybridflow.config.needs import longest_rows, responses_per_prompt, rows_per_prompt, uses_agents
+from hybridflow.config.needs import longest_row, responses_per_prompt, rows_per_prompt, uses_agents
 from hybridflow.config.preference import items_per_row, rows_per_item
 from hybridflow.config.root import PPOConfig, SFTConfig
 
@@ -99,7 +99,7 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
     data = config.data
     actor = config.actor_rollout_ref.actor
     rows = data.train_batch_size * rows_per_prompt(config)
-    longest, why = longest_rows(config)
+    longest, why = longest_row(config)
     minis = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
     per_step = minis * actor.ppo_epochs
     lines = [
@@ -150,7 +150,7 @@ def _conversation_lines(config: PPOConfig) -> list[Line]:
     value = "as many as fit"
     if turns is not None:
         value = f"{turns:,}"
-    longest, why = longest_rows(config)
+    longest, why = longest_row(config)
     how = f"{why}: all that the model reads and writes, of which it learns from what it writes"
     return [
         Line(TURNS, value, "rollout.multi_turn.max_assistant_turns"),

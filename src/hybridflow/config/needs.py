@@ -108,13 +108,21 @@ def is_given(path: str, given: Set[str]) -> bool:
     return any(key == path or key.startswith(path + ".") for key in given)
 
 
-def longest_rows(config: PPOConfig) -> tuple[int, str]:
-    """Return the tokens that a row has at most, and the keys behind it: agents go on after a response."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
+def longest_row(config: PPOConfig) -> tuple[int, str]:
+    """Return the tokens that a row of the run has at most, and the keys that say so with their values.
+
+    A response to a prompt of the data ends at data.max_response_length, however long the context of the
+    engine is. Only agents go on after it, up to the whole context.
+    """
+    data = config.data
+    longest = data.max_prompt_length + data.max_response_length
     most = config.actor_rollout_ref.rollout.max_model_len
-    if uses_agents(config) and most is not None and most > longest:
-        return most, f"rollout.max_model_len={most:,}"
-    return longest, f"max_prompt_length + max_response_length = {longest:,}"
+    if may_use_agents(config) and most is not None and most > longest:
+        return most, f"actor_rollout_ref.rollout.max_model_len={most}"
+    return longest, (
+        f"data.max_prompt_length={data.max_prompt_length} + "
+        f"data.max_response_length={data.max_response_length} = {longest}"
+    )
 
 
 def uses_agents(config: PPOConfig) -> bool:
@@ -127,6 +135,18 @@ def uses_agents(config: PPOConfig) -> bool:
         or config.data.environment
         or rollout.agent.default_agent_loop != "single_turn_agent"
         or rollout.agent.command
+    )
+
+
+def may_use_agents(config: PPOConfig) -> bool:
+    """Return whether agents may play: the keys ask for them, or have what rows with an agent_name need."""
+    rollout = config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    return uses_agents(config) or bool(
+        turns.tool_config_path
+        or turns.function_tool_path
+        or turns.interaction_config_path
+        or rollout.agent.agent_loop_config_path
     )
 
 

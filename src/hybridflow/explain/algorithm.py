@@ -19,7 +19,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.explain import CONVERSATION, TURNS, explain
 from hybridflow.config.needs import (
     estimator_facts,
-    longest_rows,
+    longest_row,
     loss_facts,
     needs_reference,
     needs_teacher,
@@ -266,7 +266,7 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     longest = run["data.max_response_length"]
     one = "responses"
     if uses_agents(run.config):
-        longest = longest_rows(run.config)[0]
+        longest = longest_row(run.config)[0]
         one = "whole conversations"
     equation = AGGREGATIONS[mode]
     numbers = []

@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
-from hybridflow.config.needs import longest_rows, responses_per_prompt
+from hybridflow.config.needs import longest_row, responses_per_prompt
 from hybridflow.config.preference import rows_per_item
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
@@ -331,7 +331,7 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
         rows=min(
             math.ceil(_generated(config) / _generating(plan)), config.actor_rollout_ref.rollout.max_num_seqs
         ),
-        slot=slot_capacity(longest_rows(config)[0]),
+        slot=slot_capacity(longest_row(config)[0]),
         own_weights=why,
         standing=alone,
         rounded=rounded_to(config.actor_rollout_ref.rollout),

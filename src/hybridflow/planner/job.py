@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import generation_batch
 from hybridflow.config.model import ModelConfig
-from hybridflow.config.needs import longest_rows, needs_reference, responses_per_prompt, rows_per_prompt
+from hybridflow.config.needs import longest_row, needs_reference, responses_per_prompt, rows_per_prompt
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.tree import get_value
 from hybridflow.distributed.layout import ParallelLayout
@@ -79,7 +79,7 @@ def job_of(
     }
     shapes = {role: load(engine_keys(config, role)[2]) for role, there in wanted.items() if there}
     rows = config.data.train_batch_size * rows_per_prompt(config)
-    longest = longest_rows(config)[0]
+    longest = longest_row(config)[0]
     lengths = Lengths(response, config.data.max_response_length)
     each = responses_per_prompt(config)
     return Job(
@@ -114,7 +114,7 @@ def engine_of(config: PPOConfig, role: str, layout: ParallelLayout) -> Engine:
         fsdp,
         model,
         rows=block.ppo_mini_batch_size * rows_per_prompt(config),
-        longest=longest_rows(config)[0],
+        longest=longest_row(config)[0],
         max_tokens=block.ppo_max_token_len_per_gpu,
         max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
         optimizer=block.optim.optimizer,

@@ -7,6 +7,7 @@ from possible_run import problem
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.config.needs import longest_row
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.name=vllm"
@@ -46,6 +47,7 @@ TWO = "trainer.n_gpus_per_node=2"
             [
                 VLLM,
                 f"{ROLLOUT}.max_model_len=9999",
+                f"{ROLLOUT}.multi_turn.enable=true",
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000",
             ],
             "actor.ppo_max_token_len_per_gpu=9000 tokens cannot hold one row of "
@@ -68,6 +70,33 @@ TWO = "trainer.n_gpus_per_node=2"
 )
 def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
     assert says in problem(base, *overrides)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf", "vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("agents", "longest"),
+    [
+        ([], 1024),
+        ([f"{ROLLOUT}.multi_turn.enable=true"], 32768),
+        (["data.environment=guess_number"], 32768),
+        # rows of the data may name an agent that uses these
+        ([f"{ROLLOUT}.multi_turn.function_tool_path=hybridflow.tools.calculator"], 32768),
+    ],
+)
+def test_only_agents_make_rows_as_long_as_the_context_of_the_engine(
+    base: list[str], engine: str, agents: list[str], longest: int
+) -> None:
+    context = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.max_model_len=32768", "data.max_response_length=512"]
+    limits = [
+        f"{keys}_max_token_len_per_gpu={longest}"
+        for keys in ("actor_rollout_ref.actor.ppo", f"{ROLLOUT}.log_prob", "critic.ppo", "critic.forward")
+    ]
+    config = prepare_config(PPOConfig, [*base, *context, *agents, *limits]).config
+    assert longest_row(config)[0] == longest
+    few = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    assert f"{few}={longest - 1} tokens cannot hold one row of" in problem(
+        base, *context, *agents, *limits, f"{few}={longest - 1}"
+    )
 
 
 def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: list[str]) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.checks.cluster import mix_pools, pool_sizes, share_a_pool
-from hybridflow.config.needs import is_given, uses_agents
+from hybridflow.config.needs import is_given, may_use_agents
 from hybridflow.config.rollout_trace import RolloutTraceConfig
 from hybridflow.config.root import PPOConfig
 
@@ -120,29 +120,12 @@ def _kept_keys_and_values(config: PPOConfig, rollout: RolloutConfig) -> Iterator
         )
 
 
-def longest_row(config: PPOConfig) -> tuple[int, str]:
-    """Return the tokens of the longest row that generation may make, and the keys that say so with their
-    values.
-    """
-    data = config.data
-    longest = data.max_prompt_length + data.max_response_length
-    rollout = config.actor_rollout_ref.rollout
-    # a later call of a trajectory may be longer than a first prompt and its response
-    read = rollout.name in WITH_WEIGHTS or uses_agents(config)
-    if read and rollout.max_model_len is not None and rollout.max_model_len > longest:
-        return rollout.max_model_len, f"{ROLLOUT}.max_model_len={rollout.max_model_len}"
-    return longest, (
-        f"data.max_prompt_length={data.max_prompt_length} + "
-        f"data.max_response_length={data.max_response_length} = {longest}"
-    )
-
-
 def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key that is set and that the engine does not read."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in WITH_WEIGHTS:
         odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
-        if uses_agents(config):
+        if may_use_agents(config):
             odd = [key for key in odd if key != f"{ROLLOUT}.max_model_len"]
         if odd:
             yield (

@@ -27,11 +27,11 @@ from hybridflow.config.checks.notes import has_validation, ppo_notes
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
 from hybridflow.config.checks.precision import precision_problems
 from hybridflow.config.checks.reward import reward_problems
-from hybridflow.config.checks.rollout import longest_row, rollout_notes, rollout_problems
+from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
 from hybridflow.config.checks.schedule import schedule_notes, schedule_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
-from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.config.needs import longest_row, needs_reference, needs_teacher
 from hybridflow.config.preference import learns_from_pairs
 from hybridflow.config.profiler import SECOND, ProfilerConfig
 from hybridflow.config.roles import ROLE_KEYS

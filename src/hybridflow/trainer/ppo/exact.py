@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.needs import longest_row
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact import MIN_ROWS, ExactMode
@@ -142,7 +143,7 @@ def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:
 def _no_reuse(config: PPOConfig) -> str | None:
     """Return the reason the rollout's log-probs cannot save a pass, or under `auto` save too little."""
     rollout = config.actor_rollout_ref.rollout
-    longest = _longest(config)
+    longest, keys = longest_row(config)
     if config.trainer.schedule not in (*EXACT_SCHEDULES, "sync") and config.trainer.async_.run_ahead:
         return f"trainer.schedule={config.trainer.schedule} trains rows of older weights, which need the pass"
     if rollout.skip.enable:
@@ -162,8 +163,8 @@ def _no_reuse(config: PPOConfig) -> str | None:
         )
     if rollout.exact == "auto" and longest > AUTO_LENGTH:
         return (
-            f"data.max_prompt_length + max_response_length = {longest} tokens, and {KEY}=auto takes up to "
-            f"{AUTO_LENGTH}, beyond which it costs more than it saves"
+            f"a row may have {keys} tokens, and {KEY}=auto takes up to {AUTO_LENGTH}, beyond which it "
+            "costs more than it saves"
         )
     return None
 
@@ -172,7 +173,7 @@ def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
     """Return the mode that all replicas can hold, each by its own self-check, or the reason one cannot."""
     temperature = config.actor_rollout_ref.rollout.temperature
     found = roles.rollout.call_list(
-        ExactRollout.choose_exact, longest=_longest(config), temperature=temperature
+        ExactRollout.choose_exact, longest=longest_row(config)[0], temperature=temperature
     )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):
@@ -180,7 +181,3 @@ def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
                 return mode
             return f"{mode} (rollout rank {rank})"
     return reduce(ExactMode.joined, (mode for mode in found if isinstance(mode, ExactMode)))
-
-
-def _longest(config: PPOConfig) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length

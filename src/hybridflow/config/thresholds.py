@@ -43,25 +43,39 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
 
 
 def parse_rejection(options: str, thresholds: float | str | None) -> list[Rule]:
-    """The rules of a comma list of options with their thresholds.
+    """The rules of a comma list of options with their thresholds; ConfigError with all that is wrong."""
+    rules, problems = read_rejection(options, thresholds)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return rules
 
-    Raises ConfigError for an unknown option, where the thresholds are missing or not as many as the options,
-    for one of k1 that is neither u > 1 nor `lo_hi` with 0 < lo < hi, and for one of k2 or k3 that is not a
-    single number above 0.
+
+def read_rejection(options: str, thresholds: float | str | None) -> tuple[list[Rule], list[str]]:
+    """Return the rules of a comma list of options with their thresholds, and a line for each problem.
+
+    That is an unknown option, thresholds that are missing or not as many as the options, one of k1 that is
+    neither u > 1 nor `lo_hi` with 0 < lo < hi, and one of k2 or k3 that is not a single number above 0.
     """
     names = [name.strip() for name in options.split(",")]
-    for name in names:
-        if name not in OPTIONS:
-            raise ConfigError(
-                f"{_KEY}.rollout_rs has no option {name!r}: set a comma list of {', '.join(OPTIONS)}"
-            )
+    problems = [
+        f"{_KEY}.rollout_rs has no option {name!r}: set a comma list of {', '.join(OPTIONS)}"
+        for name in names
+        if name not in OPTIONS
+    ]
     given = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",")]
     if len(given) != len(names):
-        raise ConfigError(
+        problems.append(
             f"{_KEY}.rollout_rs={options} has {len(names)} options, but rollout_rs_threshold={thresholds} "
             f"has {len(given)} thresholds: set one for each option, by comma"
         )
-    return [_rule(name, threshold) for name, threshold in zip(names, given, strict=True)]
+        return [], problems
+    rules: list[Rule] = []
+    for name, threshold in zip(names, given, strict=True):
+        try:
+            rules += [_rule(name, threshold)] if name in OPTIONS else []
+        except ConfigError as error:
+            problems.append(str(error))
+    return rules, problems
 
 
 def _rule(name: str, threshold: str) -> Rule:

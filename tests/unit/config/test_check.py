@@ -355,6 +355,80 @@ def test_what_cannot_run_is_refused_with_the_way_out(
     assert any(part in message for part in says.split("|")), message
 
 
+CORRECTION = "algorithm.rollout_correction"
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            [
+                *("trainer.n_gpus_per_node=4", f"{FSDP}.tensor_parallel_size=3", f"{FSDP}.fsdp_size=3"),
+                "actor_rollout_ref.model.lora_rank=4",
+            ],
+            [
+                "tensor_parallel_size=3 does not divide the 4 processes",
+                "adapters are not split",
+                "fsdp_size=3 does not divide the 4 ranks",
+            ],
+        ),
+        (
+            [
+                *("trainer.n_gpus_per_node=4", f"{FSDP}.pipeline_parallel_size=3"),
+                *(f"{FSDP}.expert_parallel_size=3", f"{FSDP}.tensor_parallel_size=8", f"{FSDP}.fsdp_size=0"),
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
+            ],
+            [
+                "pipeline_parallel_size=3 does not divide the 4 processes",
+                "tensor_parallel_size=8 does not divide the 4 processes",
+                "actor.ulysses_sequence_parallel_size=3 does not divide the 4 processes",
+                "fsdp_size=0 does not divide",
+                "expert_parallel_size=3 does not divide the 4 ranks",
+            ],
+        ),
+        (
+            ["trainer.n_gpus_per_node=4", f"{FSDP}.fsdp_size=3", f"{FSDP}.expert_parallel_size=8"],
+            ["fsdp_size=3 does not divide the 4 ranks", "expert_parallel_size=8 does not divide the 4 ranks"],
+        ),
+        (
+            ["trainer.schedule=one_step_off", "trainer.async.run_ahead=3", "trainer.async.max_staleness=7"],
+            ["run_ahead=3 with trainer.schedule=one_step_off", "leave trainer.async.max_staleness out"],
+        ),
+        (
+            [
+                *("actor_rollout_ref.rollout.quantization=int4", "actor_rollout_ref.rollout.exact=true"),
+                "actor_rollout_ref.rollout.enable_torch_compile=true",
+            ],
+            ["which rounds to", "rounded weights give other log-probs", "compiled steps know whole weights"],
+        ),
+        (
+            [
+                f"{CORRECTION}.rollout_rs='tokens,seqs,token_k1,token_k2'",
+                f"{CORRECTION}.rollout_rs_threshold='1,1,-1,-2'",
+            ],
+            ["no option 'tokens'", "no option 'seqs'", "got '-1' for token_k1", "got '-2' for token_k2"],
+        ),
+        (
+            ["actor_rollout_ref.model.path=null", "actor_rollout_ref.model.tokenizer_path=/no/tokenizer"],
+            ["model.path is not set", "model.tokenizer_path: there is no folder /no/tokenizer"],
+        ),
+        (["data.train_files=/no/rows.csv"], ["there is no file /no/rows.csv", "wanted a file that ends in"]),
+        (["algorithm.adv_estimator=/no/a.py:"], ["wanted path/to/file.py:name", "there is no file /no/a.py"]),
+    ],
+)
+def test_no_problem_hides_another(base: list[str], overrides: list[str], says: list[str]) -> None:
+    message = problem(base, *overrides)
+    assert [line for line in says if line not in message] == [], message
+
+
+def test_a_size_that_does_not_fit_blames_no_other(base: list[str]) -> None:
+    message = problem(base, "trainer.n_gpus_per_node=4", f"{FSDP}.tensor_parallel_size=3")
+    assert "problems" not in message and "tensor_parallel_size=3" in message
+    message = problem(base, "trainer.nnodes=4", f"{FSDP}.fsdp_size=2", f"{FSDP}.pipeline_parallel_size=3")
+    assert "problems" not in message and "pipeline_parallel_size=3" in message
+
+
 def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[str]) -> None:
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "rows.csv").write_text("")

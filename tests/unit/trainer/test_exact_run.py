@@ -124,8 +124,8 @@ def test_a_run_that_cannot_be_exact_says_why_once_or_is_refused(
     ):
         assert actor_module(trainer).exact is None
     assert [record.message for record in caplog.records if "fast mode" in record.message] == [
-        "fast mode: a row may have data.max_prompt_length=32 + data.max_response_length=300 = 332 tokens, and "
-        "actor_rollout_ref.rollout.exact=auto takes up to 256, "
+        "fast mode: a row may have data.max_prompt_length=32 + data.max_response_length=300 = 332 "
+        "tokens, and actor_rollout_ref.rollout.exact=auto takes up to 256, "
         "beyond which it costs more than it saves"
     ]
     half = ("actor_rollout_ref.model.dtype=bfloat16", f"{ROLLOUT}.exact=true")

@@ -74,11 +74,15 @@ class RoleLayout:
         ) + "".join(f", {name}={size}" for name, size in further.items() if size > 1)
 
     def problems(self) -> Iterator[str]:
-        """Yield one line for each size that does not fit the others."""
-        tensor = self.fsdp.tensor_parallel_size
-        size = self.fsdp.fsdp_size
+        """Yield one line for each size that does not fit the others.
+
+        Where one does not fit, those that depend on it are held against what would be true for any value in
+        its place, so that no problem hides another.
+        """
         here = f"{self.block}.{self.fsdp_name}"
         ulysses = f"{self.block}.ulysses_sequence_parallel_size"
+        tensor = self.fsdp.tensor_parallel_size
+        size = self.fsdp.fsdp_size
         if self.fsdp.context_parallel == "ring" and self.sequence == 1:
             yield (
                 f"{here}context_parallel=ring, but no ranks share rows: set {ulysses} to the number of "
@@ -90,38 +94,43 @@ class RoleLayout:
                 f"{here}virtual_pipeline_parallel_size={self.fsdp.virtual_pipeline_parallel_size} without "
                 f"stages: set {here}pipeline_parallel_size to 2 or more, or leave it out"
             )
+        ranks = self.processes
+        whose = "processes of its pool"
         if self.processes % stages:
             yield (
                 f"{here}pipeline_parallel_size={stages} does not divide the {self.processes} processes of "
                 "its pool: set a divisor, or other devices"
             )
-            return
-        ranks = self.processes // stages
-        whose = "processes of its pool"
-        if stages > 1:
+        elif stages > 1:
+            ranks = self.processes // stages
             whose = f"processes of each of the {stages} stages"
         widths = {f"{here}tensor_parallel_size": tensor, ulysses: self.sequence}
         if min(widths.values()) > 1 and not any(ranks % width for width in widths.values()):
             widths = {f"{here}tensor_parallel_size × {ulysses}": tensor * self.sequence}
         for name, width in widths.items():
             if ranks % width:
-                yield (f"{name}={width} does not divide the {ranks} {whose}: set a divisor, or other devices")
-                return
+                yield f"{name}={width} does not divide the {ranks} {whose}: set a divisor, or other devices"
         if tensor > 1 and (self.model.lora_rank or self.model.lora_adapter_path):
             yield (
                 f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
                 "not split; leave one out"
             )
-        sharers = ranks // tensor
-        if size == 0 or (size > 0 and sharers % size):
+        sharers = ranks
+        sharing = ranks
+        if ranks % tensor == 0:
+            sharers = ranks // tensor
+        fits = size == -1 or (size > 0 and sharers % size == 0)
+        if not fits:
             yield (
                 f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a "
                 "divisor, or -1 for all"
             )
-        elif size > 0 and size % self.sequence and self.sequence % size:
+        elif size > 0 and ranks % tensor == 0:
+            sharing = tensor * size
+        if size > 0 and size % self.sequence and self.sequence % size:
             yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
-        elif self.fsdp.expert_parallel_size > 1:
-            yield from self._expert_problems(here, tensor * (sharers if size == -1 else size))
+        if self.fsdp.expert_parallel_size > 1:
+            yield from self._expert_problems(here, sharing)
 
     def _expert_problems(self, here: str, ranks: int) -> Iterator[str]:
         """Yield one line for each size that does not go with expert parallelism over `ranks` ranks."""
@@ -283,7 +292,7 @@ def _row_store(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.row_store={trainer.row_store} without Ray, whose processes the package needs: set "
             "trainer.controller=ray, or trainer.row_store=auto"
         )
-    elif find_spec("transfer_queue") is None:
+    if find_spec("transfer_queue") is None:
         yield (
             f"trainer.row_store={trainer.row_store} needs the package transferqueue: "
             f"{install_extra('transferqueue')}, or set trainer.row_store=auto"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.needs import estimator_facts, loss_facts
 from hybridflow.config.root import PPOConfig
-from hybridflow.config.thresholds import parse_is_threshold, parse_rejection
+from hybridflow.config.thresholds import parse_is_threshold, read_rejection
 from hybridflow.errors import ConfigError
 
 PATH = "algorithm.rollout_correction"
@@ -84,12 +84,8 @@ def _unreadable(correction: RolloutCorrectionConfig) -> Iterator[str]:
         parse_is_threshold(correction.rollout_is_threshold)
     except ConfigError as error:
         yield str(error)
-    if correction.rollout_rs is None:
-        return
-    try:
-        parse_rejection(correction.rollout_rs, correction.rollout_rs_threshold)
-    except ConfigError as error:
-        yield str(error)
+    if correction.rollout_rs is not None:
+        yield from read_rejection(correction.rollout_rs, correction.rollout_rs_threshold)[1]
 
 
 def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:

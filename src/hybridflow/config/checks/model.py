@@ -95,8 +95,7 @@ def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterato
             f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
             f"{key}.path={EXAMPLE}"
         )
-        return
-    if is_missing_folder(model.path):
+    elif is_missing_folder(model.path):
         yield f"{key}.path: there is no folder {model.path}"
     else:
         yield from _folder(model, key, runs)

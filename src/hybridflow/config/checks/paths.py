@@ -77,7 +77,7 @@ def data_problems(data: BaseDataConfig, *, own_class: bool = False, trains: bool
                 yield f"{key}: there is no file {file}" + (
                     " ($HOME is for the shell to fill in)" if "$" in file else ""
                 )
-            elif local(file).suffix.lower() not in DATA_SUFFIXES:
+            if not own_class and local(file).suffix.lower() not in DATA_SUFFIXES:
                 yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
 
 
@@ -92,7 +92,7 @@ def plugin_problem(
         yield f"{key}={place} without a name: set {needs_name}, or write {place}:NAME"
     if ":" in place and (not inner or not path):
         yield f"{key}={place}: wanted path/to/file.py:name or package.module:name"
-    elif (path.endswith(".py") or "/" in path) and not is_remote(path) and not local(path).exists():
+    if (path.endswith(".py") or "/" in path) and not is_remote(path) and not local(path).exists():
         yield f"{key}: there is no file {path}"
 
 

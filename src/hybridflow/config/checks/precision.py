@@ -23,7 +23,6 @@ def precision_problems(config: PPOConfig, *, trains: bool = True) -> Iterator[st
     key = f"{ROLLOUT}.quantization={kind}"
     if kind not in NATIVE_KINDS:
         yield f"{key} with {ROLLOUT}.name=native, which rounds to {', '.join(NATIVE_KINDS)}: set one of these"
-        return
     if kind == "float16" and config.trainer.device not in ("auto", "cpu"):
         yield f"{key} is for CPUs, and trainer.device={config.trainer.device}: set it to fp8 or int8"
     if rollout.exact is True:

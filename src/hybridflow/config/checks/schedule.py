@@ -66,18 +66,16 @@ def _bounds(config: PPOConfig) -> Iterator[str]:
             f"{shown} with trainer.schedule=one_step_off, which is 1 step ahead: leave it out, or set "
             "trainer.schedule=exact_async for more steps, or fully_async for a part of a step"
         )
-        return
-    if not math.isfinite(ahead):
+    elif not math.isfinite(ahead):
         yield f"{shown}: wanted a number of steps, for example 1"
-        return
-    if schedule in EXACT_SCHEDULES and ahead != int(ahead):
+    elif schedule in EXACT_SCHEDULES and ahead != int(ahead):
         yield (
             f"{shown} with trainer.schedule={schedule}, which generates whole batches: set a whole number, "
             "or trainer.schedule=fully_async"
         )
-        return
-    assert bound is not None, "filled by resolve"
-    if schedule in EXACT_SCHEDULES and bound != ahead:
+    if bound is None or not math.isfinite(ahead):
+        return  # resolve fills max_staleness where run_ahead is a number of steps
+    if schedule in EXACT_SCHEDULES and bound != math.ceil(ahead):
         yield (
             f"{PATH}.max_staleness={bound} with trainer.schedule={schedule}, where every token is {shown} "
             f"steps old once the run is under way: leave {PATH}.max_staleness out"

@@ -6,8 +6,8 @@
         actor_rollout_ref.actor.policy_loss.loss_mode=$mine:quadratic_ratio \\
         actor_rollout_ref.actor.policy_loss.options='{width: 0.5}'
 
-Each function gets the values that its arguments name: columns of the batch, parameters of the run, and the
-entries of its `options`.
+Each function gets the values that its arguments name, and none besides: columns of the batch, parameters of
+the run, and the entries of its `options`.
 """
 
 from __future__ import annotations

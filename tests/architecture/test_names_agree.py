@@ -12,6 +12,7 @@ from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.aggregation import LossAggMode
 from hybridflow.algorithms.kl import KL_KINDS
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
+from hybridflow.algorithms.policy_losses.types import GIVEN
 from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
@@ -19,10 +20,12 @@ from hybridflow.config.aliases import VALUE_ALIASES
 from hybridflow.config.checks import root as checks
 from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import TaskConfig
+from hybridflow.config.own_code import COLUMNS, LOSS_ARGUMENTS, loss_fault
 from hybridflow.config.trainer import Tracker
 from hybridflow.config.verl_rules import REFUSED_VALUES
 from hybridflow.data.tasks import build_task
 from hybridflow.observability.trackers.build import TRACKERS
+from hybridflow.protocol.fields import FIELDS
 from hybridflow.workers.losses import loss_parameters
 
 PPO = ActorConfig()
@@ -39,6 +42,17 @@ def test_estimators_and_what_they_need() -> None:
         facts = ESTIMATORS[name]
         assert set(facts.reads) == {*entry.needs, *entry.takes}, name
         assert facts.group == ("group_ids" in facts.reads and not facts.demonstration_rows), name
+
+
+def test_arguments_and_columns_of_ones_own_estimator_and_loss() -> None:
+    of_pairs = {"ref_log_prob_sum", "preference", "margin", "step_labels", "reference_point"}
+    assert {name for name, row in FIELDS.items() if row.dtype != "object"} - of_pairs == {
+        *COLUMNS,
+        "repetition",
+    }
+    assert LOSS_ARGUMENTS == GIVEN
+    signature = inspect.signature(POLICY_LOSSES["vanilla"].function)
+    assert not loss_fault(signature, PPO) and "no uid" in loss_fault(inspect.signature(lambda uid: uid), PPO)
 
 
 def test_losses_and_the_defaults_of_their_papers() -> None:

@@ -5,12 +5,13 @@ keys ──load the files that they name──► ConfigError, or nothing; no ob
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.own_code import agent_faults
+from hybridflow.config.source_code import definition_of
 from hybridflow.data.plugin import check_signature, load_class, load_entries, load_object
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
@@ -54,20 +55,12 @@ def check_agent(found: Any, name: str, options: dict[str, Any]) -> None:
     whose = f"{AGENT_KEY}: {name}"
     if not callable(found):
         raise ConfigError(f"{whose} names a {type(found).__name__}, wanted a function or a class")
-    if inspect.isfunction(found):
-        check_signature(found, "def run(base_url, row)", ("base_url", "row"), whose=whose)
-    if not isinstance(found, type):
-        return
-    run: Any = getattr(found, "run", None)
-    if any(base.__module__ == LOOPS for base in found.__mro__):
+    if any(base.__module__ == LOOPS for base in getattr(found, "__mro__", ())):
         form = "async def run(self, sampling_params, **kwargs)"
-        check_signature(run, form, ("self", "sampling_params"), whose=whose)
+        check_signature(found.run, form, ("self", "sampling_params"), whose=whose)
         return
-    form = "async def run(self, episode, policy)"
-    if not inspect.iscoroutinefunction(run):
-        raise ConfigError(f"{whose} is no class with `{form}`")
-    check_signature(run, form, ("self", "episode", "policy"), whose=whose)
-    check_signature(found, "__init__(self, tokenizer, …)", ["tokenizer"], options, whose=whose)
+    for fault in agent_faults(name, definition_of(found), options):
+        raise ConfigError(f"{AGENT_KEY}: {fault}")
 
 
 def agent_entries(path: str | None) -> dict[str, dict[str, Any]]:

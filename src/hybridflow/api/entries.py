@@ -11,10 +11,11 @@ from hybridflow.api.datasets import Dataset
 from hybridflow.api.launch import Call, Model, Overrides, launch, only_run
 from hybridflow.api.objects import Objects, named_objects, require_here
 from hybridflow.api.result import Run
-from hybridflow.data.plugin import in_memory
+from hybridflow.config.own_code import DEFAULT_NAMES
+from hybridflow.config.source_code import in_memory
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.compose import options_of
-from hybridflow.rewards.load import DEFAULT_NAMES, load_user_function
+from hybridflow.rewards.load import load_user_function
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
 """A built-in name, "path/to/file.py:name", a function, or a term of `reward.terms`."""

@@ -15,7 +15,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-from hybridflow.data.plugin import IN_MEMORY, in_memory, shown
+from hybridflow.config.source_code import IN_MEMORY, in_memory, shown
 from hybridflow.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ class PolicyLossConfig:
     loss_mode: str = key(
         "vanilla", "Policy loss: a name such as vanilla, gspo or cispo, or your own as path.py:name."
     )
-    options: dict[str, Any] = key({}, "Further keyword arguments of a policy loss of your own.")
+    options: dict[str, Any] = key({}, "Further arguments of a policy loss of your own, by name.")
     tau_pos: float = key(
         1.0,
         "sapo: temperature of the soft gate on tokens with a positive advantage; a larger one closes the "

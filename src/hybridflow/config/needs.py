@@ -138,6 +138,19 @@ def uses_agents(config: PPOConfig) -> bool:
     )
 
 
+def reads_text_alone(config: PPOConfig, *, by_rows: bool = False) -> str | None:
+    """Return the reason the run cannot generate from pictures, with what to set; None where it can.
+
+    `by_rows`: rows of the data name agents.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "native":
+        return f"actor_rollout_ref.rollout.name={rollout.name} is given token ids alone: set it to native"
+    if by_rows or uses_agents(config):
+        return "agents, tools and environments read the text of a row alone: leave them out, or the pictures"
+    return None
+
+
 def may_use_agents(config: PPOConfig) -> bool:
     """Return whether agents may play: the keys ask for them, or have what rows with an agent_name need."""
     rollout = config.actor_rollout_ref.rollout

@@ -24,6 +24,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridflow.config.own_code import call_fault, defined_as
+from hybridflow.config.source_code import shown
 from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
@@ -33,18 +35,6 @@ T = TypeVar("T")
 PLUGIN = "hybridflow_plugin_"
 """How the name of a module begins that was loaded from a file."""
 WANTED = "wanted path/to/file.py:name or package.module:name"
-IN_MEMORY = "hybridflow_objects"
-"""Name of the module that exists during a program's run only, and has its functions and classes."""
-
-
-def in_memory(spec: str) -> bool:
-    """Whether a name is that of an object which no other process could import."""
-    return spec.startswith(f"{IN_MEMORY}:")
-
-
-def shown(spec: str) -> str:
-    """Return a name as messages give it: the object's own where it is one of the program."""
-    return spec.removeprefix(f"{IN_MEMORY}:")
 
 
 def load_object(spec: str, *, key: str) -> Any:
@@ -95,12 +85,8 @@ def check_signature(
     `wanted` shows how it is written.
     """
     signature = inspect.signature(function)
-    try:
-        signature.bind(*arguments, **(options or {}))
-    except TypeError as error:
-        raise ConfigError(
-            f"{whose}: got {function.__qualname__}{signature}, wanted {wanted} ({error})"
-        ) from error
+    if fault := call_fault(signature, arguments, options):
+        raise ConfigError(defined_as(whose, function.__qualname__, signature, fault, wanted))
 
 
 async def awaited(awaitable: Awaitable[T]) -> T:

@@ -8,8 +8,11 @@ device and streams are asked of `torch.get_device_module(device)`, which has the
 
 from __future__ import annotations
 
+import platform
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from hybridflow.errors import ConfigError
 
@@ -76,6 +79,32 @@ def features(device: str) -> Accelerator:
 def is_accelerator(device: str) -> bool:
     """Return whether a device type is one of the accelerators of the table."""
     return features(device).device != "cpu"
+
+
+DEVICE_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg", "davinci*")
+"""Files in /dev of NVIDIA's, AMD's and Ascend's devices, and of GPUs under Windows' Linux."""
+
+
+def no_accelerator() -> str | None:
+    """Return the reason torch can find no accelerator on this machine, or None where it may find one.
+
+    Nothing is imported. What neither the files in /dev nor the installed torch rule out is for torch to say.
+    """
+    devices = Path("/dev")
+    if platform.system() == "Linux" and not any(list(devices.glob(name)) for name in DEVICE_FILES):
+        return "this machine shows no GPU and no NPU in /dev"
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None or find_spec("torch_npu") is not None:
+        return None
+    try:
+        built = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    kinds = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *(.*)$", built, re.MULTILINE))
+    if kinds.get("cuda") == kinds.get("hip") == kinds.get("xpu", "None") == "None":
+        version = kinds.get("__version__", "").strip("'")
+        return f"torch {version} is built for CPUs"
+    return None
 
 
 def check_package(device: str) -> None:

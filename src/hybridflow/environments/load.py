@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from hybridflow.data.plugin import blaming, check_signature, load_object
+from hybridflow.config.own_code import environment_faults
+from hybridflow.config.source_code import definition_of
+from hybridflow.data.plugin import blaming, load_object
 from hybridflow.environments.base import Environment
 from hybridflow.errors import ConfigError
 from hybridflow.tools.function_tool import tool_methods
@@ -25,13 +26,6 @@ ENVIRONMENTS = {
     "world": "hybridflow.environments.remote:World",
 }
 """Built-in environments, each imported when it is asked for."""
-CALLED = {
-    "reset(self, row)": ("self", "row"),
-    "step(self, text)": ("self", "text"),
-    "score(self)": ("self",),
-    "close(self)": ("self",),
-}
-"""How methods are written, and the arguments that they are called with."""
 _MADE: dict[type[Any], type[Environment]] = {}
 
 
@@ -52,21 +46,11 @@ def load_environment(
             "package.module:Name"
         )
     found = load_object(ENVIRONMENTS.get(spec, spec), key=key)
-    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-    if not isinstance(found, type) or missing:
-        raise ConfigError(
-            f"{key}: {spec} is no environment, wanted a class with the methods reset(row) and step(text), "
-            "such as a subclass of hybridflow.environments.Environment"
-        )
+    for fault in environment_faults(spec, definition_of(found), options, f"{key}_options"):
+        raise ConfigError(f"{key}: {fault}")
+    tool_methods(found)  # one without a schema is refused
     if not issubclass(found, Environment):
         found = _as_environment(found)
-    _check_methods(found, f"{key}: {spec}")
-    try:
-        inspect.signature(found).bind(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key}_options={options} do not fit {spec}{inspect.signature(found)}: {error}"
-        ) from error
     return partial(_construct, found, options, f"{key}: {spec}")
 
 
@@ -78,15 +62,6 @@ def open_environment(
     environment.seed = seed
     environment.step_seed = step_seed
     return environment
-
-
-def _check_methods(found: type[Environment], whose: str) -> None:
-    """Raise ConfigError for a method that cannot be called as it will be, and for a tool without a schema."""
-    for wanted, names in CALLED.items():
-        method = inspect.getattr_static(found, wanted.partition("(")[0])
-        if inspect.isfunction(method):
-            check_signature(method, f"def {wanted}", names, whose=whose)
-    tool_methods(found)
 
 
 def _as_environment(found: type[Any]) -> type[Environment]:

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.config.own_code import MESSAGES, TOKENS
 from hybridflow.data.plugin import awaited
 from hybridflow.errors import HybridFlowError
-from hybridflow.rewards.load import MESSAGES, PROMPT, TOKENS, takes
+from hybridflow.rewards.load import PROMPT, takes
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result, token_scores_of
 from hybridflow.rewards.table import RewardFunction

@@ -13,12 +13,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.config.own_code import COMPLETIONS
+from hybridflow.errors import RewardError
 from hybridflow.rewards.table import RewardFunction
 
-COMPLETIONS = "completions"
-OWN = ("prompts", COMPLETIONS, "completion_ids")
-"""Arguments that are no columns of the data."""
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 """Kinds of parameters that can be given by name."""
 
@@ -96,19 +94,6 @@ def with_columns_of_one(function: RewardFunction, *, is_coroutine: bool) -> Rewa
         chosen = compute_score_async
     chosen.__signature__ = inspect.signature(arguments)  # type: ignore[attr-defined]
     return chosen
-
-
-def check_options_of(function: RewardFunction, options: Mapping[str, Any], key: str) -> None:
-    """Raise ConfigError for options that the function does not take, or that come from the row."""
-    if clash := [name for name in options if name in OWN]:
-        raise ConfigError(f"{key}: {', '.join(clash)} comes from the row; remove it from the options")
-    try:
-        inspect.signature(function).bind_partial(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key}: the function is defined as {inspect.signature(function)}, and its options do not fit: "
-            f"{error}"
-        ) from error
 
 
 def _columns(extra_infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -23,13 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.config.own_code import DEFAULT_NAMES, MESSAGES, TERM_KEYS, TOKENS
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import (
-    DEFAULT_NAMES,
-    MESSAGES,
     PROMPT,
-    TOKENS,
     WHERE_NAMED,
     is_async,
     is_path,
@@ -117,7 +115,7 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> li
 
 def options_of(term: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a term that are options of its function."""
-    return {str(name): value for name, value in term.items() if name not in ("name", "weight", "key", "when")}
+    return {str(name): value for name, value in term.items() if name not in TERM_KEYS}
 
 
 def _term(term: dict[str, Any], key: str, column: str, function: RewardFunction | None) -> Term:

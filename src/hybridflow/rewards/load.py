@@ -13,29 +13,29 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hybridflow.data.plugin import load_module, load_object, shown
+from hybridflow.config.own_code import (
+    ALSO_CALLED,
+    CALLED_WITH,
+    CALLED_WITH_LISTS,
+    COMPLETIONS,
+    DEFAULT_NAMES,
+    MESSAGES,
+    TOKENS,
+    defined_as,
+    reward_fault,
+    reward_names,
+)
+from hybridflow.config.source_code import shown
+from hybridflow.data.plugin import load_module, load_object
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import table
-from hybridflow.rewards.columns import (
-    COMPLETIONS,
-    check_options_of,
-    with_columns,
-    with_columns_of_one,
-)
+from hybridflow.rewards.columns import with_columns, with_columns_of_one
 from hybridflow.rewards.run_programs import Runner
 from hybridflow.rewards.table import RewardFunction
 
-DEFAULT_NAMES = ("compute_score", "compute_reward")
-CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
-CALLED_WITH_LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TOKENS = "response_ids"
-MESSAGES = "messages"
-"""Arguments that a function gets where it names them: what was sampled, and the whole conversation."""
 PROMPT = "raw_prompt"
 """The row's messages or text, for functions of lists by column (`columns.py`)."""
 WHERE_NAMED = (TOKENS, MESSAGES, PROMPT)
-ALSO_CALLED = {"response": "solution_str"}
-"""Other names of arguments."""
 
 
 def load_builtin(
@@ -80,14 +80,15 @@ def load_user_function(
         function = getattr(module, name, None) or load_object(f"{path}:{name}", key=key)
     if not callable(function):
         raise ConfigError(f"{key}: {shown(path)} names a {type(function).__name__}, wanted a function")
+    signature = _signature(function)
+    if signature is not None and (fault := reward_fault(signature, options, called_with)):
+        defined = getattr(function, "__name__", "function")
+        raise ConfigError(defined_as(f"{key}: {shown(path)}", defined, signature, fault))
     if takes(function, COMPLETIONS):
-        check_options_of(function, options, key)
         shape = with_columns if called_with == CALLED_WITH_LISTS else with_columns_of_one
         return _bound(shape(function, is_coroutine=is_async(function)), options)
-    names = _names(function, called_with)
-    _check_signature(function, path, options, key, called_with, names)
-    if called_with == CALLED_WITH:
-        function = _by_name(function, names)
+    if called_with == CALLED_WITH and signature is not None:
+        function = _by_name(function, reward_names(signature))
     return _bound(function, options)
 
 
@@ -110,25 +111,12 @@ def _bound(function: RewardFunction, options: dict[str, Any]) -> RewardFunction:
     return partial(function, **options)
 
 
-def _names(function: RewardFunction, called_with: Sequence[str]) -> dict[str, str]:
-    """Return what a function is called with: the names of its parameters, and the argument that each gets.
-
-    Of the arguments of one response it gets those that it names, and all of them if it takes any name or
-    names none.
-    """
-    everything = {name: name for name in called_with}
+def _signature(function: RewardFunction) -> inspect.Signature | None:
+    """Return the signature of a function; None for one that is written in C and has none."""
     try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # written in C: it has no signature
-        return everything
-    optional = {name: name for name in (TOKENS, MESSAGES) if name in parameters}
-    others = {other: name for other, name in ALSO_CALLED.items() if other in parameters}
-    named = {name: name for name in called_with if name in parameters}
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        named |= {name: name for name in called_with if name not in others.values()}
-    if called_with != CALLED_WITH or not {**named, **others}:
-        named = everything
-    return {**named, **others, **optional}
+        return inspect.signature(function)
+    except ValueError:
+        return None
 
 
 def _by_name(function: RewardFunction, names: Mapping[str, str]) -> RewardFunction:
@@ -152,33 +140,6 @@ def _by_name(function: RewardFunction, names: Mapping[str, str]) -> RewardFuncti
     return call
 
 
-def _check_signature(
-    function: RewardFunction,
-    path: str,
-    options: dict[str, Any],
-    key: str,
-    called_with: Sequence[str],
-    names: Mapping[str, str],
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # written in C: it has none to check
-        return
-    try:
-        signature.bind(**{**options, **names})
-    except TypeError as error:
-        defined = f"{getattr(function, '__name__', 'function')}{signature}"
-        words = ", ".join(f"{name}=" for name in (*called_with, *options))
-        raise ConfigError(
-            f"{key}: {shown(path)} is defined as {defined}, "
-            f"but is called with {words} ({error}); name some of these, or {TOKENS}= or "
-            f"{MESSAGES}=, and no other "
-            "parameter without a default"
-        ) from error
-    if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:
-        raise ConfigError(f"{key}: {', '.join(clash)} comes from the row; remove it from the options")
-
-
 def is_async(function: RewardFunction) -> bool:
     """Whether a call of a function, a partial or an object with __call__ gives a coroutine."""
     inner = function
@@ -189,7 +150,5 @@ def is_async(function: RewardFunction) -> bool:
 
 def takes(function: RewardFunction, name: str) -> bool:
     """Whether a function has a parameter of this name."""
-    try:
-        return name in inspect.signature(function).parameters
-    except ValueError:  # written in C: it has no signature
-        return False
+    signature = _signature(function)
+    return signature is not None and name in signature.parameters

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridflow.config.own_code import CALLED_WITH, CALLED_WITH_LISTS
 from hybridflow.config.reward import RewardConfig
 from hybridflow.data.plugin import awaited, load_function
 from hybridflow.errors import RewardError
 from hybridflow.rewards.call import arguments_of, failure, outcome_of
-from hybridflow.rewards.load import CALLED_WITH, CALLED_WITH_LISTS
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.table import RewardFunction
 

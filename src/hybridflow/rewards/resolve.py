@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from hybridflow.config.checks.reward import CUSTOM, reward_problems
 from hybridflow.config.convert import raise_all
+from hybridflow.config.own_code import CALLED_WITH, CALLED_WITH_LISTS, DEFAULT_NAMES
 from hybridflow.config.reward import RewardConfig
-from hybridflow.data.plugin import in_memory, shown
+from hybridflow.config.source_code import in_memory, shown
 from hybridflow.rewards.compose import compose, load_terms
 from hybridflow.rewards.load import (
-    CALLED_WITH,
-    CALLED_WITH_LISTS,
-    DEFAULT_NAMES,
     is_path,
     load_builtin,
     load_user_function,

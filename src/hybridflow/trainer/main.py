@@ -10,17 +10,21 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridflow.agent.early_checks import check_agents
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.checks.cluster import resolved_controller
+from hybridflow.config.checks.kernels import on_cpu
 from hybridflow.config.convert import raise_all
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
+from hybridflow.config.needs import built_models
 from hybridflow.data.early_checks import check_data
-from hybridflow.distributed.accelerators import check_package
-from hybridflow.errors import ConfigError
+from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
 from hybridflow.observability.tracing.build import trace_problems
@@ -46,13 +50,11 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     `prepare` is called with each trainer that is built, before it trains. Raises Stopped after SIGINT or
     SIGTERM, with what is done saved where the configuration asks for checkpoints.
     """
+    raise_all(missing_libraries(config))
     if isinstance(config, PPOConfig):
-        check_installed(config.actor_rollout_ref.rollout)
-        raise_all(list(trace_problems(config.actor_rollout_ref.rollout.trace)))
         # what can be seen now and would stop the run later is said before torch is loaded
         with progress.phase("loading environments, tools and agents"):
             check_agents(config)
-    check_package(config.trainer.device)
     splits = check_data(config)
     if isinstance(config, PPOConfig):
         check_reward(config, splits)
@@ -86,13 +88,14 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
 
 def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
     """Return a line for each library that a run needs and this environment lacks: those of its engine, of its
-    device and of its trackers.
+    device, of its kernels and of its trackers. A missing device is one of them.
     """
     found = []
     try:
         check_package(config.trainer.device)
     except ConfigError as error:
         found.append(str(error))
+    found += _device_problems(config)
     if isinstance(config, PPOConfig):
         try:
             check_installed(config.actor_rollout_ref.rollout)
@@ -100,6 +103,34 @@ def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
             found.append(str(error))
         found += trace_problems(config.actor_rollout_ref.rollout.trace)
     return [*found, *tracker_problems(config.trainer)]
+
+
+def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    """Return a line for a device that this machine does not have, and for each model that cannot have Liger's
+    kernels here. What the machines of a Ray cluster have is not known.
+    """
+    device = config.trainer.device
+    here = resolved_controller(config.trainer) == "local"
+    if not here:
+        from hybridflow.controller.ray.preflight import choose_address
+
+        here = choose_address(config.ray_kwargs.ray_init.address) is None
+    lacking = no_accelerator() if here else None
+    found = []
+    if lacking is not None and is_accelerator(device):
+        found.append(
+            f"trainer.device={device}, but no such device is usable here ({lacking}): set "
+            "trainer.device=auto or cpu"
+        )
+    asked = [block for block, model, _ in built_models(config) if model.use_liger]
+    if lacking is not None and device == "auto":
+        found += [on_cpu(block, f", and {lacking}") for block in asked]
+    elif asked and device != "cpu" and find_spec("liger_kernel") is None:
+        found.append(
+            f"{asked[0]}.use_liger=true needs liger-kernel, which is not installed: "
+            f"{install_extra('liger')}, or leave use_liger out"
+        )
+    return found
 
 
 def missing_here(config: PPOConfig | SFTConfig) -> list[str]:

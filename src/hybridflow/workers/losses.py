@@ -5,6 +5,7 @@ config ──find_policy_loss──► PolicyLoss ──policy_loss / critic_los
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.arguments import argument_values
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.needs import wants_full_kl
+from hybridflow.config.own_code import loss_fault
+from hybridflow.config.source_code import shown
 from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
 from hybridflow.errors import ConfigError
@@ -49,10 +52,10 @@ TRAJECTORY_COLUMNS = ("trajectory_id", "trajectory_rows")
 def find_policy_loss(config: ActorConfig) -> PolicyLoss:
     """Return the policy loss with its name in the table, or a user's own given as `path.py:name`.
 
-    Raises ConfigError for entries of `policy_loss.options` that it does not take.
+    Raises ConfigError for entries of `policy_loss.options` that it does not take, and for arguments by which
+    no loss can be called.
     """
     name = config.policy_loss.loss_mode
-    options = config.policy_loss.options
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
     loss = POLICY_LOSSES.get(name)
     if loss is None:
@@ -65,12 +68,8 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
         loss = PolicyLoss(function)
         if registered:
             loss = replace(registered[0], function=function)
-    unknown = sorted(options.keys() - set(loss.keywords))
-    if unknown:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.policy_loss.options has {', '.join(unknown)}, which the loss {name} "
-            f"does not take: its keyword-only arguments are {', '.join(sorted(loss.keywords)) or 'none'}"
-        )
+    if fault := loss_fault(inspect.signature(loss.function), config, any_column=True):
+        raise ConfigError(f"{key}={shown(name)}: {fault}")
     return loss
 
 
@@ -91,17 +90,16 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         rows = micro.batch
         mask = micro.batch["loss_mask"]
         log_prob = outputs["log_probs"]
-        chosen = base.arguments(parameters | dict(rows.items()))
         shares = of_micro_batch(scale, micro)
-        out = base.function(
-            log_prob,
-            rows["old_log_probs"],
-            rows["advantages"],
-            mask,
-            shares,
-            rows.get("rollout_is_weights", None),
-            **chosen,
-        )
+        given = {
+            "log_prob": log_prob,
+            "old_log_prob": rows["old_log_probs"],
+            "advantages": rows["advantages"],
+            "response_mask": mask,
+            "scale": shares,
+            "rollout_is_weights": rows.get("rollout_is_weights", None),
+        }
+        out = base(parameters | dict(rows.items()) | given)
         metrics = ratios(out.metrics)
         # bypass mode: the one place where current log-probs are to be had for nothing
         if "rollout_log_probs" in rows:

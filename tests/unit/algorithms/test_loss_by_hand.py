@@ -27,6 +27,7 @@ from hybridflow.algorithms.policy_losses import reinforce as plain_gradient
 from hybridflow.algorithms.policy_losses import sppo as draw_to_target
 from hybridflow.algorithms.policy_losses.clip_cov import select_clip_cov
 from hybridflow.algorithms.policy_losses.kl_cov import select_kl_cov
+from hybridflow.algorithms.policy_losses.types import GIVEN
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.errors import ConfigError
 
@@ -323,8 +324,8 @@ def some(name: str, dtype: torch.dtype) -> tuple[Tensor, LossOutput]:
         torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=dtype).sub(i).requires_grad_() for i in range(5)
     )
     columns = {"ref_log_prob": ref, "group_ids": torch.tensor([0, 0]), f"{name}_selected": mask}
-    record = POLICY_LOSSES[name]
-    out = record.function(x, old, a + 2.2, mask, LossScale.count(mask), weights, **record.arguments(columns))
+    given = dict(zip(GIVEN, (x, old, a + 2.2, mask, LossScale.count(mask), weights), strict=True))
+    out = POLICY_LOSSES[name](columns | given)
     out.loss.backward()
     assert [leaf.grad is None for leaf in (old, a, weights, ref)] == [True] * 4, "only log_prob is taught"
     return x, out

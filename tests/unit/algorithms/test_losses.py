@@ -221,9 +221,7 @@ def test_a_loss_of_ones_own_is_a_record_and_a_taken_name_is_refused() -> None:
             True,
             None,
         )
-        assert record.keywords == ("keen", "loss_agg_mode") and record.arguments(
-            {"keen": 2.0, "other": 3.0}
-        ) == {"keen": 2.0}
+        assert record.keywords == ("keen", "loss_agg_mode")
         for taken in ("vanilla", "of_mine"):
             with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
                 register_policy_loss(taken)(mine)

@@ -93,7 +93,7 @@ def test_the_bits_are_those_of_the_command(
         (
             {"reward": lambda text, truth: 0.0},
             ConfigError,
-            r"reward: _lambda_ is defined as <lambda>\(text, tr",
+            r"reward: _lambda_: got <lambda>\(text, tr",
         ),
         ({"reward": 3}, ConfigError, "reward: got int, wanted a function"),
         ({"reward": []}, ConfigError, "reward is an empty list"),

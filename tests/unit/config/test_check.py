@@ -430,7 +430,7 @@ def test_a_size_that_does_not_fit_blames_no_other(base: list[str]) -> None:
 
 
 def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[str]) -> None:
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "mine.py").write_text("class Mine: __init__ = print")
     (tmp_path / "rows.csv").write_text("")
     own = [
         f"data.custom_cls.path={tmp_path}/mine.py:Mine",

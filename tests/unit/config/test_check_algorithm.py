@@ -224,7 +224,7 @@ def test_what_is_shown_as_changed_gives_the_same_bounds_again(base: list[str], t
 
 
 def test_of_a_users_own_functions_nothing_is_assumed(base: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "mine.py").write_text("from elsewhere import f")
     mine = f"{tmp_path}/mine.py:f"
     for keys in (
         [f"algorithm.adv_estimator={mine}", f"{LOSS}.loss_mode=dpo"],

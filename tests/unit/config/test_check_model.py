@@ -19,6 +19,7 @@ from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 
 MODEL = "actor_rollout_ref.model.path"
+ROOM = "actor_rollout_ref."
 
 
 def remove(*names: str) -> Callable[[Path], None]:
@@ -141,3 +142,34 @@ def test_it_is_found_before_torch_is_imported(base: list[str], tmp_path: Path) -
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0 and "has no config.json" in ended.stderr, ended.stderr
+
+
+TEXT_ALONE = [
+    (["actor_rollout_ref.rollout.name=vllm"], "rollout.name=vllm is given token ids alone: set it to native"),
+    (["actor_rollout_ref.rollout.name=hf"], "rollout.name=hf is given token ids alone: set it to native"),
+    (["actor_rollout_ref.rollout.multi_turn.enable=true"], "agents, tools and environments read the text"),
+]
+
+
+@pytest.mark.parametrize(("keys", "says"), TEXT_ALONE)
+@pytest.mark.parametrize("column", ["images", "videos", "drawing"])
+def test_pictures_want_what_reads_them(
+    base: list[str], tmp_path: Path, keys: list[str], says: str, column: str
+) -> None:
+    text = {"prompt": [{"role": "user", "content": "<image> ?"}], "data_source": "hiyouga/geometry3k"}
+    for name, row in (("text", {**text, column: []}), ("drawn", {**text, column: ["a.png"]})):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+    named = ["data.image_key=drawing"] * (column == "drawing")
+    recipe = [*base, *keys, *named]
+    drawn = f"data.train_files={tmp_path}/drawn.parquet"
+    assert f"data.train_files has pictures, and {says}" in problem(recipe, drawn).replace(ROOM, "")
+    prepare_config(PPOConfig, [*recipe, f"data.train_files={tmp_path}/text.parquet"])
+    prepare_config(PPOConfig, [*base, *named, drawn])
+    task = ["data.train_files=[]", "data.val_files=[]", "data.task.name=red_squares"]
+    assert f"makes pictures, and {says}" in problem(recipe, *task).replace(ROOM, "")
+
+
+def test_a_model_that_reads_pictures_is_not_cut(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {"a": 1}}')
+    cut = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]
+    assert "only models of text are cut by fsdp_config.tensor_parallel_size=2" in problem(base, *cut)

@@ -346,7 +346,7 @@ CHAINED = [
         (lambda file: custom("missing.py"), "no file missing.py"),
         (lambda file: custom(file, "absent"), "no name 'absent'; it defines: compute_reward"),
         (lambda file: custom(f"{file}:other", "two"), "give the name once"),
-        (lambda file: custom(file, "two"), r"defined as two\(first, second\)"),
+        (lambda file: custom(file, "two"), r"got two\(first, second\)"),
         (lambda file: custom(file, "other", scale=2), "scale"),
         (lambda file: custom(file, "number"), "wanted a function"),
         (lambda file: custom(file, solution_str="a"), "comes from the row"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.distributed import accelerators
 from hybridflow.errors import ConfigError
 from hybridflow.trainer.main import missing_here, missing_libraries
 
@@ -53,6 +56,47 @@ def test_too_many_processes_come_with_the_other_problems() -> None:
     said = problem(*KEYS, "actor_rollout_ref.model.path=/nowhere", "trainer.n_gpus_per_node=4096")
     for words in (*LACKING, "there is no folder /nowhere", "asks for 4096 processes"):
         assert words in said, said
+
+
+LIGER = "actor_rollout_ref.model.use_liger=true"
+
+
+@pytest.mark.parametrize(
+    ("devices", "keys", "says"),
+    [
+        (
+            ("no-such-file",),
+            [LIGER, "trainer.device=auto"],
+            "use_liger=true, and this machine shows no GPU",
+        ),
+        (
+            ("no-such-file",),
+            ["trainer.device=cuda"],
+            "no such device is usable here (this machine",
+        ),
+        (("null",), [LIGER, "trainer.device=auto"], "torch 2.9+cpu is built for CPUs"),
+        (("null",), ["trainer.device=cuda", "trainer.n_gpus_per_node=2"], "torch 2.9+cpu is built for CPUs"),
+    ],
+)
+def test_a_device_that_is_not_there_is_missed_without_torch(
+    devices: tuple[str, ...],
+    keys: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "version.py").write_text(
+        "__version__ = '2.9+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+    )
+    torch = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(accelerators, "find_spec", {"torch": torch}.get)
+    monkeypatch.setattr(accelerators, "DEVICE_FILES", devices)
+    model = ["actor_rollout_ref.model.path=a/b", *KEYS]
+    assert says in problem(*model, *keys)
+    elsewhere = "ray_kwargs.ray_init.address=auto"
+    assert says not in problem(*model, *keys, "trainer.controller=ray", elsewhere)
+    (tmp_path / "version.py").write_text("__version__ = '2.9'\ncuda: Optional[str] = '13.0'\n")
+    assert "built for CPUs" not in problem(*model, *keys)
 
 
 def test_a_supervised_run_has_trackers_too() -> None:

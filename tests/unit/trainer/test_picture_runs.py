@@ -44,6 +44,10 @@ def test_a_critic_reads_the_pictures_too(tmp_path: Path) -> None:
     ],
 )
 def test_what_reads_text_alone_is_refused(keys: list[str], said: str, tmp_path: Path) -> None:
-    config = ppo_config(picture_model(), tmp_path / "run", *PICTURES, *keys)
-    with pytest.raises(ConfigError, match=said), build(config):
+    with pytest.raises(ConfigError, match=f"makes pictures, and .*{said}"):
+        ppo_config(picture_model(), tmp_path / "run", *PICTURES, *keys)
+    # nothing is known of the rows of a user's own task before they are made
+    own = "data.task.name=hybridflow.data.tasks.red_squares:RedSquares"
+    config = ppo_config(picture_model(), tmp_path / "run", *PICTURES, *keys, own)
+    with pytest.raises(ConfigError, match=f"the data has pictures, and .*{said}"), build(config):
         pass

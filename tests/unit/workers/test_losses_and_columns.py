@@ -551,7 +551,8 @@ def test_the_positive_example_term() -> None:
 
 
 def test_options_that_a_loss_does_not_take_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sharpness, which the loss vanilla does not take"):
+    says = r"loss_mode=vanilla: policy_loss\.options has sharpness, which it does not take"
+    with pytest.raises(ConfigError, match=says):
         find_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(options={"sharpness": 1.0})))
 
 

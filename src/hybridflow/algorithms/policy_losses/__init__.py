@@ -3,8 +3,9 @@ mini-batch loss out.
 
 One signature: `(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, **its own
 parameters) -> LossOutput`, where `loss_agg_mode=None` and `loss_scale_factor=None` are parameters of every
-loss. To add one: a file with its function, a line in the table, its keys in the configuration, a test. From
-outside the project: `path/to/file.py:name`, or `register_policy_loss`.
+loss here. All are given by name, so a loss of a user's own leaves out what it does not read. To add one: a
+file with its function, a line in the table, its keys in the configuration, a test. From outside the project:
+`path/to/file.py:name`, or `register_policy_loss`.
 """
 
 from __future__ import annotations
@@ -53,11 +54,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 def register_policy_loss(
     name: str, *, agg_mode: str = "token-mean", keeps_groups: bool = False
 ) -> Callable[[_Loss], _Loss]:
-    """Make a function of yours a policy loss by name; its keyword-only arguments are parameters or columns of
-    the batch.
+    """Make a function of yours a policy loss by name; it gets what its arguments name.
 
-    `agg_mode`: what it gets as `loss_agg_mode` where the run sets none; `keeps_groups`: it needs the rows of
-    a prompt in one micro-batch, without the tokens whose advantage is 0. A run takes it as
+    `agg_mode`: how entropy and KL are summed beside it where the run sets none; `keeps_groups`: it needs the
+    rows of a prompt in one micro-batch, without the tokens whose advantage is 0. A run takes it as
     `path/to/file.py:function`, with what is said here. Raises ConfigError for a name that is taken and for an
     unknown mode.
     """

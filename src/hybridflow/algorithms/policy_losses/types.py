@@ -5,18 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.errors import ConfigError
+
+GIVEN = ("log_prob", "old_log_prob", "advantages", "response_mask", "scale", "rollout_is_weights")
+"""The arguments that are always there: tensors [B, R] of a micro-batch, of which `rollout_is_weights` may be
+None, and the counts of its mini-batch.
+"""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """A loss with what it needs, as data.
 
-    Its keyword-only arguments are parameters of the run or columns of the batch, by name.
+    Its arguments are filled by name: `GIVEN`, parameters of the run, and columns of the batch.
     """
 
     function: Callable[..., LossOutput]
@@ -37,22 +44,57 @@ class PolicyLoss:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Names of the arguments it takes by keyword."""
-        return _keywords(self.function)
+        """Names of its arguments beside `GIVEN`: parameters of the run, or columns of the batch."""
+        return tuple(name for name in _named(self.function) if name not in GIVEN)
 
     @property
     def select_keywords(self) -> tuple[str, ...]:
         """Names of the arguments that its `select` takes by keyword; none without one."""
-        return _keywords(self.select) if self.select is not None else ()
+        named = {} if self.select is None else _named(self.select)
+        return tuple(name for name, argument in named.items() if argument.kind is argument.KEYWORD_ONLY)
 
-    def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of `available` that its function takes by keyword."""
-        return {name: available[name] for name in self.keywords if name in available}
+    def __call__(self, available: Mapping[str, Any]) -> LossOutput:
+        """Call the function with what it names out of `available`: `GIVEN`, columns of the rows, parameters.
+
+        `**rest` takes all that is available. A function that takes `*args`, such as one that wraps another,
+        gets `GIVEN` by position. Raises ConfigError where an argument without a default is not there, and
+        where the result is no LossOutput.
+        """
+        kinds = {argument.kind for argument in inspect.signature(self.function).parameters.values()}
+        named = _named(self.function)
+        places: list[Any] = []
+        if Parameter.VAR_POSITIONAL in kinds:
+            places = [available[name] for name in GIVEN]
+            named = {name: each for name, each in named.items() if each.kind is Parameter.KEYWORD_ONLY}
+        needed = [name for name, each in named.items() if each.default is each.empty]
+        missing = [name for name in needed if name not in available]
+        if missing:
+            raise ConfigError(
+                f"policy loss {self.name} needs {', '.join(missing)}; there are "
+                f"{', '.join(sorted(available))}"
+            )
+        names = [name for name in named if name in available]
+        if Parameter.VAR_KEYWORD in kinds and not places:
+            names = list(available)
+        result = self.function(*places, **{name: available[name] for name in names})
+        if not isinstance(result, LossOutput):
+            raise ConfigError(
+                f"policy loss {self.name} returned a {type(result).__name__}, wanted "
+                "LossOutput(loss, metrics)"
+            )
+        return result
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return str(getattr(self.function, "__name__", self.function))
 
     def select_arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of `available` that its `select` takes by keyword."""
         return {name: available[name] for name in self.select_keywords if name in available}
 
 
-def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+def _named(function: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return the arguments of a function that can be given by name."""
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return {name: each for name, each in inspect.signature(function).parameters.items() if each.kind in kinds}

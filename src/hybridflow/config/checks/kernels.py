@@ -8,16 +8,21 @@ from hybridflow.config.needs import built_models
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 
+def on_cpu(block: str, why: str) -> str:
+    """Return the line about a model with use_liger=true on a CPU; `why` goes on after the key's value."""
+    return (
+        f"{block}.use_liger=true{why}: Liger's kernels are Triton programs, which run on CUDA only: "
+        f"leave {block}.use_liger out"
+    )
+
+
 def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield one line for each model with use_liger=true that cannot have it."""
     for block, model, fsdp in built_models(config):
         if not model.use_liger:
             continue
         if config.trainer.device == "cpu":
-            yield (
-                f"{block}.use_liger=true with trainer.device=cpu: Liger's kernels are Triton programs, "
-                f"which run on CUDA only: leave {block}.use_liger out"
-            )
+            yield on_cpu(block, " with trainer.device=cpu")
         if model.dtype == "float64":
             yield (
                 f"{block}.use_liger=true with {block}.dtype=float64: Liger's kernels compute in float32: "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.paths import is_remote, is_written_as_path, local
+from hybridflow.config.checks.paths import first_row, is_remote, is_written_as_path, local
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import built_models
@@ -72,6 +72,11 @@ def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
         yield (
             f"{where} has {layers} layers, which make no {parts} parts: set "
             f"fsdp_config.pipeline_parallel_size × virtual_pipeline_parallel_size to at most {layers}"
+        )
+    if content.get("vision_config") and fsdp.tensor_parallel_size > 1:
+        yield (
+            f"{where} reads pictures, and only models of text are cut by fsdp_config.tensor_parallel_size="
+            f"{fsdp.tensor_parallel_size}: set it to 1"
         )
     ranks = fsdp.expert_parallel_size
     experts = next((sizes[name] for name in NUMBERS_OF_EXPERTS if sizes.get(name)), 0)
@@ -216,27 +221,6 @@ def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
     columns = [config.data.prompt_key]
     if isinstance(config, SFTConfig):
         columns = [config.data.messages_key, *columns]
-    row = _first_row(config.data.train_files)
+    row = first_row(config.data.train_files)
     prompt = next((row[column] for column in columns if column in row), "")
     return isinstance(prompt, list)
-
-
-def _first_row(files: str | list[str]) -> dict[str, Any]:
-    """The first row of local data files; empty where it cannot be read, which loading the data reports."""
-    names = [files] if isinstance(files, str) else files
-    try:
-        row = _read_first_row(next(local(name) for name in names if not is_remote(name)))
-    except Exception:  # whatever is wrong with the file is told, by name and row, where the data is loaded
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-def _read_first_row(path: Path) -> Any:
-    if path.suffix.lower() in (".parquet", ".pq"):
-        import pyarrow.parquet
-
-        return next(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1)).to_pylist()[0]
-    if path.suffix.lower() == ".json":
-        return json.loads(path.read_text(encoding="utf-8"))[0]
-    with path.open(encoding="utf-8") as lines:
-        return json.loads(next(line for line in lines if line.strip()))

@@ -6,10 +6,12 @@ Each yields one line per problem. Addresses with :// are remote and not looked a
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hybridflow.config.data import BaseDataConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -164,3 +166,24 @@ def _look_at(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
+
+
+def first_row(files: str | list[str]) -> dict[str, Any]:
+    """Return the first row of local data files; {} where it cannot be read, which loading them reports."""
+    names = [files] if isinstance(files, str) else files
+    try:
+        row = _read_first_row(next(local(name) for name in names if not is_remote(name)))
+    except Exception:  # whatever is wrong with the file is told, by name and row, where the data is loaded
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _read_first_row(path: Path) -> Any:
+    if path.suffix.lower() in (".parquet", ".pq"):
+        import pyarrow.parquet
+
+        return next(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1)).to_pylist()[0]
+    if path.suffix.lower() == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))[0]
+    with path.open(encoding="utf-8") as lines:
+        return json.loads(next(line for line in lines if line.strip()))

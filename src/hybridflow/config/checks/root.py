@@ -24,7 +24,9 @@ from hybridflow.config.checks.experts import expert_problems
 from hybridflow.config.checks.kernels import kernel_problems
 from hybridflow.config.checks.model import model_problems
 from hybridflow.config.checks.notes import has_validation, ppo_notes
+from hybridflow.config.checks.own_code import own_algorithm_problems, own_code_problems
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
+from hybridflow.config.checks.pictures import picture_problems
 from hybridflow.config.checks.precision import precision_problems
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
@@ -211,6 +213,7 @@ def _algorithm_plugins(config: PPOConfig) -> Iterator[str]:
     yield from plugin_problem(
         f"{ACTOR}.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode
     )
+    yield from own_algorithm_problems(config)
     for index, term in enumerate(config.reward.terms):
         if not isinstance(term, dict) or "name" not in term:
             yield f"reward.terms[{index}]={term!r}: wanted {{name: …, weight: …}}"
@@ -221,6 +224,8 @@ def _file_problems(config: PPOConfig | SFTConfig, trains: bool) -> Iterator[str]
     own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
     if isinstance(config, PPOConfig):
         yield from _data_plugins(config)
+        yield from picture_problems(config)
+    yield from own_code_problems(config)
     yield from data_problems(config.data, own_class=own_class, trains=trains)
     yield from resume_problems(config.trainer)
     yield from folder_problems(config.trainer)

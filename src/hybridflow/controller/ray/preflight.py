@@ -19,6 +19,7 @@ from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.assignment import UNIT, NodeInfo
 from hybridflow.controller.surroundings import choose_address, num_cpus
+from hybridflow.distributed.accelerators import no_accelerator
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,7 @@ def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> 
         return
     if given.include_dashboard and given.dashboard_port is not None:
         check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
-    # torch decides what `auto` means; without such a file it can only be cpu
-    no_gpu = not any(Path("/dev").glob("nvidia[0-9]*"))
-    if trainer.device == "cpu" or (trainer.device == "auto" and no_gpu):
+    if trainer.device == "cpu" or (trainer.device == "auto" and no_accelerator() is not None):
         nodes = max(
             (len(devices) for devices in getattr(trainer, "resource_pools", {}).values()),
             default=trainer.nnodes,

@@ -14,9 +14,12 @@ from typing import TypeAlias
 from hybridflow.agent.agents import Agents
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
+from hybridflow.config.checks.own_code import own_algorithm_problems
+from hybridflow.config.convert import raise_all
 from hybridflow.config.model import CheckpointContentsConfig
-from hybridflow.config.needs import replayed_steps, uses_agents
+from hybridflow.config.needs import reads_text_alone, replayed_steps
 from hybridflow.config.roles import ROLE_KEYS
+from hybridflow.config.source_code import definition_of
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement, WorkerGroup
@@ -59,6 +62,7 @@ from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
+from hybridflow.workers.losses import find_policy_loss
 
 PPOTrainer: TypeAlias = Trainer[SyncSource, PPOStep]
 
@@ -78,6 +82,7 @@ def build(
     `patience` and `signals` are those of `run.started`.
     """
     step_class = _step_class(config)
+    _check_own_algorithms(config)
     names = needed_roles(config)
     if config.trainer.num_collectors:
         names.append(COLLECTOR)
@@ -100,21 +105,21 @@ def build(
             yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
 
 
+def _check_own_algorithms(config: PPOConfig) -> None:
+    """Raise ConfigError for a user's own estimator or loss with arguments that no run has; its source may not
+    have shown them before it was loaded.
+    """
+    estimator = find_estimator(config.algorithm).function
+    loss = find_policy_loss(config.actor_rollout_ref.actor).function
+    raise_all(list(own_algorithm_problems(config, definition_of(estimator), definition_of(loss))))
+
+
 def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
     """Raise ConfigError where rows have pictures and what generates reads text alone."""
     if not data.has_media:
         return
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "native":
-        raise ConfigError(
-            f"the data has pictures, and actor_rollout_ref.rollout.name={rollout.name} is given token ids "
-            "alone: set it to native"
-        )
-    if uses_agents(config) or data.agent_names - {"single_turn_agent"}:
-        raise ConfigError(
-            "the data has pictures, and agents, tools and environments read the text of a row alone: leave "
-            "them out, or the pictures"
-        )
+    if reason := reads_text_alone(config, by_rows=bool(data.agent_names - {"single_turn_agent"})):
+        raise ConfigError(f"the data has pictures, and {reason}")
 
 
 def _trainer(

@@ -6,6 +6,7 @@ token_level_scores ──apply_kl_penalty──► token_level_rewards ──est
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig
 from hybridflow.config.arguments import argument_values
+from hybridflow.config.own_code import estimator_fault
+from hybridflow.config.source_code import shown
 from hybridflow.data.plugin import load_function
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
@@ -43,19 +46,16 @@ def kl_controller(config: AlgorithmConfig) -> KLController:
 def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
     """Return the estimator with its name in the table, or a user's own given as `path.py:name`.
 
-    Raises ConfigError for entries of `algorithm.options` that it does not take.
+    Raises ConfigError for entries of `algorithm.options` that it does not take, and for arguments by which
+    no estimator can be called.
     """
     name = algorithm.adv_estimator
-    options = algorithm.options
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator is None:
         estimator = AdvantageEstimator.of(load_function(name, key="algorithm.adv_estimator"))
-    unknown = [] if estimator.takes_all else sorted(options.keys() - {*estimator.needs, *estimator.takes})
-    if unknown:
-        raise ConfigError(
-            f"algorithm.options has {', '.join(unknown)}, which the estimator {name} does not take: its "
-            f"arguments are {', '.join((*estimator.needs, *estimator.takes))}"
-        )
+    fault = estimator_fault(inspect.signature(estimator.function), algorithm, any_column=True)
+    if fault:
+        raise ConfigError(f"algorithm.adv_estimator={shown(name)}: {fault}")
     return estimator
 
 

@@ -1,0 +1,291 @@
+"""How a run calls a user's own code, and what is wrong with a signature that cannot be called so.
+
+signature ──*_fault──► "" or one sentence: what is wrong, what is likely meant, how it is written
+
+A signature is that of a loaded function, or was read from the source (`source_code.py`): the same rules hold
+before anything is imported and after.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.arguments import argument_keys
+from hybridflow.config.reward import RewardConfig
+from hybridflow.config.source_code import Definition
+
+LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "scale", "rollout_is_weights")
+"""Arguments that any policy loss may name, beside columns, keys and options."""
+COLUMNS = (
+    *("prompts", "responses", "input_ids", "attention_mask", "response_mask", "loss_mask"),
+    *("rollout_log_probs", "routed_experts", "policy_version", "call", "trajectory_id", "lineage"),
+    *("trajectory_rows", "row_id", "rm_scores", "token_level_scores", "token_level_rewards"),
+    *("reward_baselines", "reward_components", "process_rewards", "old_log_probs", "entropys"),
+    *("sum_pi_squared", "teacher_log_probs", "ref_log_prob", "values", "advantages", "returns"),
+    *("rollout_is_weights", "positive", "is_demonstration", "group_ids"),
+)
+"""Columns of tensors that a batch may have: those of `protocol/fields.py` but for the preference losses'."""
+CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Arguments of a reward function of one response; it names what it reads."""
+CALLED_WITH_LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TOKENS = "response_ids"
+MESSAGES = "messages"
+"""Arguments that a reward function gets where it names them: what was sampled, the whole conversation."""
+ALSO_CALLED = {"response": "solution_str"}
+"""Other names of a reward function's arguments."""
+COMPLETIONS = "completions"
+"""The argument of a reward function of lists, which names columns of the data beside it."""
+COLUMNS_OF_ITS_OWN = ("prompts", COMPLETIONS, "completion_ids")
+"""Arguments of a reward function of lists that are no columns of the data."""
+DEFAULT_NAMES = ("compute_score", "compute_reward")
+"""Names under which a file's reward function is looked for where none is given."""
+TERM_KEYS = ("name", "weight", "key", "when")
+"""Entries of a term of the reward that are no options of its function."""
+TOOL_MARKS = ("tool", "function_tool")
+"""Names of the decorator that makes a function a tool."""
+ENVIRONMENT_METHODS = {
+    "reset(self, row)": ("self", "row"),
+    "step(self, text)": ("self", "text"),
+    "score(self)": ("self",),
+    "close(self)": ("self",),
+}
+"""How methods of an environment are written, and the arguments that they are called with."""
+LOSS_FORM = (
+    "def loss(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, …), "
+    "where … are columns, keys such as clip_low, and entries of policy_loss.options; it may leave out any "
+    "but log_prob"
+)
+ESTIMATOR_FORM = (
+    "def estimator(token_level_rewards, response_mask, group_ids, *, …), where each argument is a column, a "
+    "key such as gamma, or an entry of algorithm.options"
+)
+_LIKELY = {
+    "group_ids": ("uid", "uids", "index", "group", "groups", "group_id", "group_index"),
+    "response_mask": ("mask", "masks", "eos_mask", "action_mask", "completion_mask"),
+    "token_level_rewards": ("reward", "rewards", "token_rewards"),
+    "token_level_scores": ("score", "scores"),
+    "log_prob": ("log_probs", "logprob", "logprobs", "logp", "new_log_prob", "new_log_probs"),
+    "old_log_prob": ("old_log_probs", "old_logprob", "old_logprobs", "old_logp"),
+    "old_log_probs": ("old_log_prob", "old_logprob", "old_logprobs", "old_logp", "log_probs", "logprobs"),
+    "advantages": ("advantage", "adv", "advs"),
+    "ref_log_prob": ("ref_log_probs", "ref_logprob", "ref_logprobs", "ref_logp", "reference_log_probs"),
+    "rollout_is_weights": ("weights", "is_weights", "importance_weights"),
+    "values": ("value", "vpreds"),
+    "entropys": ("entropy", "entropies"),
+    "ground_truth": ("answer", "answers", "gold", "label", "labels", "target", "reference", "gt"),
+    "solution_str": ("solution", "completion", "text", "output", "answer_text", "prediction"),
+    "extra_info": ("info", "extra", "row", "metadata"),
+}
+"""Names that other libraries have for what is called so here."""
+
+
+def loss_fault(signature: Signature, config: ActorConfig, *, any_column: bool = False) -> str:
+    """Return what is wrong with the signature of a policy loss, or "". `any_column`: a batch may have others
+    than `COLUMNS`.
+    """
+    options = config.policy_loss.options
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
+        return ""  # it gets LOSS_ARGUMENTS by position, whatever it calls them
+    # the driver makes reward_components for the estimator alone
+    available = {*LOSS_ARGUMENTS, *COLUMNS, *argument_keys(ActorConfig), *options} - {"reward_components"}
+    faults = _argument_faults(signature, available, any_column)
+    if "log_prob" not in named_arguments(signature) and not takes_any_name(signature):
+        faults.append("without log_prob its result has no gradient")
+    faults += _option_faults(signature, options, "policy_loss.options", LOSS_ARGUMENTS)
+    return "; ".join(faults)
+
+
+def estimator_fault(signature: Signature, algorithm: AlgorithmConfig, *, any_column: bool = False) -> str:
+    """Return what is wrong with the signature of an advantage estimator, or ""."""
+    options = algorithm.options
+    keys = {*argument_keys(AlgorithmConfig), *argument_keys(RewardConfig)}
+    faults = _argument_faults(signature, {*COLUMNS, *keys, *options}, any_column)
+    return "; ".join([*faults, *_option_faults(signature, options, "algorithm.options")])
+
+
+def _argument_faults(signature: Signature, available: Collection[str], any_column: bool) -> list[str]:
+    """Return what is wrong with the arguments of a function that gets by name what is available."""
+    faults = []
+    by_place = [name for name, each in signature.parameters.items() if each.kind is Parameter.POSITIONAL_ONLY]
+    if by_place:
+        faults.append(f"{', '.join(by_place)} cannot be given by name: leave out the /")
+    unknown = [name for name in needed_arguments(signature) if name not in available]
+    if unknown and not any_column:
+        faults.append(f"there is no {' and no '.join(with_likely(name, available) for name in unknown)}")
+    return faults
+
+
+def _option_faults(
+    signature: Signature, options: Mapping[str, Any], key: str, others: Collection[str] = ()
+) -> list[str]:
+    """Return what is wrong with options: one is no argument of the function, or is one of `others`."""
+    taken = named_arguments(signature).keys() - {*others}
+    strange = sorted(options.keys() - taken)
+    if takes_any_name(signature):
+        strange = sorted(options.keys() & {*others})
+    if not strange:
+        return []
+    return [
+        f"{key} has {', '.join(strange)}, which it does not take: its arguments are "
+        f"{', '.join(sorted(taken)) or 'none'}"
+    ]
+
+
+def named_arguments(signature: Signature) -> dict[str, Parameter]:
+    """Return the arguments that can be given by name."""
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return {name: each for name, each in signature.parameters.items() if each.kind in kinds}
+
+
+def needed_arguments(signature: Signature) -> list[str]:
+    """Return the names of the arguments that have no default."""
+    return [name for name, each in named_arguments(signature).items() if each.default is Parameter.empty]
+
+
+def takes_any_name(signature: Signature) -> bool:
+    """Return whether a function takes whatever it is given by name, as `**rest` does."""
+    return any(each.kind is Parameter.VAR_KEYWORD for each in signature.parameters.values())
+
+
+def with_likely(name: str, available: Collection[str]) -> str:
+    """Return a name that does not exist with the one that is likely meant, where there is one."""
+    meant = [ours for ours, theirs in _LIKELY.items() if name.lower() in theirs and ours in available]
+    meant += difflib.get_close_matches(name, sorted(available), 1, 0.75)
+    if not meant:
+        return name
+    return f"{name} (did you mean {meant[0]}?)"
+
+
+def reward_names(signature: Signature, called_with: Sequence[str] = CALLED_WITH) -> dict[str, str]:
+    """Return what a reward function is called with: the names of its parameters, and the argument of each.
+
+    Of the arguments of one response it gets those that it names, and all of them if it takes any name or
+    names none.
+    """
+    everything = {name: name for name in called_with}
+    parameters = signature.parameters
+    optional = {name: name for name in (TOKENS, MESSAGES) if name in parameters}
+    others = {other: name for other, name in ALSO_CALLED.items() if other in parameters}
+    named = {name: name for name in called_with if name in parameters}
+    if takes_any_name(signature):
+        named |= {name: name for name in called_with if name not in others.values()}
+    if called_with != CALLED_WITH or not {**named, **others}:
+        named = everything
+    return {**named, **others, **optional}
+
+
+def reward_fault(
+    signature: Signature, options: Mapping[str, Any], called_with: Sequence[str] = CALLED_WITH
+) -> str:
+    """Return what is wrong with the signature of a reward function and its options, or ""."""
+    if COMPLETIONS in signature.parameters:
+        return _columns_fault(signature, options)
+    try:
+        signature.bind(**{**options, **reward_names(signature, called_with)})
+    except TypeError as error:
+        words = ", ".join(f"{name}=" for name in (*called_with, *options))
+        given = {*called_with, TOKENS, MESSAGES, *ALSO_CALLED}
+        unknown = [name for name in needed_arguments(signature) if name not in {*given, *options}]
+        meant = [text for name in unknown if (text := with_likely(name, given)) != name]
+        reasons = "; ".join([str(error), *meant])
+        return (
+            f"it is called with {words} ({reasons}); name some of these, or {TOKENS}= or {MESSAGES}=, and no "
+            "other parameter without a default"
+        )
+    if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:
+        return f"{', '.join(clash)} comes from the row; remove it from the options"
+    return ""
+
+
+def _columns_fault(signature: Signature, options: Mapping[str, Any]) -> str:
+    """Return what is wrong with the options of a reward function that names columns of the data."""
+    if clash := [name for name in options if name in COLUMNS_OF_ITS_OWN]:
+        return f"{', '.join(clash)} comes from the row; remove it from the options"
+    try:
+        signature.bind_partial(**options)
+    except TypeError as error:
+        return f"its options do not fit: {error}"
+    return ""
+
+
+def call_fault(
+    signature: Signature | None, arguments: Sequence[str], options: Mapping[str, Any] | None = None
+) -> str:
+    """Return why a function cannot be called with so many arguments and these options, or "".
+
+    None, a signature that is not known, takes anything.
+    """
+    try:
+        if signature is not None:
+            signature.bind(*arguments, **(options or {}))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def defined_as(whose: str, name: str, signature: Signature | None, fault: str, wanted: str = "") -> str:
+    """Return the message about a signature with a fault; `wanted` shows how it is written."""
+    if signature is not None:  # without types, which make it long
+        plain = [each.replace(annotation=Parameter.empty) for each in signature.parameters.values()]
+        signature = Signature(plain)
+    got = f"{whose}: got {name}{signature}"
+    if wanted:
+        got += f", wanted {wanted}"
+    return f"{got}: {fault}"
+
+
+def environment_faults(
+    name: str, found: Definition, options: Mapping[str, Any], options_key: str = "data.environment_options"
+) -> Iterator[str]:
+    """Yield what is wrong with a class of environments and the options that its objects are made with."""
+    lacks = [method for method in ("reset", "step") if found.method(method).kind == "missing"]
+    if found.kind != "class" or lacks:
+        yield (
+            f"{name} is no environment, wanted a class with the methods reset(row) and step(text), such as a "
+            "subclass of hybridflow.environments.Environment"
+        )
+        return
+    for wanted, arguments in ENVIRONMENT_METHODS.items():
+        method = wanted.partition("(")[0]
+        signature = found.method(method).signature
+        if fault := call_fault(signature, arguments):
+            called = f"{name.rpartition(':')[2]}.{method}"
+            yield defined_as(name, called, signature, fault, f"def {wanted}")
+    if fault := call_fault(found.signature, (), options):
+        yield f"{options_key}={dict(options)} do not fit {name}{found.signature}: {fault}"
+
+
+def agent_faults(name: str, found: Definition, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with an agent: a function, a class of agents, or one of agent loops."""
+    called = name.rpartition(":")[2]
+    if found.kind == "function":
+        if fault := call_fault(found.signature, ("base_url", "row")):
+            yield defined_as(name, called, found.signature, fault, "def run(base_url, row)")
+        return
+    form = "async def run(self, episode, policy)"
+    run = found.method("run")
+    fault = call_fault(run.signature, ("self", "episode", "policy"))
+    if not found.is_whole:  # it may be a loop
+        loop = call_fault(run.signature, ("self", "sampling_params"))
+        form += ", or of a loop async def run(self, sampling_params, **kwargs)"
+        fault = loop and fault
+    elif run.kind == "missing" or (run.kind == "function" and not run.is_async):
+        yield f"{name} is no class with `{form}`"
+    elif wrong := call_fault(found.signature, ["tokenizer"], options):
+        yield defined_as(name, called, found.signature, wrong, "__init__(self, tokenizer, …)")
+    if fault:
+        yield defined_as(name, f"{called}.run", run.signature, fault, form)
+
+
+def tool_faults(signature: Signature) -> Iterator[str]:
+    """Yield what is wrong with a function that is a tool: its schema is made of its signature."""
+    for name, argument in signature.parameters.items():
+        if argument.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+            yield (f"argument {name!r}: got the form {argument}, wanted an argument with a name and a type")
+        elif argument.annotation is Parameter.empty:
+            yield f"argument {name!r}: it has no type; write, for example, {name}: str"

@@ -22,6 +22,7 @@ AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop (or a row's agen
 COMMAND_KEY = "actor_rollout_ref.rollout.agent.command"
 PATH_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 LOOPS = "hybridflow.agent.agent_loop"
+LOOP_FORM = "run(self, sampling_params, **kwargs)"
 
 
 def check_agents(config: PPOConfig) -> None:
@@ -37,7 +38,7 @@ def check_agents(config: PPOConfig) -> None:
     if multi_turn.interaction_config_path:
         load_interactions(multi_turn.interaction_config_path)
     for entry in agent_entries(agent.agent_loop_config_path).values():
-        load_class(entry["_target_"], key=PATH_KEY)
+        load_class(entry["_target_"], key=PATH_KEY, methods={LOOP_FORM: ("self", "sampling_params")})
     if ":" in agent.default_agent_loop:
         found = load_object(agent.default_agent_loop, key=AGENT_KEY)
         check_agent(found, agent.default_agent_loop, agent.options)
@@ -56,8 +57,7 @@ def check_agent(found: Any, name: str, options: dict[str, Any]) -> None:
     if not callable(found):
         raise ConfigError(f"{whose} names a {type(found).__name__}, wanted a function or a class")
     if any(base.__module__ == LOOPS for base in getattr(found, "__mro__", ())):
-        form = "async def run(self, sampling_params, **kwargs)"
-        check_signature(found.run, form, ("self", "sampling_params"), whose=whose)
+        check_signature(found.run, f"async def {LOOP_FORM}", ("self", "sampling_params"), whose=whose)
         return
     for fault in agent_faults(name, definition_of(found), options):
         raise ConfigError(f"{AGENT_KEY}: {fault}")

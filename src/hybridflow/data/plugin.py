@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridflow.config.own_code import call_fault, defined_as
-from hybridflow.config.source_code import shown
+from hybridflow.config.source_code import Definition, define, definition_of, shown
 from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
@@ -125,12 +125,32 @@ def load_module(location: str, *, key: str) -> ModuleType:
         raise ConfigError(f"{key}: importing {location} failed: {_last_line(error)}") from error
 
 
-def load_class(name: str, *, key: str) -> Any:
-    """Return what is named as "package.module.Class", verl's form, or as `load_object` has it."""
+def load_class(name: str, *, key: str, methods: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Any:
+    """Return what is named as "package.module.Class", verl's form, or as `load_object` has it.
+
+    `methods` show how its methods are written, each with the arguments that it is called with. Raises
+    ConfigError for a method of another form, before anything is imported where the source shows it.
+    """
     if name.startswith("verl."):
         raise ConfigError(f"{key}: {name}: {_instead_of_verls(name)}")
     location, _, last = name.rpartition(":" if ":" in name else ".")
-    return load_object(f"{location}:{last}", key=key)
+    spec = f"{location}:{last}"
+    _check_methods(define(spec), spec, methods, key)
+    found = load_object(spec, key=key)
+    _check_methods(definition_of(found), spec, methods, key)
+    return found
+
+
+def _check_methods(found: Definition, spec: str, methods: Mapping[str, Sequence[str]], key: str) -> None:
+    """Raise ConfigError for a class that lacks a method or has one of another form."""
+    name = spec.rpartition(":")[2]
+    for wanted, arguments in methods.items():
+        method = wanted.partition("(")[0]
+        known = found.method(method)
+        if found.kind == "class" and known.kind == "missing":
+            raise ConfigError(f"{key}: {name} has no method {wanted}")
+        if fault := call_fault(known.signature, arguments):
+            raise ConfigError(defined_as(key, f"{name}.{method}", known.signature, fault, f"def {wanted}"))
 
 
 def _instead_of_verls(name: str) -> str:

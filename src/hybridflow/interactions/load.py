@@ -17,7 +17,12 @@ from hybridflow.errors import ConfigError
 from hybridflow.interactions.base import BaseInteraction
 
 KEY = "multi_turn.interaction_config_path"
-METHODS = ("start_interaction", "generate_response", "finalize_interaction")
+METHODS = {
+    "start_interaction(self, instance_id=None, **kwargs)": ("self", "instance_id"),
+    "generate_response(self, instance_id, messages, **kwargs)": ("self", "instance_id", "messages"),
+    "finalize_interaction(self, instance_id, **kwargs)": ("self", "instance_id"),
+}
+"""How methods of an interaction are written, and the arguments that they are called with."""
 
 
 @cache
@@ -39,10 +44,9 @@ def load_interactions(path: str) -> Mapping[str, Callable[[], BaseInteraction]]:
 
 
 def _class_of(name: str, path: str) -> type[BaseInteraction]:
-    cls = load_class(name, key=f"{KEY}: {path}: class_name")
-    missing = [name for name in METHODS if not hasattr(cls, name)]
-    if not isinstance(cls, type) or missing:
-        raise ConfigError(f"{KEY}: {path}: {name} is no class with {', '.join(missing or METHODS)}")
+    cls = load_class(name, key=f"{KEY}: {path}: class_name", methods=METHODS)
+    if not isinstance(cls, type):
+        raise ConfigError(f"{KEY}: {path}: {name} is no class")
     return cls
 
 

@@ -22,6 +22,13 @@ from hybridflow.tools.instances import ToolInstance, begin_trajectory, call_func
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
 CLASSES_KEY = "multi_turn.tool_config_path"
+TOOL_METHODS = {
+    "create(self, instance_id=None, **kwargs)": ("self", "instance_id"),
+    "execute(self, instance_id, parameters, **kwargs)": ("self", "instance_id", "parameters"),
+    "calc_reward(self, instance_id, **kwargs)": ("self", "instance_id"),
+    "release(self, instance_id, **kwargs)": ("self", "instance_id"),
+}
+"""How methods of a class of tools are written, and the arguments that they are called with."""
 ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
 
 
@@ -113,7 +120,7 @@ def read_entries(path: str, key: str = CLASSES_KEY) -> Iterator[ToolEntry]:
 def _read_entry(entry: dict[str, Any], where: str) -> ToolEntry:
     if unknown := set(entry) - ENTRY_KEYS:
         raise ConfigError(f"{where}: unknown keys {sorted(unknown)}; known are {sorted(ENTRY_KEYS)}")
-    cls = load_class(entry["class_name"], key=where)
+    cls = load_class(entry["class_name"], key=where, methods=TOOL_METHODS)
     if not (inspect.isclass(cls) and issubclass(cls, BaseTool)):
         raise ConfigError(f"{where}: got {cls!r}, wanted a subclass of hybridflow.tools.base_tool.BaseTool")
     config = dict(entry.get("config") or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,41 @@ def test_a_file_of_entries_names_classes_as_verl_does(tmp_path: Path) -> None:
         load_entries(str(path), "things", "name", key="KEY")
     with pytest.raises(ConfigError, match="has no list of entries"):
         load_entries(str(path), None, "class_name", key="KEY")
+
+
+CLASSES = """
+class Good:
+    async def execute(self, instance_id, parameters, **kwargs): ...
+
+class Loose:
+    def execute(self, *args): ...
+
+class Few:
+    async def execute(self, parameters): ...
+
+class Without: ...
+
+class Later(__import__("collections").Counter): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "says"),
+    [
+        ("Good", True, None),
+        ("Loose", True, None),
+        ("Few", False, r"got Few\.execute\(self, parameters\), wanted def execute\(self, instance_id"),
+        ("Without", False, r"Without has no method execute\(self"),
+        ("Later", True, r"Later has no method execute\(self"),
+    ],
+)
+def test_methods_of_a_class_are_read_before_it_is_imported(
+    tmp_path: Path, name: str, runs: bool, says: str | None
+) -> None:
+    mark = tmp_path / "imported"
+    (tmp_path / "classes.py").write_text(f"open({str(mark)!r}, 'w').close()\n{CLASSES}")
+    methods = {"execute(self, instance_id, parameters, **kwargs)": ("self", "instance_id", "parameters")}
+    expected = pytest.raises(ConfigError, match=says) if says else nullcontext()
+    with expected:
+        load_class(f"{tmp_path}/classes.py:{name}", key="k", methods=methods)
+    assert mark.exists() == runs

@@ -156,7 +156,7 @@ def test_without_a_name_the_class_gives_it(tmp_path: Path) -> None:
         ("interaction: [{class_name: hybridflow.nowhere.Base}]", "no module named 'hybridflow.nowhere'"),
         (
             "interaction: [{class_name: pathlib.Path}]",
-            "is no class with start_interaction, generate_response",
+            "Path has no method start_interaction",
         ),
         (DOCUMENTED.replace("FILE", "mine.py").replace("custom_solver", "gsm8k"), "two interactions.*gsm8k"),
     ],

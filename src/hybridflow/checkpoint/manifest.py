@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.fields import as_count, as_dict, as_list
-from hybridflow.checkpoint.layout import MANIFEST, SHARDS, STRUCTURE, TENSORS
+from hybridflow.checkpoint.layout import MANIFEST, SHARDS, STRUCTURE, TENSORS, step_folders, step_of
 from hybridflow.errors import CheckpointError
 
 FORMAT = 2
@@ -86,6 +86,29 @@ class Manifest:
             return f"a file of {folder} cannot be read: {error}"
         _whole[key] = (self.files, seen)
         return None
+
+
+def sequence_of(folder: Path) -> int | None:
+    """Return a checkpoint's number in the order of saving, or None where its manifest cannot be read."""
+    try:
+        return read_manifest(folder).sequence
+    except CheckpointError:
+        return None  # loading names the damage; here the folder only has no place of its own in the order
+
+
+def folders_by_age(run_dir: Path) -> list[Path]:
+    """Return the checkpoint folders of a run by order of saving.
+
+    One whose manifest cannot be read comes right after that of the step before.
+    """
+    aged: list[tuple[int, bool, int, Path]] = []
+    before = 0
+    for folder in step_folders(run_dir):
+        sequence = sequence_of(folder)
+        before = max(before, sequence or 0)
+        place = before if sequence is None else sequence
+        aged.append((place, sequence is None, step_of(folder) or 0, folder))
+    return [folder for *_, folder in sorted(aged)]
 
 
 def write_manifest(

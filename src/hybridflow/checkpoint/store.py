@@ -24,7 +24,13 @@ from safetensors import SafetensorError
 
 from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
 from hybridflow.checkpoint.layout import LOCK, MANIFEST, STEP_PREFIX, TRACKER, step_folders, step_of
-from hybridflow.checkpoint.manifest import FileDigest, read_manifest, write_manifest
+from hybridflow.checkpoint.manifest import (
+    FileDigest,
+    folders_by_age,
+    read_manifest,
+    sequence_of,
+    write_manifest,
+)
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.checkpoint.shard_index import check_shards, read_index
 from hybridflow.checkpoint.state import State, load_tree, save_tree
@@ -180,7 +186,7 @@ class CheckpointStore:
 
     def _newest(self) -> Checkpoint | None:
         """Read checkpoints from the newest on until one is whole; log an error about each that is not."""
-        for folder in reversed(self._by_age()):
+        for folder in reversed(folders_by_age(self.run_dir)):
             try:
                 return _read(folder)
             except CheckpointError as error:
@@ -193,7 +199,7 @@ class CheckpointStore:
 
         No digest is taken.
         """
-        return max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
+        return max((sequence_of(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
 
     def load_latest(self) -> Checkpoint | None:
         """Read the newest complete checkpoint; return None in a run folder without any.
@@ -265,8 +271,10 @@ class CheckpointStore:
 
         Damaged ones do not count, so that none takes the place of a good one.
         """
-        by_age = self._by_age()
-        good = [folder for folder in by_age if folder not in self._damaged and _sequence(folder) is not None]
+        by_age = folders_by_age(self.run_dir)
+        good = [
+            folder for folder in by_age if folder not in self._damaged and sequence_of(folder) is not None
+        ]
         if self.keep is None or len(good) <= self.keep:
             return
         for folder in by_age[: by_age.index(good[-self.keep])]:
@@ -275,20 +283,6 @@ class CheckpointStore:
                 shutil.rmtree(self._set_aside(folder, "trash"))
             except OSError as error:
                 logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
-
-    def _by_age(self) -> list[Path]:
-        """Return the checkpoint folders by order of saving.
-
-        One whose manifest cannot be read comes right after that of the step before.
-        """
-        aged: list[tuple[int, bool, int, Path]] = []
-        before = 0
-        for folder in step_folders(self.run_dir):
-            sequence = _sequence(folder)
-            before = max(before, sequence or 0)
-            place = before if sequence is None else sequence
-            aged.append((place, sequence is None, step_of(folder) or 0, folder))
-        return [folder for *_, folder in sorted(aged)]
 
     def _clean(self) -> None:
         """Remove what processes that have ended left behind.
@@ -315,13 +309,6 @@ class CheckpointStore:
 
     def _lock(self) -> AbstractContextManager[bool]:
         return locked(self.run_dir / LOCK)
-
-
-def _sequence(folder: Path) -> int | None:
-    try:
-        return read_manifest(folder).sequence
-    except CheckpointError:
-        return None  # loading names the damage; here the folder only has no place of its own in the order
 
 
 def _read(folder: Path) -> Checkpoint:

@@ -143,6 +143,11 @@ class BaseTrainerConfig:
         "anew; resume_path goes on from resume_from_path.",
     )
     resume_from_path: str | None = key(None, "The global_step_N folder of resume_mode=resume_path.")
+    resume_other_model: bool = key(
+        False,
+        "Go on from a checkpoint that was made with another model, other adapters or another tokenizer, with "
+        "a warning; false: that is an error. A copy of a model's folder is the same model.",
+    )
     max_nonfinite_steps: int = key(
         3,
         "Stop the run when this many optimizer steps in a row were skipped because a number was not finite.",

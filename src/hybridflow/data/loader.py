@@ -128,7 +128,7 @@ class StatefulLoader(Generic[Item]):
             )
         here = self._order()
         changed = [
-            f"{name} was {value} and is {here[name]}"
+            f"{name} was {value} and is {here.get(name, 'none')}"
             for name, value in state.get("order", {}).items()
             if value != here.get(name)
         ]

@@ -33,6 +33,7 @@ from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
 from hybridflow.trainer.command import ends_in_status
 from hybridflow.trainer.fallback import fallback
+from hybridflow.trainer.resume import check_resume
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.stopping import stopping
 
@@ -60,6 +61,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
         check_reward(config, splits)
     check_trackers(config.trainer)
     RunFolder(config.trainer.default_local_dir).check_writable()
+    check_resume(config)
     if config.trainer.remote_checkpoint_dir is not None:
         with progress.phase("looking at the remote checkpoints"):
             RemoteCheckpoints(config.trainer.remote_checkpoint_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.fields import as_dict
-from hybridflow.checkpoint.layout import TRAINER
+from hybridflow.checkpoint.layout import STRUCTURE, TRAINER
+from hybridflow.checkpoint.manifest import folders_by_age
+from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.errors import CheckpointError
+from hybridflow.trainer.model_facts import changed_facts, model_facts
 
 logger = logging.getLogger(__name__)
 
+MODELS = "models"
+"""The entry of the driver's state with the facts of the models that a checkpoint was made with."""
 ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler",)}
 """What the words of `checkpoint.save_contents` mean in an engine's state."""
 
@@ -68,6 +74,60 @@ def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
         )
 
 
+def check_models(saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool, path: Path) -> None:
+    """Raise CheckpointError for the driver's state of a checkpoint that was made with other models.
+
+    `now` is what `model_facts` gives. `allowed` (trainer.resume_other_model) makes it a warning.
+    """
+    with written_by_a_run():
+        facts = as_dict(saved.get(MODELS, now), MODELS)
+    changed = changed_facts(facts, now)
+    if not changed:
+        return
+    if allowed:
+        for line in changed:
+            logger.warning("the checkpoint was made with another model (%s): its weights are taken", line)
+        return
+    lines = "\n".join(f"  - {line}" for line in changed)
+    raise CheckpointError(
+        f"{path} was made with another model than this run has, so its weights do not belong here:\n{lines}\n"
+        "Give the run what the checkpoint was made with. To begin anew, set trainer.resume_mode=disable, or "
+        "another trainer.experiment_name or trainer.default_local_dir. Where both are the same for you, set "
+        "trainer.resume_other_model=true"
+    )
+
+
+def check_resume(config: PPOConfig | SFTConfig) -> None:
+    """Raise CheckpointError where the checkpoint that a run would go on from belongs to another one.
+
+    Neither torch nor a model is loaded, and no digest is compared: of a checkpoint that is damaged nothing is
+    said here, and nothing of one that has to be fetched first.
+    """
+    trainer = config.trainer
+    folders = folders_by_age(Path(trainer.default_local_dir).expanduser())[::-1]
+    if trainer.resume_mode == "disable":
+        return
+    if trainer.resume_mode == "resume_path":
+        folders = [Path(str(trainer.resume_from_path)).expanduser()]
+    for folder in folders:
+        try:
+            state = json.loads((folder / TRAINER / STRUCTURE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        check_belongs({TRAINER: state}, kind=kind_of_run(config), seed=trainer.seed)
+        check_models(state, model_facts(config), allowed=trainer.resume_other_model, path=folder)
+        return
+
+
+def kind_of_run(config: PPOConfig | SFTConfig) -> str:
+    """Return the kind of a run, which its checkpoints have."""
+    if isinstance(config, PPOConfig):
+        return "ppo"
+    if isinstance(config, DPOConfig):
+        return "dpo"
+    return "reward_model" if isinstance(config, RewardModelConfig) else "sft"
+
+
 def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
     """Return the parts of an engine's state that `checkpoint.save_contents` names."""
     return tuple(
@@ -111,14 +171,11 @@ def say_where(done: int, total: int, path: Path) -> None:
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn of settings changed on resume, except those of the run's length, output and machines."""
+    """Warn of each setting changed on resume, except those of the run's length, output and machines."""
     telling = [
         change
         for change in changed
         if not change.startswith("trainer.") and change.partition(":")[0].rpartition(".")[2] not in SPREADS
     ]
-    if done and telling:
-        named = telling[:8]
-        if len(telling) > len(named):
-            named.append(f"and {len(telling) - len(named)} more")
-        logger.warning("the run goes on with other settings than it began with: %s", "; ".join(named))
+    for change in telling if done else ():
+        logger.warning("the run goes on with another setting than it had: %s", change)

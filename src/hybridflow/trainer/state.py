@@ -14,7 +14,14 @@ from hybridflow.checkpoint.layout import ACTOR, DATA, HF_FOLDER, TRAINER
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer.resume import check_belongs, parts_to_load, say_where, written_by_a_run
+from hybridflow.trainer.resume import (
+    MODELS,
+    check_belongs,
+    check_models,
+    parts_to_load,
+    say_where,
+    written_by_a_run,
+)
 from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.trainer.source import Resumable
 
@@ -33,6 +40,10 @@ class RunState:
     """The engines of a checkpoint by name; `actor` is the model that the run is about."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
     """(folder, with weights): writes config, tokenizer, the actor's weights if asked; gives known digests."""
+    models: Mapping[str, Any] = field(default_factory=dict)
+    """The facts of the run's models (`model_facts.py`), which a checkpoint that it goes on from has too."""
+    may_change_model: bool = False
+    """True: a checkpoint of other models is gone on from all the same, with a warning."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state of the driver, by its name in a checkpoint."""
     begin_empty: Collection[str] = ()
@@ -57,7 +68,7 @@ class RunState:
         self._finished = self._trainers_part()
 
     def _trainers_part(self) -> dict[str, Any]:
-        own = {"kind": self.kind, "step": self.step, "seed": self.seed}
+        own = {"kind": self.kind, "step": self.step, "seed": self.seed, MODELS: dict(self.models)}
         further = {name: part.state_dict() for name, part in self.parts.items()}
         return {**own, **further}
 
@@ -90,6 +101,7 @@ class RunState:
         """Restore a checkpoint, in place."""
         state = loaded.state
         check_belongs(state, kind=self.kind, seed=self.seed)
+        check_models(state[TRAINER], self.models or {}, allowed=self.may_change_model, path=loaded.path)
         self.engines |= {name: engine for name, engine in self.joining.items() if name in loaded.engines}
         for name, engine in self.engines.items():
             if name not in loaded.engines:

@@ -82,18 +82,18 @@ def test_a_resume_under_another_algorithm_says_so(
     for settings in (
         first,
         [*first, "trainer.total_training_steps=2", elsewhere],
-        [*first, elsewhere, "algorithm.adv_estimator=rloo"],
+        [*first, elsewhere, "algorithm.adv_estimator=rloo", "data.shuffle=false"],
     ):
         caplog.clear()
         with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
             trainer.fit()
         changed = [
-            record.getMessage() for record in caplog.records if "other settings" in record.getMessage()
+            record.getMessage() for record in caplog.records if "another setting" in record.getMessage()
         ]
         assert bool(changed) == ("algorithm.adv_estimator=rloo" in settings)
-    assert changed == [
-        "the run goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"
-    ]
+    begins = "the run goes on with another setting than it had: "
+    assert changed == [f"{begins}data.shuffle: True → False", f"{begins}algorithm.adv_estimator: grpo → rloo"]
+    assert "(sampler was ShuffledSampler and is SequentialSampler, seed was 1 and is none)" in caplog.text
 
 
 def test_another_layout_is_no_other_setting(caplog: pytest.LogCaptureFixture) -> None:

@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> 
     wider = tiny_model(tmp_path / "wider", hidden=64)
     with (
         pytest.raises(CheckpointError, match=r"\(.*32.*\) in the checkpoint and \(.*64.*\) here"),
-        build(ppo_config(wider, tmp_path / "run", *GRPO)),
+        build(ppo_config(wider, tmp_path / "run", *GRPO, "trainer.resume_other_model=true")),
     ):
         pass
 

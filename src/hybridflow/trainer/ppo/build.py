@@ -37,6 +37,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.expiry import expiry_of
+from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import check_reference_tokens
 from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
@@ -320,6 +321,8 @@ def _state(
         seed=config.trainer.seed,
         total_steps=total_steps,
         source=source,
+        models=model_facts(config),
+        may_change_model=config.trainer.resume_other_model,
         engines=engines,
         write_huggingface=huggingface_writer(roles.actor, tokenizer),
         parts=parts,

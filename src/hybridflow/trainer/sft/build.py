@@ -25,6 +25,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.expiry import expiry_of
+from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
@@ -72,6 +73,8 @@ def build(
             seed=trainer.seed,
             total_steps=total_steps,
             source=source,
+            models=model_facts(config),
+            may_change_model=trainer.resume_other_model,
             engines={ACTOR: SavedEngine(group, config.checkpoint)},
             write_huggingface=huggingface_writer(group, tokenizer),
         )

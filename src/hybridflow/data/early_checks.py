@@ -8,6 +8,7 @@ beyond the first. Nothing is checked for a user's own dataset class, which reads
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -174,19 +175,27 @@ def _look_into_parquet(address: str, path: Path, data: DataConfig | SFTDataConfi
         num_rows = file.metadata.num_rows
         batches = list(itertools.islice(file.iter_batches(FIRST_ROWS), 1))
         first = pa.Table.from_batches(batches, file.schema_arrow)
+        column = first
         sources = first
-        if key in first.column_names and num_rows <= SOURCE_ROWS:
-            sources = pa.table({key: file.read(columns=[key]).column(key).unique()})
+        nested = key in first.column_names and pa.types.is_nested(first.schema.field(key).type)
+        if key in first.column_names and num_rows <= SOURCE_ROWS and not nested:
+            column = file.read(columns=[key])
+            sources = pa.table({key: column.column(key).unique()})
     if not num_rows:
         raise DataError(f"{address} is empty: it has no rows")
-    return _Look(Rows([first], address), num_rows, _sources(Rows([sources], address), data))
+    try:
+        named = _sources(Rows([sources], address), data)
+    except DataError:
+        list(Rows([column], address))  # it raises with the number of the row in the file
+        raise
+    return _Look(Rows([first], address), num_rows, named)
 
 
 def _lines(address: str, path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield parse_line(address, number, line)
+                yield parse_line(address, number, line.removeprefix(codecs.BOM_UTF8))
 
 
 def _sources(rows: Iterable[Row], data: DataConfig | SFTDataConfig) -> list[str]:

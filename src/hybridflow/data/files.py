@@ -7,8 +7,10 @@ train_files ──local_file──► parquet: an Arrow table, rows made on acce
 from __future__ import annotations
 
 import bisect
+import codecs
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,9 @@ Row = dict[str, Any]
 
 _UNREADABLE = (ValueError, ArithmeticError, pa.ArrowException)
 """What Arrow raises on making Python objects: text that is not UTF-8, times that Python's own do not hold."""
+
+_BYTE = re.compile("[\udc80-\udcff]")
+"""What Python makes of a byte that is not UTF-8, where it is told to keep it."""
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson")
@@ -247,14 +252,21 @@ def unreadable_parquet(address: str) -> Iterator[None]:
     """Turn what pyarrow raises on a damaged file into a DataError that names it."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{address}: the name of a column or of a field is not UTF-8 ({error.reason} at byte "
+            f"{error.start}): the file is damaged, write it anew"
+        ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{address} is no readable parquet file: {error}") from error
 
 
 def read_parquet(address: str, path: Path) -> pa.Table:
-    """A parquet file as an Arrow table. Raises DataError, naming the row, where its text is not UTF-8."""
+    """A parquet file as an Arrow table. Raises DataError where its text, or a name, is not UTF-8."""
     with unreadable_parquet(address):
         table = pq.read_table(path)
+        for field in table.schema:
+            _decode_names(field)
     try:
         table.validate(full=True)
     except pa.ArrowException:
@@ -263,15 +275,32 @@ def read_parquet(address: str, path: Path) -> pa.Table:
     return table
 
 
+def _decode_names(field: pa.Field) -> None:
+    """Raise UnicodeDecodeError where the name of a field, or of one below it, is not UTF-8."""
+    str(field.name)
+    kind = field.type
+    inner = []
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        inner = [kind.field(number) for number in range(kind.num_fields)]
+    elif pa.types.is_map(kind):
+        inner = [kind.key_field, kind.item_field]
+    elif pa.types.is_nested(kind):
+        inner = [kind.value_field]
+    for each in inner:
+        _decode_names(each)
+
+
 def _read_json_lines(address: str, path: Path) -> list[Row]:
-    lines = enumerate(_text(address, path).split("\n"), start=1)
+    lines = enumerate(_bytes(address, path).split(b"\n"), start=1)
     return [parse_line(address, number, line) for number, line in lines if line.strip()]
 
 
-def parse_line(address: str, number: int, line: str) -> Row:
+def parse_line(address: str, number: int, line: bytes) -> Row:
     """The object in line `number` of a jsonl file. Raises DataError for a line that is none."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{address}, line {number}{_in_column(line)}: {_not_utf8(error)}") from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{address}, line {number}: not JSON ({error.msg} at column {error.colno})"
@@ -285,6 +314,21 @@ def parse_line(address: str, number: int, line: str) -> Row:
     return row
 
 
+def _in_column(line: bytes) -> str:
+    """The column of a line that holds bytes which are not UTF-8, in words; empty where it is not known."""
+    try:
+        row = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (RecursionError, ValueError):
+        return ""
+    columns = row.items() if isinstance(row, dict) else ()
+    found = (name for name, value in columns if _BYTE.search(name + json.dumps(value, ensure_ascii=False)))
+    return "".join(f", column {ascii(name)[1:-1]}" for name in itertools.islice(found, 1))
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"the text is not UTF-8 ({error.reason} at byte {error.start}): write it anew in UTF-8"
+
+
 def _json_reason(error: Exception) -> str:
     """In words: valid JSON that Python's parser does not take."""
     if isinstance(error, RecursionError):
@@ -293,7 +337,12 @@ def _json_reason(error: Exception) -> str:
 
 
 def _read_json(address: str, path: Path) -> list[Row]:
-    text = _text(address, path)
+    content = _bytes(address, path)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{address}, line {line}: {_not_utf8(error)}") from error
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
@@ -331,10 +380,9 @@ def _bad_entry(text: str) -> int:
     return number
 
 
-def _text(address: str, path: Path) -> str:
+def _bytes(address: str, path: Path) -> bytes:
+    """The bytes of a file, without the mark that some programs put before UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{address} cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{address} is not UTF-8 text: {error.reason} at byte {error.start}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import sys
@@ -13,7 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+from hybridflow.config import PPOConfig
+from hybridflow.config.data import DataConfig
 from hybridflow.data import remote
+from hybridflow.data.early_checks import check_data
 from hybridflow.data.files import Rows, load_rows
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import load_tokenizer
@@ -94,11 +98,100 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, said: s
         load_rows(str(path))
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(DataError, match="not UTF-8"):
+WRONG = b"ab\xff"
+
+
+def column_of(values: list[bytes], kind: pa.DataType) -> pa.Array:
+    """A column of texts from bytes that are not looked at."""
+    wide = pa.large_binary() if kind == pa.large_string() else pa.binary()
+    return pa.Array.from_buffers(kind, len(values), pa.array(values, wide).buffers())
+
+
+def with_one_wrong(kind: str) -> tuple[str, pa.Array]:
+    """A column whose row 3 of 5 holds bytes that are not UTF-8, with its name."""
+    texts = column_of([b"x", b"x", b"x", WRONG, b"x"], pa.string())
+    ends = pa.array(range(6), pa.int32())
+    many = column_of([b"x", b"x", b"x", WRONG, b"x"], pa.large_string())
+    columns = {
+        "text": texts,
+        "large": many,
+        "list": pa.ListArray.from_arrays(ends, texts),
+        "struct": pa.StructArray.from_arrays([texts], ["inner"]),
+        "messages": pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([texts], ["content"])),
+        "map": pa.MapArray.from_arrays(ends, texts, many),
+        "dictionary": pa.DictionaryArray.from_arrays(
+            pa.array([0, 0, 0, 1, 0], pa.int32()), column_of([b"x", WRONG], pa.string())
+        ),
+    }
+    return kind, columns[kind]
+
+
+@pytest.mark.parametrize("kind", ["text", "large", "list", "struct", "messages", "map", "dictionary"])
+def test_a_parquet_text_that_is_not_utf8_names_its_file_row_and_column(tmp_path: Path, kind: str) -> None:
+    name, column = with_one_wrong(kind)
+    good = pa.table({"prompt": ["q"] * 5, "data_source": ["math"] * 5})
+    pq.write_table(good, tmp_path / "good.parquet")
+    files = [str(tmp_path / "good.parquet"), str(tmp_path / "bad.parquet")]
+    wanted = rf"bad\.parquet, row 3: column {name} holds text that is not UTF-8"
+    for table in (good.append_column(name, column), good.set_column(1, "data_source", column)):
+        pq.write_table(table, files[1])
+        config = PPOConfig(data=DataConfig(train_files=files, train_batch_size=1))
+        for read in (lambda: load_rows(files), lambda config=config: check_data(config)):
+            with pytest.raises(DataError, match=wanted.replace(name, rf"({name}|data_source)")):
+                read()
+
+
+def test_a_name_that_is_not_utf8_is_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "extra": {"index": 1}}]
+    for name in (b"prompt", b"content", b"index"):
+        pq.write_table(pa.Table.from_pylist(rows), path, store_schema=False)
+        content = bytearray(path.read_bytes())
+        place = content.rindex(b"schema")
+        content[content.index(name, place)] = 0xFF
+        path.write_bytes(content)
+        for read in (lambda: list(load_rows(str(path))), lambda: check_data(of_file(path))):
+            with pytest.raises(
+                DataError, match=r"a\.parquet: the name of a column or of a field is not UTF-8"
+            ):
+                read()
+
+
+def of_file(path: Path) -> PPOConfig:
+    return PPOConfig(data=DataConfig(train_files=[str(path)], train_batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (
+            "a.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "\xff"}',
+            r"a\.jsonl, line 2, column prompt: the text is not",
+        ),
+        (
+            "a.jsonl",
+            b'{"a": 1, "b": [{"c": "\xc3("}]}',
+            r"a\.jsonl, line 1, column b: the text is not UTF-8 \(inv",
+        ),
+        ("a.jsonl", b'{"a": 1}\n\xff', r"a\.jsonl, line 2: the text is not UTF-8"),
+        ("a.json", b'[{"a": 1},\n {"a": "\xff"}]', r"a\.json, line 2: the text is not UTF-8"),
+        ("a.json", b'{"a": "\xe2\x82"}', r"a\.json, line 1: the text is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_json_that_is_not_utf8_names_its_line(
+    tmp_path: Path, name: str, content: bytes, said: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(codecs.BOM_UTF8 + content)
+    with pytest.raises(DataError, match=said):
         load_rows(str(path))
+    if not whole:  # too large to be read whole before a run
+        monkeypatch.setattr("hybridflow.data.early_checks.WHOLE_BYTES", 0)
+    if whole or name == "a.jsonl":
+        with pytest.raises(DataError, match=said):
+            check_data(of_file(path))
 
 
 def test_empty_parquet_missing_file_folder_and_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hybridflow.cli.evaluate import add_evaluation
 from hybridflow.cli.plan import add_plan
 from hybridflow.cli.serve import add_serve
 from hybridflow.cli.time_travel import add_time_travel
+from hybridflow.cli.try_algorithm import add_try_algorithm
 from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add_serve(words)
     add_evaluation(words, RECIPE, OVERRIDES)
     _add_try(words)
+    add_try_algorithm(words, OVERRIDES)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument(

@@ -33,6 +33,7 @@ WORDS = (
     "generate",
     "reward-test",
     "try",
+    "try-algorithm",
     "view",
     "diff",
     "replay",

@@ -8,14 +8,16 @@ No torch is loaded: what is installed is looked up, and GPUs are counted by thei
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.load import Change
+from hybridflow.config.needs import built_models
 from hybridflow.config.tree import get_value, keys_of
 from hybridflow.controller.surroundings import choose_address, num_cpus
-from hybridflow.distributed.accelerators import check_package
+from hybridflow.distributed.accelerators import is_accelerator, no_accelerator
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
 from hybridflow.rollout.installed import check_installed
@@ -35,7 +37,7 @@ VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 def fallback(config: PPOConfig | SFTConfig) -> list[Change]:
     """Return what has to change so that a run finds on this machine what it asks for, as far as keys tell."""
-    changes = [*_processes(config), *_trackers(config)]
+    changes = [*_processes(config), *_kernels(config), *_trackers(config)]
     if isinstance(config, PPOConfig):
         changes += _generation(config)
     return changes
@@ -71,11 +73,11 @@ def _is_usable(tracker: str) -> bool:
 def _processes(config: PPOConfig | SFTConfig) -> Iterator[Change]:
     """Yield the number of processes, the device and the sizes of the layout, where a cluster's do not fit."""
     trainer = config.trainer
-    gpus = num_gpus()
     device = trainer.device
-    if device not in ("auto", "cpu") and not _is_here(device, gpus):
+    if is_accelerator(device) and no_accelerator() is not None:
         yield Change("trainer.device", "auto", f"there is no device {device} here")
         device = "auto"
+    gpus = num_gpus()
     if getattr(trainer, "resource_pools", {}) or choose_address(config.ray_kwargs.ray_init.address):
         return  # which device is whose was said in detail, or a cluster was named
     on_gpus = gpus > 0 and device != "cpu"
@@ -102,11 +104,12 @@ def num_gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _is_here(device: str, gpus: int) -> bool:
-    if device == "cuda":
-        return gpus > 0
-    try:
-        check_package(device)
-    except ConfigError:
-        return False
-    return True
+def _kernels(config: PPOConfig | SFTConfig) -> Iterator[Change]:
+    lacking = no_accelerator()
+    if lacking is None and config.trainer.device != "cpu" and find_spec("liger_kernel") is not None:
+        return
+    for block, model, _ in built_models(config):
+        if model.use_liger:
+            yield Change(
+                f"{block}.use_liger", False, lacking or "Liger's kernels are not installed, or not for CPUs"
+            )

@@ -22,6 +22,7 @@ from hybridflow.config.convert import raise_all
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import built_models
+from hybridflow.controller.surroundings import choose_address
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
 from hybridflow.errors import ConfigError, install_extra
@@ -112,12 +113,12 @@ def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
     kernels here. What the machines of a Ray cluster have is not known.
     """
     device = config.trainer.device
-    here = resolved_controller(config.trainer) == "local"
-    if not here:
-        from hybridflow.controller.ray.preflight import choose_address
-
-        here = choose_address(config.ray_kwargs.ray_init.address) is None
-    lacking = no_accelerator() if here else None
+    lacking = None
+    named = resolved_controller(config.trainer) == "ray" and choose_address(
+        config.ray_kwargs.ray_init.address
+    )
+    if not named:
+        lacking = no_accelerator()
     found = []
     if lacking is not None and is_accelerator(device):
         found.append(

@@ -22,6 +22,7 @@ STOCK = [
     "actor_rollout_ref.actor.fsdp_config.fsdp_size=4",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "trainer.logger=[console,swanlab]",
+    "actor_rollout_ref.model.use_liger=true",
     "trainer.device=cuda",
     "trainer.nnodes=2",
     "trainer.n_gpus_per_node=8",
@@ -34,6 +35,7 @@ CHANGED = {
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1,
     "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
     "trainer.logger": ["console"],
+    "actor_rollout_ref.model.use_liger": False,
     "trainer.device": "auto",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
@@ -45,6 +47,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of a run on a machine without GPUs and without a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(fallback_module, "num_gpus", lambda: 0)
+    monkeypatch.setattr(fallback_module, "no_accelerator", lambda: "there is none")
     rows = [{"data_source": "gsm8k", "prompt": "1 + 1 =", "reward_model": {"ground_truth": "2"}}] * 8
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -94,6 +97,7 @@ def test_what_is_here_stays(words: list[str]) -> None:
 
 def test_gpus_that_are_here_are_used(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback_module, "num_gpus", lambda: 2)
+    monkeypatch.setattr(fallback_module, "no_accelerator", lambda: None)
     changes = {change.key: change.value for change in fallback(prepare_config(PPOConfig, words[:5]).config)}
     assert changes == {}
     config = prepare_config(PPOConfig, [*words[:5], "trainer.n_gpus_per_node=8"], runs=False).config

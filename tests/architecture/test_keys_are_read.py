@@ -31,6 +31,7 @@ READ_IN_CONFIG = {
     ),
     "distillation.teacher_model.tokenizer_path": "resolve: the teacher reads the actor's token ids",
     "actor_rollout_ref.actor.strategy": "resolve: fsdp means fsdp2, the one engine of this version",
+    "trainer.on_missing": "load: whether what this machine lacks is refused or replaced",
     **dict.fromkeys(
         (
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size",

@@ -35,16 +35,25 @@ from hybridflow.models.routing import LIVE
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
+WITHOUT_GRADIENT = (
+    "it does not depend on the model. Look for detach(), .item(), .data or no_grad in a loss of your own "
+    "(policy_loss.loss_mode), and for code of your own that freezes parameters (external_lib)"
+)
+
 
 @dataclass
 class Accumulated:
     """The sums over a mini-batch's micro-batches on one rank; the gradients are in the optimizer."""
 
+    name: str
+    """The engine's name, for messages."""
     loss: Tensor
     """The sum of the loss shares, 0-d float64."""
     metrics: Metrics = field(default_factory=Metrics)
     odd: dict[str, Tensor] = field(default_factory=dict)
     """Numbers of answers that are not finite, 0-d each, by name."""
+    num_lost: int = 0
+    """Number of losses that were found not to depend on the states that other ranks have sent."""
 
     def share(self, micro: MicroBatch, answers: Answers, loss: LossFn) -> Tensor:
         """Return a micro-batch's share of the loss, 0-d, and add what is known of it to the sums.
@@ -58,6 +67,12 @@ class Accumulated:
             self.odd[name] = self.odd.get(name, 0) + (~value.detach().isfinite()).sum()
         unpacked = {name: micro.packed.unpack(value) for name, value in answers.items()}
         share, metrics = loss(unpacked, micro.rows)
+        if not share.requires_grad:
+            which = f"a micro-batch of {len(micro.rows)} rows"
+            raise TrainingError(
+                f"{self.name}: the loss of {which} is {float(share):g} and has no gradient, so nothing could "
+                f"be learned from it: {WITHOUT_GRADIENT}"
+            )
         self.loss += share.detach()
         self.metrics.update(metrics)
         return share
@@ -136,7 +151,7 @@ class MicroBatchEngine(ABC):
         """Take one optimizer step on `rows`, which are this rank's part of the mini-batch."""
         assert self.optimizer is not None, f"{self.name} was built without an optimizer"
         self.optimizer.zero_grad()
-        sums = Accumulated(torch.zeros((), dtype=torch.float64, device=self.device))
+        sums = Accumulated(self.name, torch.zeros((), dtype=torch.float64, device=self.device))
         with self._ready(training=True):
             with _memory_named(self.name, limits):
                 self._accumulate(self._plan(rows, limits), ask, loss, sums)
@@ -148,10 +163,15 @@ class MicroBatchEngine(ABC):
             agree = max_over
         return plan(rows, limits, self.device, agree, at_least=at_least)
 
-    def _measure(self, total: Tensor) -> tuple[float, Tensor]:
-        """Return the mini-batch's loss and its gradient norm (0-d), which are the same on every rank."""
+    def _measure(self, sums: Accumulated) -> tuple[float, Tensor]:
+        """Return the mini-batch's loss and its gradient norm (0-d), which are the same on every rank.
+
+        Raises TrainingError on all of them where no parameter has a gradient. One of zeros is a gradient.
+        """
         assert self.optimizer is not None
+        total = sums.loss
         if self.mesh is None:
+            self._refuse_without_gradient(self.optimizer.num_gradients, float(total))
             return float(total), self.optimizer.gradient_norm()
         self.optimizer.collect_shards()
         mine = total
@@ -159,15 +179,28 @@ class MicroBatchEngine(ABC):
             mine = torch.zeros_like(total)
         size = self.mesh.layout.stage_size
         square = self.optimizer.gradient_square(size, self.device, self.counted_elsewhere)
-        numbers = torch.stack([mine, square])
+        counts = square.new_tensor([self.optimizer.num_gradients, sums.num_lost])
+        numbers = torch.cat([torch.stack([mine, square]), counts])
         dist.all_reduce(numbers)
+        # a stage that nothing depends on is given zeros to pass on, which are gradients to the stages before
+        self._refuse_without_gradient(0 if numbers[3] else int(numbers[2]), float(numbers[0]))
         return float(numbers[0]), numbers[1].sqrt()
+
+    def _refuse_without_gradient(self, number: int, loss: float) -> None:
+        """Raise TrainingError where the parameters have no gradient at all, `number` of them."""
+        assert self.optimizer is not None
+        if not number:
+            raise TrainingError(
+                f"{self.name}: optimizer step {self.num_steps + 1} has a loss of {loss:g}, and none of the "
+                f"{len(self.optimizer.masters)} parameters that are trained got a gradient from it: "
+                f"{WITHOUT_GRADIENT}"
+            )
 
     def _step(self, rows: DataProto, sums: Accumulated) -> Metrics:
         """Apply the gradients of a mini-batch, or report why that cannot be done."""
         assert self.optimizer is not None and self.optim is not None
         metrics = sums.metrics
-        loss, norm = self._measure(sums.loss)
+        loss, norm = self._measure(sums)
         grad_norm = float(norm)
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)

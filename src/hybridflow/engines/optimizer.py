@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
 from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, TrainingError
 
 
 class MasterAdamW:
@@ -50,7 +50,11 @@ class MasterAdamW:
         }
         """Stand-ins, without memory, for the masters of parameters that other stages of a pipeline train."""
         self.parameters = {name: p for name, p in trained.items() if name not in self.absent}
-        assert self.parameters, "an optimizer needs at least one parameter that requires a gradient"
+        if not self.parameters:
+            raise TrainingError(
+                "no parameter of the model can be trained here: all are frozen (requires_grad is false). "
+                "Look for code of your own that freezes them, and for target_modules that name no layer"
+            )
         self.masters: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         self.rules = make_rules(self.masters, self.parameters, config, apart)
         known = list(self.rules)
@@ -106,6 +110,11 @@ class MasterAdamW:
                 square = torch.linalg.vector_norm(master.grad).double().square()
                 total += (square / replicas(self.parameters[name], world_size)).to(device)
         return total
+
+    @property
+    def num_gradients(self) -> int:
+        """Number of masters that have a gradient."""
+        return sum(master.grad is not None for master in self.masters.values())
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:

@@ -24,7 +24,9 @@ from hybridflow.distributed.shards import is_absent
 from hybridflow.engines import Ask, BatchLimits, LossFn
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.errors import TrainingError
 from hybridflow.models.lora import LoraSettings
+from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss
 
@@ -140,6 +142,24 @@ def train(rank: int, run: Run, world_size: int = 2) -> dict[str, Any]:
     """
     engine = build(run, world_size)
     return go(engine, rank, run, world_size)
+
+
+def train_on_nothing(rank: int, run: Run, world_size: int = 2) -> str:
+    """What is said of a loss that has a gradient, but none of the model's."""
+    engine = build(run, world_size)
+    before = weights_of(engine)
+    batch, _ = dealt(run, engine)
+
+    def unrelated(outputs: dict[str, Tensor], micro: DataProto) -> Any:
+        return torch.ones((), requires_grad=True) * 2.0, Metrics()
+
+    try:
+        engine.train_mini_batch(batch, ask(run), unrelated, run.limits)
+    except TrainingError as error:
+        after = weights_of(engine)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        return str(error)
+    return "it went on"
 
 
 def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, Any]:

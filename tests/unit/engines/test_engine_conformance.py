@@ -259,6 +259,47 @@ def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(
     assert same_weights(weights(module), weights(again.module)), "as if the bad step had never been"
 
 
+def detached(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+    return outputs["log_probs"].detach().sum(), Metrics()
+
+
+def unrelated(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+    """A loss with a gradient that leads to no parameter."""
+    return torch.ones((), requires_grad=True) * 3.0, Metrics()
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (detached, r"actor: the loss of a micro-batch of \d rows is -\d.* and has no gradient"),
+        (
+            unrelated,
+            r"actor: optimizer step 2 has a loss of \d+, and none of the \d+ parameters that are trained",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_without_a_gradient_is_no_step(
+    make: EngineMaker, bad: LossFn, says: str, dtype: torch.dtype
+) -> None:
+    module, rows = tiny_policy(dtype), training_rows(dtype=torch.float32)
+    engine = make(module, OPTIM)
+    step(engine, rows)
+    before = weights(module)
+    with pytest.raises(TrainingError, match=f"{says}.*it does not depend on the model. Look for detach"):
+        step(engine, rows, bad, BatchLimits(20))
+    assert same_weights(weights(module), before)
+    assert engine.state_dict()["scheduler"]["num_steps"] == 1
+
+
+def test_a_gradient_of_zeros_is_a_gradient(make: EngineMaker) -> None:
+    rows = training_rows(dtype=torch.float32)
+    rows.batch["loss_mask"] = torch.zeros_like(rows.batch["loss_mask"])
+    engine = make(tiny_policy(), OPTIM)
+    found = step(engine, rows, limits=BatchLimits(20))
+    assert (found["actor/num_updates"], found["actor/grad_norm"], found["train/loss"]) == (1.0, 0.0, 0.0)
+
+
 def test_too_many_bad_steps_in_a_row_end_the_run(make: EngineMaker, tmp_path: Path) -> None:
     rows, engine = (
         training_rows(dtype=torch.float32),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines.optimizer import MasterAdamW
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, TrainingError
 
 CONFIG = OptimConfig(lr=3e-3, weight_decay=0.1, betas=[0.8, 0.95], eps=1e-7)
 
@@ -190,5 +190,5 @@ def test_other_names_are_refused() -> None:
 
 
 def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="at least one parameter"):
+    with pytest.raises(TrainingError, match="no parameter of the model can be trained here: all are frozen"):
         MasterAdamW(Net().requires_grad_(False).named_parameters(), CONFIG)

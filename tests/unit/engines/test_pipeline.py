@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_zoo import training_rows
-from sharded_runs import Run, ask, build, loss_of, save_tiny, train, weights_of, whole
+from sharded_runs import Run, ask, build, loss_of, save_tiny, train, train_on_nothing, weights_of, whole
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,6 +109,15 @@ def test_two_stages_train_as_one_piece(name: str, two_ranks: Ranks, folders: dic
     compare(run, ranks, alone(run))
     layers = [{key.split("layers.")[1][0] for key in rank["weights"] if "layers." in key} for rank in ranks]
     assert not layers[0] & layers[1] and all(layers), "each layer is on one stage"
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline": 2}, {}])
+def test_a_loss_of_nothing_is_refused_on_all_ranks(
+    sizes: dict[str, int], two_ranks: Ranks, folders: dict[str, str]
+) -> None:
+    run = Run(folders["untied"], sizes=sizes, **({"deal": ALL} if sizes else {}))
+    for said in two_ranks.run(train_on_nothing, run):
+        assert "optimizer step 1 has a loss of" in said and "got a gradient from it" in said, said
 
 
 MIXTURES: dict[str, dict[str, Any]] = {

@@ -224,6 +224,8 @@ class _Run:
             torch.autograd.backward(roots, [gradients[root] for root in roots])
         if arrived is not None:
             if arrived.grad is None:
+                assert self.sums is not None, "only training goes backward"
+                self.sums.num_lost += 1
                 arrived.grad = torch.zeros_like(arrived)
             self.engine.channels.send(arrived.grad, self._tag(part.number - 1, number), forward=False)
 

@@ -26,6 +26,7 @@ from hybridflow.data.tokenizer import Tokenizer, save_tokenizer
 from hybridflow.distributed.device import set_threads
 from hybridflow.errors import Stopped
 from hybridflow.observability.progress import progress
+from hybridflow.observability.run_log import RunLog
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers, build_trackers
 from hybridflow.trainer.resume import say_changes
@@ -45,6 +46,8 @@ class Run:
     start: Start
     """Starts the worker processes."""
     signals: StopSignals
+    log: RunLog
+    """Takes the log lines of this process."""
     timer: Timer = field(default_factory=lambda: Timer(progress=progress))
     """Measures the sections of a step."""
 
@@ -59,11 +62,19 @@ class Run:
     @contextmanager
     def recorded(self, state: RunState, store: CheckpointStore, source: BatchSource) -> Iterator[Trackers]:
         """Write what the run is into its folder and build its trackers. When the context ends, also after an
-        error, the source is closed, and a save that is still under way is given up.
+        error, the source is closed, and a save that is still under way is given up. After an error the folder
+        has a report with the error in it.
         """
+        with self.folder.failure_kept(lambda: state.step):
+            say_changes(state.step, self.folder.write_config(to_yaml(self.config)))
+            self.log.begin(self.folder.path, goes_on=state.step > 0)
+            self.folder.write_machine()
+            with self._tracked(state, store, source) as trackers:
+                yield trackers
+
+    @contextmanager
+    def _tracked(self, state: RunState, store: CheckpointStore, source: BatchSource) -> Iterator[Trackers]:
         trainer = self.config.trainer
-        say_changes(state.step, self.folder.write_config(to_yaml(self.config)))
-        self.folder.write_machine()
         with progress.phase("starting the trackers"):
             trackers = build_trackers(
                 trainer.logger,
@@ -117,12 +128,12 @@ def started(
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
     signals = signals or StopSignals()
-    with folder.held(), ExitStack() as stack:
+    with folder.held(), RunLog.attached() as log, ExitStack() as stack:
         with progress.phase("looking for devices"):
             hosts = hosting(config.trainer, config.ray_kwargs, roles, patience=patience)
             start = stack.enter_context(hosts)
         signals.install()  # Ray has set its own when it was connected
-        yield Run(config, folder, start, signals)
+        yield Run(config, folder, start, signals, log)
 
 
 def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:

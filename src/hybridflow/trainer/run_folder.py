@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,14 @@ import yaml
 from hybridflow.checkpoint.durable import locked
 from hybridflow.config.checks.paths import unwritable
 from hybridflow.config.tree import flatten
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observability.machine import machine_facts
+from hybridflow.observability.report import write_report
 
+logger = logging.getLogger(__name__)
+
+MAX_TRACEBACK = 20_000
+"""Characters that are kept of a traceback, from its end, where the error stands."""
 LOCK = ".run_lock"
 KEY = "trainer.default_local_dir"
 
@@ -23,7 +31,7 @@ KEY = "trainer.default_local_dir"
 class RunFolder:
     """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `timeline.jsonl`, `rollouts.jsonl`,
     `failures.json`, `samples/`, `validation/`, `rows/`, `nonfinite/`, `reference/`, `summary.json`,
-    `report.html` and `global_step_N/`.
+    `log.txt`, `failure.json`, `report.html` and `global_step_N/`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -68,6 +76,11 @@ class RunFolder:
         return self.path / "nonfinite"
 
     @property
+    def failure(self) -> Path:
+        """File with the error by which the run has ended."""
+        return self.path / "failure.json"
+
+    @property
     def failures(self) -> Path:
         """File with the text of the first failed trajectory of each cause."""
         return self.path / "failures.json"
@@ -89,6 +102,30 @@ class RunFolder:
     def write_machine(self) -> None:
         """Write the processor, threads and versions of this process, which the results depend on."""
         (self.path / "machine.json").write_text(json.dumps(machine_facts(), indent=2) + "\n")
+
+    @contextmanager
+    def failure_kept(self, steps_done: Callable[[], int]) -> Iterator[None]:
+        """Write an error that ends the context into `failure.json`, and a report that shows it."""
+        self.failure.unlink(missing_ok=True)
+        try:
+            yield
+        except Exception as error:  # whatever ends a run
+            with suppress(OSError, HybridFlowError):  # a full disk: the error itself is what counts
+                self._write_failure(error, steps_done())
+                report = write_report(self.path)
+                logger.info("the run has failed: %s shows its configuration, the failure and its log", report)
+            raise
+
+    def _write_failure(self, error: Exception, steps_done: int) -> None:
+        notes: list[str] = getattr(error, "__notes__", [])
+        failure = {
+            "error": type(error).__name__,
+            "message": "\n".join([str(error), *notes]),
+            "steps_done": steps_done,
+            "traceback": "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+            "at": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        self.failure.write_text(json.dumps(failure, indent=2) + "\n", encoding="utf-8", errors="replace")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the run's closing numbers."""

@@ -180,6 +180,11 @@ def test_a_small_file_that_is_nested_too_deeply_is_told(tmp_path: Path, name: st
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
         write_report(tmp_path)
+    for name, content in (("config.yaml", "a: 1"), ("log.txt", "a line"), ("failure.json", '{"error": "E"}')):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text(content)
+        assert write_report(folder).is_file()
     with pytest.raises(DataError, match="is no folder"):
         write_report(tmp_path / "missing")
 

@@ -121,6 +121,26 @@ def test_tiles_and_cards_say_what_there_is_and_no_more(tmp_path: Path) -> None:
     assert [card for card in cards if card.startswith("Truncated")]
 
 
+@needs_node
+def test_a_run_without_a_step_shows_its_failure_its_keys_and_its_log(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {project_name: p, experiment_name: e}\n")
+    (tmp_path / "log.txt").write_text("x" * 40_000 + "\nthe last line <b>\n")
+    failure = {
+        "error": "TrainingError",
+        "message": "it <b>broke",
+        "steps_done": 0,
+        "traceback": "in f",
+        "at": "now",
+    }
+    (tmp_path / "failure.json").write_text(json.dumps(failure))
+    told = shown(tmp_path, result="[byId.failure.textContent, byId.config.textContent, byId.log.textContent]")
+    head, config, log = told["result"]
+    assert head == "The run has failed after 0 steps: TrainingError|it <b>broke|traceback, now|in f"
+    assert "experiment_name: e" in config and log == "the last line <b>\n"
+    (tmp_path / "failure.json").write_text("{torn")
+    assert shown(tmp_path, result="byId.failure.textContent")["result"] == ""
+
+
 def agent_row(trajectory: int, lineage: int, score: float, **more: Any) -> dict[str, Any]:
     tokens = {"text": list("ab"), "response_mask": [1, 0], "rollout_log_probs": [-1.0, 0.0]}
     return {

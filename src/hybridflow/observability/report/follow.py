@@ -1,6 +1,6 @@
 """What a run folder holds for the page, and what of it is new.
 
-metrics.jsonl, timeline.jsonl, rollouts.jsonl, samples/, validation/, … ──poll──► RunFollower
+metrics.jsonl, timeline.jsonl, rollouts.jsonl, samples/, validation/, log.txt, … ──poll──► RunFollower
 cursor of the page ──changes──► what came later, with the next cursor; (kind, step, index) ──► a trajectory
 
 Only files are read, so a run does not notice who looks at it. Each file may be missing, half-written or
@@ -24,10 +24,12 @@ from hybridflow.observability.glossary import MetricEntry, find
 from hybridflow.observability.report.files import Fingerprint, Folder, Lines, fingerprint
 from hybridflow.observability.report.findings import Findings
 from hybridflow.observability.report.rows import detail, digests, finite, number, take_pictures
+from hybridflow.observability.run_log import LOG_FILE
 
 MAX_POINTS = 3000  # steps of a curve
 MAX_ROLLOUTS = 50_000  # rows of the table, the newest ones
 _MANY_LISTS = 2_000  # in a YAML text
+MAX_LOG = 32_768  # bytes of the log, its end
 
 SAMPLES = "samples"
 ALL_ROLLOUTS = "rollout_data"
@@ -152,6 +154,8 @@ class RunFollower:
             "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
             "counts": {title: _sums(self.metrics.by_step, prefix) for title, prefix in COUNTED.items()},
             "failures": self._object("failures.json", notes) or {},
+            "failure": self._object("failure.json", notes),
+            "log": (self._object(LOG_FILE, notes) or {}).get("end", ""),
             "advice": advice,
         }
 
@@ -197,7 +201,7 @@ class RunFollower:
             if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
                 self.folders[ALL_ROLLOUTS] = Folder(path)
 
-    def _read_small(self, name: str, parse: Callable[[str], Any]) -> bool:
+    def _read_small(self, name: str, parse: Callable[[Path], Any]) -> bool:
         """Read a file with one object if it has changed; return whether it has."""
         path = self.run / name
         seen = fingerprint(path)
@@ -207,7 +211,7 @@ class RunFollower:
         complaint = ""
         if seen is not None:
             try:
-                loaded = finite(parse(path.read_text(encoding="utf-8")))
+                loaded = finite(parse(path))
             except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
                 complaint = f"{name} could not be read: {error}"
         if not isinstance(loaded, dict):
@@ -232,22 +236,40 @@ class RunFollower:
         return seen[2] / 1e9
 
 
-def _yaml(text: str) -> Any:
-    """Return the content of a YAML text, by libyaml where PyYAML has it: that is ten times as fast.
+def _yaml(path: Path) -> Any:
+    """Return the content of a YAML file, by libyaml where PyYAML has it: that is ten times as fast.
 
     libyaml ends the process where lists stand within each other in thousands, and PyYAML's own reader raises.
     """
+    text = path.read_text(encoding="utf-8")
     loader: Any = yaml.SafeLoader
     if sum(map(text.count, ("[", "{", "- "))) < _MANY_LISTS:
         loader = getattr(yaml, "CSafeLoader", loader)
     return yaml.load(text, Loader=loader)
 
 
-_SMALL: dict[str, Callable[[str], Any]] = {
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _end_of_log(path: Path) -> dict[str, str]:
+    """Return the last lines of a log, whole ones."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LOG))
+        text = file.read().decode("utf-8", errors="replace")
+    if size > MAX_LOG:
+        text = text.partition("\n")[2]
+    return {"end": text}
+
+
+_SMALL: dict[str, Callable[[Path], Any]] = {
     "config.yaml": _yaml,
-    "summary.json": json.loads,
-    "machine.json": json.loads,
-    "failures.json": json.loads,
+    "summary.json": _json,
+    "machine.json": _json,
+    "failures.json": _json,
+    "failure.json": _json,
+    LOG_FILE: _end_of_log,
 }
 
 

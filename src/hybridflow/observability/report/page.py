@@ -63,9 +63,11 @@ def _whole(run: Path) -> dict[str, Any]:
     if not run.is_dir():
         raise DataError(f"{run} is no folder: give the run folder (trainer.default_local_dir) of a run")
     data = collect(run)
-    if not data["steps"] and not data["rollouts"] and data["summary"] is None:
+    ended = data["summary"] is not None or data["failure"] is not None
+    if not (ended or any(data[part] for part in ("steps", "rollouts", "config", "log"))):
         raise DataError(
-            f"{run} holds no metrics.jsonl, samples/, validation/ or summary.json: is it the folder of a run?"
+            f"{run} holds no metrics.jsonl, samples/, validation/, summary.json, failure.json, config.yaml "
+            "or log.txt: is it the folder of a run?"
         )
     return data
 

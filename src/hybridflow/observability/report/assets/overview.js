@@ -133,7 +133,22 @@ class OverviewPage {
     this.notes();
     document.getElementById("config").textContent = RUN.config;
     document.getElementById("config-section").hidden = !RUN.config;
+    document.getElementById("log").textContent = RUN.log;
+    document.getElementById("log-section").hidden = !RUN.log;
+    this.failure();
     this.drawCurves();
+  }
+
+  // The error that has ended the run; its configuration and its log are open then, since there may be no curve.
+  failure() {
+    const { failure } = RUN, host = document.getElementById("failure");
+    host.hidden = !failure;
+    if (!failure) return;
+    host.replaceChildren(el("div", { class: "card failure" },
+      el("h2", {}, `The run has failed after ${failure.steps_done} step${failure.steps_done === 1 ? "" : "s"}: ${failure.error}`),
+      el("pre", {}, failure.message),
+      el("details", {}, el("summary", {}, `traceback, ${failure.at}`), el("pre", {}, failure.traceback))));
+    if (!RUN.steps.length) document.getElementById("log-section").open = true;
   }
 
   notes() {

@@ -79,6 +79,7 @@ async function news() {
 }
 
 function standing(run, now) {
+  if (run.failure) return `the run has failed after ${run.failure.steps_done} steps`;
   if (run.written == null) return "waiting for metrics.jsonl";
   const step = run.steps[run.steps.length - 1], ago = duration(Math.max(0, now - run.written)).replace(/\.\d s/, " s");
   return run.summary ? `step ${step}, the run has ended` : `live, step ${step}, written ${ago} ago`;

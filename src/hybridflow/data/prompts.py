@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.data import DataConfig
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.media import MediaReader, no_media
 from hybridflow.data.messages import Message, check_messages, choose_column
@@ -25,7 +26,7 @@ from hybridflow.data.processor import Expanded
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import complete_row, note_missing_columns, require_prompts
-from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_chat
+from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.protocol.storage import media_of, plain_media
@@ -83,6 +84,7 @@ class PromptDataset:
         self.tokenizer = tokenizer
         self.config = config
         self.num_overlong = 0
+        self._template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
         self.agent_names: set[str] = set()
         """Names in the column `agent_name`."""
         self._kept: list[int] = []
@@ -120,20 +122,15 @@ class PromptDataset:
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids of one prompt.
 
-        Messages are rendered by the chat template with the generation prompt; a string is taken as it stands.
+        Messages are rendered by the chat template with the generation prompt, and what looks like a special
+        token in the words of others than the assistant stays text; a string is taken as it stands.
         Raises TypeError or ValueError where the prompt is neither, and whatever the template raises.
         """
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is an empty string")
             return encode_prompt(self.tokenizer, prompt)
-        text = render_chat(
-            self.tokenizer,
-            check_messages(prompt, media=self.reader is not None),
-            self.config.apply_chat_template_kwargs,
-            add_generation_prompt=True,
-        )
-        return encode_rendered(self.tokenizer, text)
+        return self._template.begin(check_messages(prompt, media=self.reader is not None))
 
     def _encode_row(self, row: Row, *, whole: bool = False) -> Expanded:
         """Return the token ids of a complete row, and its media where they are read `whole`; raises what

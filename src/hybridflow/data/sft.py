@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.data import SFTDataConfig
-from hybridflow.data.chat_template import ChatTemplate, Tools
+from hybridflow.data.chat_template import BREAK, ChatTemplate, Tools
 from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.media import MediaReader, Source
 from hybridflow.data.messages import Message, check_messages, check_tools, prompt_of
@@ -27,7 +27,7 @@ from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import require_conversations
-from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered
+from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_marked
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Medium
 
@@ -283,12 +283,17 @@ def encode_conversation(
 
     Where the template marks these tokens ({% generation %}) its marks count; else they are the text that each
     assistant turn adds to the text rendered before it. Where the template rewrites earlier turns (those of
-    Qwen3 take thoughts away), the ids are those that a rollout of several turns would have. Raises ValueError
-    where neither can be told.
+    Qwen3 take thoughts away), the ids are those that a rollout of several turns would have. As in generation,
+    letters that look like a special token are one in the assistant's words alone. Raises ValueError where
+    neither can be told.
     """
     tokenizer = template.tokenizer
     source = tokenizer.chat_template
-    if isinstance(source, str) and _GENERATION_TAG.search(source):
+    safe = template.as_text(messages)
+    marked = isinstance(source, str) and _GENERATION_TAG.search(source) is not None
+    if marked and safe != list(messages):
+        ids, mask = _mask_spans(template, *render_marked(tokenizer, safe, template.arguments(tools)))
+    elif marked:
         encoded: Any = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=True,
@@ -299,16 +304,16 @@ def encode_conversation(
         ids = list(encoded["input_ids"])
         mask = list(encoded["assistant_masks"])
     else:
-        text = template.render(messages, tools, add_generation_prompt=False)
+        text = template.render(safe, tools, add_generation_prompt=False)
         try:
-            spans = assistant_spans(template, messages, text, tools)
+            spans = assistant_spans(template, safe, text, tools)
         except RewrittenTurn as problem:
             try:
-                ids, mask = _encode_by_turn(template, messages, tools)
+                ids, mask = _encode_by_turn(template, safe, tools)
             except DataError:
                 raise problem from None
         else:
-            ids, mask = _mask_spans(tokenizer, text, spans)
+            ids, mask = _mask_spans(template, text, spans)
     return ids, _end_at_end_token(tokenizer, ids, mask)
 
 
@@ -388,20 +393,26 @@ def _encode_by_turn(
 
 
 def _mask_spans(
-    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
+    template: ChatTemplate, text: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
-    """Tokens of `text`, and 1 on those that begin inside a span."""
+    """Tokens of `text`, as `ChatTemplate.encode` gives them, and 1 on those that begin inside a span."""
+    tokenizer = template.tokenizer
     if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoded["input_ids"])
-        starts = [begin for begin, _ in encoded["offset_mapping"]]
+        ids: list[int] = []
+        starts: list[int] = []
+        place = 0
+        for part in text.split(BREAK):
+            encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+            ids += encoded["input_ids"]
+            starts += [place + begin for begin, _ in encoded["offset_mapping"]]
+            place += len(part) + len(BREAK)
         return ids, [int(any(begin <= start < end for begin, end in spans)) for start in starts]
-    ids = encode_rendered(tokenizer, text)
+    ids = template.encode(text)
     mask = [0] * len(ids)
     # slow tokenizers give no offsets: count the tokens of the text up to each border
     for begin, end in spans:
-        first = encode_rendered(tokenizer, text[:begin])
-        last = encode_rendered(tokenizer, text[:end])
+        first = template.encode(text[:begin])
+        last = template.encode(text[:end])
         if ids[: len(first)] != first or ids[: len(last)] != last:
             raise ValueError(
                 "the tokenizer joins the assistant's text with the text around it; use a fast tokenizer "

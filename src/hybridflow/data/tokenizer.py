@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.hub import cached_file
 
 from hybridflow.config.checks.model import TOKENIZER_FILES
@@ -144,6 +145,24 @@ def render_chat(
     )
     assert isinstance(text, str), "a chat template that is not tokenised gives text"
     return text
+
+
+def render_marked(
+    tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a conversation by a template with {% generation %} marks; return the text, and (begin, end),
+    in characters, of each part that the template marks as the assistant's.
+    """
+    options = dict(options)
+    own = tokenizer.get_chat_template(options.pop("chat_template", None), tools=options.get("tools"))
+    render: Any = render_jinja_template  # it says that it returns a text
+    texts, spans = render(
+        conversations=[[dict(message) for message in messages]],
+        chat_template=own,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **options},
+    )
+    return texts[0], [(begin, end) for begin, end in spans[0]]
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

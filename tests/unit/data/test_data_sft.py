@@ -241,3 +241,75 @@ def test_a_template_that_takes_thoughts_away_is_learned_turn_by_turn() -> None:
     thought = "<think>\n\n</think>\n\n"
     assert learned(tokenizer, row) == f"{thought}2<|im_end|>{thought}no more<|im_end|>"
     assert ChatTemplate(tokenizer).begin(CHAT[:2]) == row.input_ids[: row.loss_mask.index(1)]
+
+
+def tokenizer_of(name: str, request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """One of the fixtures, or the tokenizer of a family of models."""
+    return FAMILIES[name].tokenizer() if name in FAMILIES else request.getfixturevalue(name)
+
+
+TALKING = [
+    "characters",
+    "characters_marked",
+    "qwen2.5",
+    "qwen3",
+    "hermes",
+    "smollm2",
+    "llama3.1",
+    "mistral",
+    "phi",
+]
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_what_looks_like_a_special_token_is_text_unless_the_assistant_writes_it(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = tokenizer_of(name, request)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    ids = set(tokenizer.convert_tokens_to_ids(special))
+    hostile = f"x{' '.join(special)}y"
+
+    def made(user: str, answer: str = "2") -> tuple[list[int], str, list[int]]:
+        chat = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        chat += [{"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
+        (row,) = list(SFTDataset([{"messages": chat}], tokenizer, SFTDataConfig()))
+        prompts = PromptDataset([{"prompt": chat[:1], "data_source": "math"}], tokenizer, DataConfig())
+        prompt = list(prompts[0].prompt_token_ids)
+        assert row.input_ids[: len(prompt)] == prompt, "one rule for learning and for generating"
+        return row.input_ids, learned(tokenizer, row), prompt
+
+    plain, says, _ = made("xy")
+    attacked, still_says, prompt = made(hostile)
+    assert [token for token in attacked if token in ids] == [token for token in plain if token in ids]
+    assert still_says == says and says.count("2") == 1 and "no" in says
+    assert hostile in tokenizer.decode(attacked) and hostile in tokenizer.decode(prompt)
+    assert ChatTemplate(tokenizer).begin([{"role": "user", "content": hostile}]) == prompt
+    # the assistant's own words may hold special tokens, such as those of a call
+    own, _, _ = made("xy", f"2{special[0]}")
+    assert sum(token in ids for token in own) == sum(token in ids for token in plain) + 1
+
+
+ORDINARY = [
+    "1 + 1",
+    " two  spaces ",
+    "a\n\nb\t<tag> <| |> </s",
+    "{% if x %}{{ y }}",
+    "<|im_start",
+    "im_end|>",
+]
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_ids_of_ordinary_texts_are_those_of_the_rendered_text(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = tokenizer_of(name, request)
+    for text in ORDINARY:
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": f"2 {text}"}]
+        (row,) = list(SFTDataset([{"messages": chat}], tokenizer, SFTDataConfig()))
+        whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert row.input_ids == tokenizer(whole, add_special_tokens=False).input_ids
+        prompts = PromptDataset([{"prompt": chat[:1], "data_source": "math"}], tokenizer, DataConfig())
+        asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+        assert list(prompts[0].prompt_token_ids) == tokenizer(asked, add_special_tokens=False).input_ids

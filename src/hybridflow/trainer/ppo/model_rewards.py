@@ -106,8 +106,8 @@ class ModelReader:
     def _whole(self, request: ScoreRequest) -> Reading:
         template = ChatTemplate(self.tokenizer)
         if self.config.read_to == "end":
-            text = template.render(request.messages, add_generation_prompt=False)
-            ids = encode_rendered(self.tokenizer, text)
+            text = template.render(template.as_text(request.messages), add_generation_prompt=False)
+            ids = template.encode(text)
         else:
             ids, learned = encode_conversation(template, request.messages)
             ids = ids[: len(learned) - learned[::-1].index(1)]

@@ -52,8 +52,8 @@ GRAMMAR = """\
   `${oc.env:HOME}`.
 - A leading `+` is not needed and does no harm. `~key` sets a key back to its default.
 - A recipe is a YAML file that sets several keys, and may build on others through its `defaults` list.
-  `--recipe` takes a name or a path. `python -m hybridflow.trainer.main_ppo` takes the file as
-  `--config-path FOLDER --config-name NAME`.
+  `--recipe` takes a name or a path. Hydra's `--config-path FOLDER --config-name NAME` name the file too, to
+  `hybridflow train`, `config` and the others as to `python -m hybridflow.trainer.main_ppo`.
 - `hybridflow train --multirun` runs `a=1,2` one after another, each in a run folder of its own. Let
   `trainer.experiment_name` follow the values, as in `lr-${actor_rollout_ref.actor.optim.lr}`.
 - `hybridflow config` lists every key. Followed by a run's words it prints the whole configuration as it will

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.recipe_flags import add_recipe
+
 KEY_VARIABLE = "OPENAI_API_KEY"
 ENDPOINTS = ("http://", "https://")
 
@@ -35,9 +37,7 @@ def add_evaluation(words: Any, recipe_help: str, overrides_help: str) -> None:
             default=word,
             help="folder of the answers; the same command goes on there (default: %(default)s)",
         )
-        command.add_argument(
-            "--recipe", help=f"{recipe_help}; for a checkpoint the default is the config.yaml of its run"
-        )
+        add_recipe(command, f"{recipe_help}; for a checkpoint the default is the config.yaml of its run")
         command.add_argument("-n", type=int, help="answers to each prompt, sampled if more than one")
         command.add_argument(
             "--environment", help="what the model talks to: guess, calculator, …, or path/to/file.py:Name"

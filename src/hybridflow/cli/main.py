@@ -12,6 +12,7 @@ from hybridflow import __version__
 from hybridflow.cli import commands
 from hybridflow.cli.evaluate import add_evaluation
 from hybridflow.cli.plan import add_plan
+from hybridflow.cli.recipe_flags import add_recipe, put_flags_first
 from hybridflow.cli.serve import add_serve
 from hybridflow.cli.time_travel import add_time_travel
 from hybridflow.cli.try_algorithm import add_try_algorithm
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     _add_demo(words)
     for word, text in TRAINING.items():
         run = words.add_parser(word, help=text)
-        run.add_argument("--recipe", help=RECIPE)
+        add_recipe(run, RECIPE)
         run.add_argument(
             "-m",
             "--multirun",
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "profile",
         help="two steps of a run, the second one recorded: phases and calls of all ranks in one trace",
     )
-    profile.add_argument("--recipe", help=RECIPE)
+    add_recipe(profile, RECIPE)
     profile.add_argument("overrides", nargs="*", help=OVERRIDES)
     profile.set_defaults(body=commands.profile)
 
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         help="what is scored: ground_truth, empty, generate (the model answers), a column of the data, "
         "a file, or a text",
     )
-    reward.add_argument("--recipe", help=RECIPE)
+    add_recipe(reward, RECIPE)
     reward.add_argument("overrides", nargs="*", help=OVERRIDES)
     reward.set_defaults(body=commands.reward_test)
 
@@ -137,7 +138,7 @@ def _add_looking(words: Any) -> None:
     config = words.add_parser(
         "config", help="print the keys and values of a run, or with --explain its steps, processes and memory"
     )
-    config.add_argument("--recipe", help=RECIPE)
+    add_recipe(config, RECIPE)
     for word in list(TRAINING)[1:]:
         text = f"a run of `hybridflow {word}`"
         config.add_argument(f"--{word}", dest="run", action="store_const", const=word, help=text)
@@ -154,7 +155,7 @@ def _add_looking(words: Any) -> None:
         "explain",
         help="print a run's formulas (advantage, loss) with its numbers put in; needs no model and no data",
     )
-    explained.add_argument("--recipe", help=RECIPE)
+    add_recipe(explained, RECIPE)
     explained.add_argument("overrides", nargs="*", help=OVERRIDES)
     explained.set_defaults(body=commands.explain)
 
@@ -242,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grammar.error(f"unrecognized arguments: {' '.join(odd)}{hint if hasattr(options, 'recipe') else ''}")
     if rest:
         options.overrides = [*options.overrides, *rest]
+    put_flags_first(options)
     return int(options.body(options) or 0)
 
 

@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.recipe_flags import add_recipe
+
 if TYPE_CHECKING:
     from hybridflow.planner.costs import Costs
     from hybridflow.planner.hardware import Cluster
@@ -39,7 +41,7 @@ def add_plan(words: Any, recipe: str, overrides: str) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.add_argument("--recipe", help=recipe)
+    add_recipe(plan, recipe)
     plan.add_argument("--devices", help="number and kind of the devices, as in 16xH100; 1xCPU: this one")
     plan.add_argument("--device-price", type=float, help="price of a device for an hour, in any currency")
     plan.add_argument(

@@ -186,6 +186,9 @@ def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
     """
     choices: list[list[str]] = []
     for text in overrides:
+        if text.startswith("-"):  # a flag, which names a file
+            choices.append([text])
+            continue
         override = _parse_one(text)
         if not override.is_sweep_override():
             choices.append([text])

@@ -6,12 +6,14 @@ Field names, shapes and units are in `protocol/fields.py`; padded tensors become
 `protocol/packing.py`.
 
 Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`,
-`reorder`, `narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one; `meta_info` is
-copied, never shared.
+`reorder`, `padding`, `narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one;
+`meta_info` is copied, never shared.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Any, cast, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from hybridflow.protocol import storage
@@ -35,6 +37,10 @@ from hybridflow.protocol.columns import (
     same,
 )
 from hybridflow.protocol.randomness import generator
+
+logger = logging.getLogger(__name__)
+
+ONE_BATCH_DIM = "rows have one batch dim here; groups are told by the column uid, and reshaped by the reader"
 
 
 @dataclass
@@ -103,10 +109,15 @@ class DataProto:
         tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
     ) -> DataProto:
         """Rows from named tensors [B, ...] and named sequences of B values. Raises BatchError where row
-        counts differ.
+        counts differ, and for more batch dims than one. `auto_padding` asks for nothing: `chunk` takes any
+        number of rows.
         """
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims={num_batch_dims}: {ONE_BATCH_DIM}")
         columns = {name: object_array(column, name) for name, column in (non_tensors or {}).items()}
         num_rows: int | None = None
         for name, value in (tensors or {}).items():
@@ -125,13 +136,33 @@ class DataProto:
 
     @classmethod
     def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
         """Rows from one dictionary: tensors become tensor fields, all else becomes columns of objects."""
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         return cls.from_dict(
             tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info
         )
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """Rows from a TensorDict [B]: its stacks of objects become columns, and its single objects become
+        `meta_info`, beside what is given.
+        """
+        tensors: dict[str, Tensor] = {}
+        columns: dict[str, Any] = {}
+        facts = dict(meta_info or {})
+        for name in map(str, tensor_dict.keys()):
+            value = tensor_dict.get(name)
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            elif isinstance(value, NonTensorData):
+                facts[name] = value.data
+            else:
+                columns[name] = value.tolist()
+        return cls.from_dict(tensors, columns, facts, num_batch_dims)
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
@@ -170,6 +201,36 @@ class DataProto:
     def names(self) -> list[str]:
         """Return the names of all fields, the tensors first."""
         return [*map(str, self.batch.keys()), *self.non_tensor_batch]
+
+    def to_tensordict(self) -> TensorDict:
+        """Return the rows as a TensorDict [B]: columns as stacks of objects, facts as single objects."""
+        clash = sorted(self.meta_info.keys() & set(self.names()))
+        if clash:
+            raise BatchError(f"meta_info and the fields both have {clash}: rename one")
+        found = TensorDict(self._tensors(), batch_size=[len(self)])
+        for name, column in self.non_tensor_batch.items():
+            found[name] = NonTensorStack(*column.tolist()) if len(self) else NonTensorStack.from_list([])
+        for name, value in self.meta_info.items():
+            found.set_non_tensor(name, deepcopy(value))
+        return found
+
+    def get_data_info(self) -> str:
+        """Return a text with a line for each field: shape, dtype and device, or the types of its values."""
+        lines = ["batch"]
+        lines += [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in self._tensors().items()]
+        for title, values in (("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)):
+            lines.append(title)
+            for name, value in values.items():
+                kinds = sorted({type(each).__name__ for each in value}) if title != "meta_info" else []
+                lines.append(f"  {name}: {' | '.join(kinds) or type(value).__name__}")
+        return "\n".join(lines)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Log how many bytes the tensors take, and how many values the columns of objects have."""
+        size = sum(tensor.element_size() * tensor.numel() for tensor in self._tensors().values())
+        number = len(self) * len(self.non_tensor_batch)
+        text = f"{size / 2**30:.6f} GiB of tensors and {number} Python values"
+        logger.info("%s", ", ".join(filter(None, (prefix, text))))
 
     def __repr__(self) -> str:
         fields = [
@@ -250,6 +311,63 @@ class DataProto:
             rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
         )
 
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> DataProto:
+        """Each row as often as `repeat_times` says of it, one number for each row; row ids repeat too."""
+        times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.int64)
+        if times.shape != (len(self),) or bool((times < 0).any()):
+            raise BatchError(
+                f"repeat_times has shape {tuple(times.shape)}, wanted one number of 0 or more for each of "
+                f"the {len(self)} rows"
+            )
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Cut the tensor fields `split_keys` [B, C, …] along their second dim into [B · n_split, C / n_split,
+        …], and repeat each row of all other fields `n_split` times.
+        """
+        keys = list(split_keys or ())
+        odd = [name for name in keys if name not in self.batch or self.batch[name].dim() < 2]
+        fit = [name for name in keys if name not in odd]
+        uneven = [name for name in fit if n_split < 1 or self.batch[name].shape[1] % n_split]
+        if n_split < 1 or odd or uneven:
+            raise BatchError(
+                f"cannot cut columns into {n_split}: {odd} are no tensor fields [B, C, …], and {uneven} have "
+                "a C that it does not divide"
+            )
+        unfolded = self.repeat(n_split)
+        for name in keys:
+            unfolded.batch[name] = self.batch[name].reshape(
+                len(self) * n_split, self.batch[name].shape[1] // n_split, *self.batch[name].shape[2:]
+            )
+        return unfolded
+
+    def is_padding_enabled(self) -> bool:
+        """Return False: no rows have to be added, as `chunk` cuts any number of them."""
+        return False
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Add a row to this object `padding_size` times, as `with_extra_rows` does: its last one, or with
+        "first" its first one.
+        """
+        if padding_size < 0 or (padding_size and not len(self)):
+            raise BatchError(f"cannot add {padding_size} rows to {len(self)}")
+        added = 0 if padding_candidate == "first" else len(self) - 1
+        padded = self.with_extra_rows([added] * padding_size)
+        self.batch = padded.batch
+        self.non_tensor_batch = padded.non_tensor_batch
+
+    def with_extra_rows(self, rows: Sequence[int]) -> DataProto:
+        """Return all rows and `rows` once more at the end, from which nothing is learned: where there is a
+        `loss_mask` or `response_mask`, their `loss_mask` is empty.
+        """
+        extended = self.select_idxs([*range(len(self)), *rows])
+        mask = next((name for name in ("loss_mask", "response_mask") if name in self), None)
+        if mask is not None:
+            keep = torch.ones_like(extended.batch[mask], dtype=torch.bool)
+            keep[len(self) :] = False
+            extended.narrow_loss_mask(keep)
+        return extended
+
     def reorder(self, indices: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> DataProto:
         """Put this object's rows in the order `indices`, a permutation of all rows; returns it."""
         index = row_indices(indices, len(self))
@@ -264,17 +382,29 @@ class DataProto:
         return self
 
     def make_iterator(
-        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+        self,
+        mini_batch_size: int,
+        epochs: int = 1,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
         """Mini-batches of `mini_batch_size` rows (the last of an epoch may be smaller), `epochs` times over.
 
-        With a seed each epoch has its own order, keyed by (seed, epoch); without, rows come in order.
+        With a seed each epoch has its own order, keyed by (seed, epoch); without, rows come in order. Of
+        `dataloader_kwargs` there is `shuffle` alone: false is the order of the rows, true wants a seed.
         """
+        asked = dict(dataloader_kwargs or {})
+        shuffle = asked.pop("shuffle", seed is not None)
+        if asked or (shuffle and seed is None):
+            raise BatchError(
+                f"make_iterator: dataloader_kwargs={dict(dataloader_kwargs or {})} with seed={seed}: there "
+                "is shuffle alone, and an order that is drawn wants a seed"
+            )
         if mini_batch_size < 1:
             raise BatchError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
         for epoch in range(epochs):
             order = torch.arange(len(self))
-            if seed is not None:
+            if shuffle and seed is not None:
                 order = torch.randperm(len(self), generator=generator(seed, "make_iterator", epoch))
             for start in range(0, len(self), mini_batch_size):
                 yield self.select_idxs(order[start : start + mini_batch_size])
@@ -286,11 +416,16 @@ class DataProto:
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
     ) -> DataProto:
-        """Return the named fields only; None keeps all of a kind. Raises BatchError for a missing field."""
+        """Return the named fields only; None keeps all of a kind. With `deepcopy` the Python values are
+        copies. Raises BatchError for a missing field.
+        """
         tensors = _pick("tensor field", self._tensors(), batch_keys)
         columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = _pick("meta_info entry", self.meta_info, meta_info_keys)
+        if deepcopy:
+            columns = copy.deepcopy(columns)
         return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, meta_info)
 
     def pop(

@@ -5,8 +5,6 @@ Extra rows have an empty `loss_mask`, so nothing is learned from them.
 
 from __future__ import annotations
 
-import torch
-
 from hybridflow.protocol.columns import BatchError
 from hybridflow.protocol.data_proto import DataProto
 
@@ -23,15 +21,7 @@ def pad_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
     pad_size = -len(data) % n
     if pad_size == 0:
         return data, 0
-    rows = torch.arange(len(data) + pad_size) % len(data)
-    padded = data.select_idxs(rows)
-    if "loss_mask" in data or "response_mask" in data:
-        keep = torch.ones_like(
-            padded.batch["loss_mask" if "loss_mask" in data else "response_mask"], dtype=torch.bool
-        )
-        keep[len(data) :] = False
-        padded.narrow_loss_mask(keep)
-    return padded, pad_size
+    return data.with_extra_rows([row % len(data) for row in range(pad_size)]), pad_size
 
 
 def unpad(data: DataProto, pad_size: int) -> DataProto:

@@ -7,6 +7,7 @@ cluster is said before torch is loaded.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -52,6 +53,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     `prepare` is called with each trainer that is built, before it trains. Raises Stopped after SIGINT or
     SIGTERM, with what is done saved where the configuration asks for checkpoints.
     """
+    _refuse_torchrun()
     raise_all(missing_libraries(config))
     if isinstance(config, PPOConfig):
         # what can be seen now and would stop the run later is said before torch is loaded
@@ -87,6 +89,18 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
         "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder
     )
     return metrics
+
+
+def _refuse_torchrun() -> None:
+    """Raise ConfigError in one of several processes that torchrun has started: each would be a whole run."""
+    number = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and number != "1":
+        devices = os.environ.get("LOCAL_WORLD_SIZE", number)
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        raise ConfigError(
+            f"started by torchrun as one of {number} processes, and a run starts its processes itself: start "
+            f"it once, by python, with trainer.n_gpus_per_node={devices} and trainer.nnodes={nodes}"
+        )
 
 
 def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:

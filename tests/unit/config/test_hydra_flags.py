@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+from possible_run import write_model_folder
 
 from hybridflow.cli.main import main as hybridflow
 from hybridflow.config import PPOConfig, SFTConfig
@@ -91,8 +93,59 @@ def test_help_is_shown(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "--config-name" in shown and "hybridflow config --sft" in shown
 
 
-@pytest.mark.parametrize("flag", ["--config-path=a", "--config-name=b", "--cfg=job"])
+@pytest.mark.parametrize("form", FORMS[:4], ids=" ".join)
+@pytest.mark.parametrize("command", ["config", "train", "explain"])
+def test_the_commands_take_the_same_options(
+    command: str, form: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer]\nalgorithm: {adv_estimator: no_such}\n")
+    words = [word.replace("{folder}", str(tmp_path)) for word in form]
+    for given in ([*words, "data.seed=3"], ["data.seed=3", *words]):
+        assert hybridflow([command, *given]) == 1
+        assert "algorithm.adv_estimator=no_such: there are gae" in capfd.readouterr().err
+
+
+def test_options_of_hydra_go_with_others_of_a_command(capfd: pytest.CaptureFixture[str]) -> None:
+    run = ["data.task.name=arithmetic_chain", "actor_rollout_ref.model.path=a/b"]
+    assert hybridflow(["config", "--config-name=grpo", *run, "--changed"]) == 0
+    assert "adv_estimator: grpo" in capfd.readouterr().out
+    assert hybridflow(["config", "--config-name", "grpo", "--recipe", "ppo"]) == 1
+    assert "give one of them" in capfd.readouterr().err
+    words = [
+        "--config-path=config",
+        "--config-name=ppo_megatron_trainer.yaml",
+        "data.task.name=arithmetic_chain",
+    ]
+    assert hybridflow(["config", "--explain", *words, "actor_rollout_ref.model.path=a/b"]) == 0
+    assert "strategy=megatron" in capfd.readouterr().err
+    sweep = ["train", "-m", "--config-name=none", "data.seed=1,2"]
+    assert hybridflow(sweep) == 1 and "no recipe is called none" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--cfg=job", "--hydra-help", "--package=a"])
 def test_the_command_names_its_own_option(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         hybridflow(["train", flag])
     assert end.value.code == 2 and "--recipe PATH" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["fsdp_sft_trainer", "sft_trainer", "main_sft"])
+def test_verls_names_of_the_supervised_trainer_and_torchrun(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = importlib.import_module(f"hybridflow.trainer.{module}").main
+    assert main(["data.train_filez=a"]) == 1 and "data.train_filez" in capfd.readouterr().err
+    write_model_folder(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}')
+    words = [
+        f"model.path={tmp_path}/model",
+        f"data.train_files={tmp_path}/a.jsonl",
+        "data.train_batch_size=1",
+    ]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert main([*words, f"trainer.default_local_dir={tmp_path}/run"]) == 1
+    said = capfd.readouterr().err
+    assert "one of 8 processes" in said and "trainer.n_gpus_per_node=4 and trainer.nnodes=2" in said

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
+from hybridflow import protocol
 from hybridflow.protocol import BatchError, DataProto, DataProtoFuture, pad_to_divisor, unpad
 
 
@@ -263,3 +265,87 @@ def test_futures_are_cut_and_joined_without_waiting() -> None:
     assert [p.waits for p in pending] == [0, 0]
     assert [ids(part.get()) for part in parts] == [[0, 1, 2], [3, 4]] and ids(whole.get()) == [0, 1, 2, 3, 4]
     assert [p.waits for p in pending] == [1, 1]
+
+
+def small() -> DataProto:
+    tensors = {"x": torch.arange(12).reshape(3, 4), "response_mask": torch.ones(3, 4, dtype=torch.bool)}
+    return DataProto.from_dict(tensors, {"uid": ["a", "b", {"c": 1}]}, {"step": 3, "list": [1, 2]})
+
+
+def test_a_row_as_often_as_is_said_of_it() -> None:
+    for times in ([2, 0, 1], (2, 0, 1), torch.tensor([2, 0, 1]), np.array([2, 0, 1])):
+        found = small().sample_level_repeat(times)
+        assert found.non_tensor_batch["uid"].tolist() == ["a", "a", {"c": 1}]
+        assert found.batch["x"][:, 0].tolist() == [0, 0, 8] and found.meta_info["step"] == 3
+    for wrong in ([1, 2], [1, -1, 1]):
+        with pytest.raises(BatchError, match="wanted one number of 0 or more for each of the 3 rows"):
+            small().sample_level_repeat(wrong)
+
+
+def test_columns_unfold_into_rows() -> None:
+    found = small().unfold_column_chunks(2, ["x"])
+    assert found.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert found.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b", {"c": 1}, {"c": 1}]
+    assert found.batch["response_mask"].shape == (6, 4)
+    for n_split, keys in ((3, ["x"]), (2, ["uid"]), (0, ["x"])):
+        with pytest.raises(BatchError, match="cannot cut columns into"):
+            small().unfold_column_chunks(n_split, keys)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 0), slice(0, 1)])
+def test_a_tensordict_and_back(rows: slice) -> None:
+    data = small()[rows]
+    dictionary = data.to_tensordict()
+    assert dictionary.batch_size == torch.Size([len(data)])
+    again = DataProto.from_tensordict(dictionary)
+    assert len(again) == len(data) and again.meta_info == data.meta_info
+    assert again.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
+    assert torch.equal(again.batch["x"], data.batch["x"])
+    with pytest.raises(BatchError, match=r"meta_info and the fields both have \['x'\]"):
+        DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"x": 1}).to_tensordict()
+
+
+def test_added_rows_are_not_learned_from() -> None:
+    data = small()
+    assert not data.is_padding_enabled()
+    data.padding(2)
+    data.padding(1, "first")
+    assert data.batch["x"][:, 0].tolist() == [0, 4, 8, 8, 8, 0]
+    assert data.batch["loss_mask"].any(-1).tolist() == [True] * 3 + [False] * 3
+    assert [len(piece) for piece in data.chunk(4)] == [2, 2, 1, 1], "no padding is needed to cut it"
+    with pytest.raises(BatchError, match="cannot add 1 rows to 0"):
+        small()[:0].padding(1)
+
+
+def test_what_a_batch_holds_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    told = small().get_data_info().splitlines()
+    assert "  x: (3, 4) (torch.int64) cpu" in told and "  uid: dict | str" in told and "  step: int" in told
+    with caplog.at_level(logging.INFO, "hybridflow"):
+        small().print_size("before")
+    assert caplog.messages == ["before, 0.000000 GiB of tensors and 3 Python values"]
+
+
+def test_arguments_of_verl_are_taken_or_refused_by_name() -> None:
+    data = small()
+    assert DataProto.from_dict({"x": torch.zeros(2, 1)}, auto_padding=True, num_batch_dims=1).names() == ["x"]
+    with pytest.raises(BatchError, match="num_batch_dims=2: rows have one batch dim here"):
+        DataProto.from_dict({"x": torch.zeros(2, 1)}, num_batch_dims=2)
+    deep = data.select(deepcopy=True)
+    deep.non_tensor_batch["uid"][2]["c"] = 9
+    assert data.non_tensor_batch["uid"][2] == {"c": 1}
+    in_order = [part.batch["x"][0, 0].item() for part in data.make_iterator(1, 1, 7, {"shuffle": False})]
+    drawn = [part.batch["x"][0, 0].item() for part in data.make_iterator(1, 1, 7, {"shuffle": True})]
+    assert in_order == [0, 4, 8]
+    assert drawn == [part.batch["x"][0, 0].item() for part in data.make_iterator(1, 1, 7)]
+    for asked in ({"shuffle": True}, {"num_workers": 2}):
+        with pytest.raises(BatchError, match="there is shuffle alone"):
+            list(data.make_iterator(1, dataloader_kwargs=asked))
+
+
+@pytest.mark.parametrize("name", protocol.NOT_HERE)
+def test_names_without_a_counterpart_say_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=f"hybridflow.protocol has no {name}: "):
+        exec(f"from hybridflow.protocol import {name}", {})
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = protocol.nothing
+    assert protocol.pad_dataproto_to_divisor is protocol.pad_to_divisor

@@ -9,10 +9,13 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -38,6 +41,7 @@ from hybridflow.config.tree import (
     keys_of,
     set_path,
     to_tree,
+    type_name,
     with_values,
 )
 from hybridflow.config.verl_keys import KeyStatus, status
@@ -220,9 +224,48 @@ def _parse_one(text: str) -> Override:
             return OverridesParser.create().parse_override(attempt)
         except HydraException as error:
             reason = reason or str(error).splitlines()[0]
+    read = _read_otherwise(name, value) if sign else None
+    if read is not None:
+        return read
+    if "[" in name:
+        raise ConfigError(f"{text}: {_whole_list(name.partition('[')[0].lstrip('+~'))}")
     raise ConfigError(
         f"{text}: not an override ({reason}); write key=value, and quote a value as \"key='…'\""
     )
+
+
+def _read_otherwise(name: str, value: str) -> Override | None:
+    """Return the override of a value that Hydra's grammar has no place for; None where it is not clear.
+
+    That is JSON, or Python's form of it, whose keys are in quotes, and a chat template.
+    """
+    found: Any = None
+    if re.match(r"\s*[\[{]", value):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                found = read(value)
+                break
+    if not isinstance(found, dict | list):
+        found = value if re.search(r"\{%.*%\}|\{\{.*\}\}", value, re.DOTALL) else None
+    if found is None:
+        return None
+    with suppress(HydraException):
+        return replace(OverridesParser.create().parse_override(f"{name}=null"), _value=found)
+    return None
+
+
+def _whole_list(path: str) -> str:
+    return f"a list is set as a whole, {path}=[…]"
+
+
+def _entry_of_a_list(root: type[Any], path: str) -> str:
+    """Return the line for a key that means one entry of a list, such as data.train_files.0; else none."""
+    keys, parts = keys_of(root), path.split(".")
+    for place, part in enumerate(parts):
+        info = keys.get(".".join(parts[:place]))
+        if info is not None and part.isdigit() and "list" in type_name(info.type):
+            return f"{path}: {_whole_list(info.path)}"
+    return ""
 
 
 def _parse(text: str, problems: list[str]) -> list[Setting]:
@@ -290,7 +333,7 @@ def _normalise(
             continue
         shown = f"{setting.path}={_shown(setting.value)}"
         if result.kind == "unknown":
-            problems.append(unknown_key(setting.path, known))
+            problems.append(_entry_of_a_list(root, setting.path) or unknown_key(setting.path, known))
         elif result.kind == "refused":
             refused.setdefault(result.reason, []).append(shown)
         elif result.kind == "no effect":

@@ -61,6 +61,56 @@ def test_grammar(override: str, path: str, value: object, monkeypatch: pytest.Mo
     assert get_value(load(override), path) == value
 
 
+FREE = "data.apply_chat_template_kwargs"
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m.content }}, {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("[[a, 1, 2], [b, 2, 3]]", [["a", 1, 2], ["b", 2, 3]]),
+        ('["x", "y"]', ["x", "y"]),
+        ("{a: 5, b: {c: [d]}}", {"a": 5, "b": {"c": ["d"]}}),
+        # JSON, and Python's form of it: Hydra takes no key in quotes
+        ('{"a": 5}', {"a": 5}),
+        ("{'a': None, 'b': True}", {"a": None, "b": True}),
+        ('{"a": {"b c": [1, "d"]}, "e": null, "f": 1e-6}', {"a": {"b c": [1, "d"]}, "e": None, "f": 1e-6}),
+        ('[{"a": 1}, {"b": "x:y, z"}]', [{"a": 1}, {"b": "x:y, z"}]),
+        # signs inside a value
+        ("a=b", "a=b"),
+        ("a:b", "a:b"),
+        ("a==b:c d", "a==b:c d"),
+        ("my run", "my run"),
+        ("https://x.y/z?q=1&r=2", "https://x.y/z?q=1&r=2"),
+        ("'a, b'", "a, b"),
+        ('"it\'s"', "it's"),
+        ("C:\\dir", "C:\\dir"),
+        ("a#b", "a#b"),
+        ("é", "é"),
+        ("", ""),
+        ("''", ""),
+        ("null", None),
+        ("-1", -1),
+        (".5", 0.5),
+        # chat templates
+        ("{% if x %}", "{% if x %}"),
+        ("'{% if x %}'", "{% if x %}"),
+        (TEMPLATE, TEMPLATE),
+        ("{{ messages }}", "{{ messages }}"),
+    ],
+)
+def test_values_as_people_write_them(written: str, value: object) -> None:
+    for sign in ("", "+", "++"):
+        assert load(f"{sign}{FREE}.k={written}").data.apply_chat_template_kwargs == {"k": value}
+
+
+def test_a_block_in_json_sets_its_keys() -> None:
+    config = load('data={"seed": 3, "train_files": ["a=1.parquet"]}', 'reward.terms=[{"name": "gsm8k"}]')
+    assert config.data.seed == 3 and config.data.train_files == ["a=1.parquet"]
+    assert config.reward.terms == [{"name": "gsm8k"}]
+    assert "unknown key data.sed; did you mean data.seed" in problem('data={"sed": 3}')
+
+
 def test_interpolation_in_defaults_follows_overrides() -> None:
     assert (
         load("trainer.project_name=p", "trainer.experiment_name=e").trainer.default_local_dir
@@ -153,6 +203,15 @@ def test_null_in_an_old_key_does_not_undo_the_new_one() -> None:
         ),
         ("data.seed=1,2", "[a,b] for a list, or give --multirun"),
         ("data.seed", "not an override"),
+        (
+            "data.train_files.0=a.parquet",
+            "data.train_files.0: a list is set as a whole, data.train_files=[…]",
+        ),
+        ("+data.train_files[0]=a.parquet", ": a list is set as a whole, data.train_files=[…]"),
+        ("++reward.terms.0.name=gsm8k", "reward.terms.0.name: a list is set as a whole, reward.terms=[…]"),
+        (f"{FREE}.k=it's", "quote a value as \"key='…'\""),
+        (f"{FREE}.k=x=[1,2]", "quote a value as \"key='…'\""),
+        (f"{FREE}.k=a, b", f"a text with commas goes into quotes: \"{FREE}.k='a,b'\""),
         ("data.seed=[1", "not an override"),
         ("recipe@data=x", "config groups"),
         ("data=3", "wanted a block of keys"),

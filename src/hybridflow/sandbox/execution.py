@@ -58,11 +58,13 @@ def run_execution(channel: socket.socket, room: Room, proc: int) -> None:
     """Read one request, run it and send the fields of its verdict; ends the process, or goes on as the
     program.
 
-    The request is {code, stdin, files, arguments, limits}. `proc` is a file descriptor of /proc as the fork
+    The request is {code, stdin, files, arguments, limits, channel}; where `channel` is true, the file
+    descriptor that the program gets as 3 comes after it. `proc` is a file descriptor of /proc as the fork
     server sees it.
     """
     request = messages.receive(channel)
     limits = request["limits"]
+    given = socket.recv_fds(channel, 1, 1)[1] if request["channel"] else []
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if room.private:
@@ -82,11 +84,12 @@ def run_execution(channel: socket.socket, room: Room, proc: int) -> None:
     began = time.monotonic()
     child = os.fork()
     if child == 0:
-        for number, file_descriptor in enumerate([stdin, *(each.writing for each in outputs), ready]):
+        kept = [stdin, *(each.writing for each in outputs), *given, ready]
+        for number, file_descriptor in enumerate(kept):
             os.dup2(file_descriptor, number)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        run_program(request["code"], request["arguments"], limits, room, 3)
-    for file_descriptor in (ready, *(each.writing for each in outputs)):
+        os.closerange(len(kept), os.sysconf("SC_OPEN_MAX"))
+        run_program(request["code"], request["arguments"], limits, room, len(kept) - 1)
+    for file_descriptor in (ready, *given, *(each.writing for each in outputs)):
         os.close(file_descriptor)
     watch = _Watch(child, outputs, limits, proc, began)
     stopped = watch.until_end(channel)

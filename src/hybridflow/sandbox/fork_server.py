@@ -46,8 +46,10 @@ from hybridflow.sandbox.system_calls import (
 UIDS = range(64999, 61184, -1)
 """Where an unused uid is looked for: above those of people and services, below nobody."""
 _SYS_ADMIN = 1 << 21
-_MODULES = "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools math"
-_MODULES += " operator random re statistics string textwrap time traceback typing"
+_MODULES = (
+    "base64 bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools"
+)
+_MODULES += " json math operator pickle random re statistics string textwrap time traceback typing"
 
 
 def main(file_descriptor: int) -> None:

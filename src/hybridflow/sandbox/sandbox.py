@@ -8,6 +8,7 @@ with SandboxPool(config.reward.sandbox) as pool:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -84,13 +85,15 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         limits: Limits | None = None,
+        channel: socket.socket | None = None,
     ) -> Verdict:
         """Run a Python program to its end and return how it ended; no program makes this raise.
 
         The program is `main.py` in an empty folder with `files` (relative path -> text). Of `limits`, what is
-        above those of the keys counts as theirs.
+        above those of the keys counts as theirs. `channel` is file descriptor 3 of the program, and is closed
+        here: an end of a pair of sockets, whose other end a program in another sandbox may have.
         """
-        with self._lock:
+        with self._lock, channel or contextlib.nullcontext():
             limits = limits or self.limits
             least = {
                 name: min(value, getattr(self.limits, name))
@@ -107,7 +110,7 @@ class Sandbox:
                 "limits": least,
             }
             worker = self._started()
-            verdict = worker.run(request)
+            verdict = worker.run(request, channel)
             if not worker.usable:
                 self._worker = None
                 worker.close()
@@ -244,7 +247,7 @@ class _Worker:
                 self.layers["cgroup"] = str(error)
                 self.cgroup = None
 
-    def run(self, request: dict[str, Any]) -> Verdict:
+    def run(self, request: dict[str, Any], channel: socket.socket | None) -> Verdict:
         """Run one request. Afterwards `usable` is False if the worker must be replaced."""
         before = self._hits()
         self.usable = False
@@ -254,7 +257,11 @@ class _Worker:
         }
         try:
             self.socket.settimeout(request["limits"]["wall_s"] + GRACE_SECONDS)
-            messages.send(self.socket, request)
+            messages.send(self.socket, {**request, "channel": channel is not None})
+            if channel:
+                # nobody else holds this end, so that the other one is told when the program has ended
+                socket.send_fds(self.socket, [b"1"], [channel.fileno()])
+                channel.close()
             answer = messages.receive(self.socket)
             if "ended" not in answer:
                 fields = answer

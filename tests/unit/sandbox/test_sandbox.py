@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,6 +201,33 @@ def test_a_pool_runs_side_by_side_in_an_event_loop(sandbox: Sandbox) -> None:
     with SandboxPool(WIDE, num_workers=2) as pool:
         verdicts = asyncio.run(run_all(pool))
     assert [each.stdout for each in verdicts] == [f"{n}\n" for n in range(6)]
+
+
+def test_two_programs_talk_over_a_channel_and_see_its_end(sandbox: Sandbox) -> None:
+    asks = """
+import os, socket
+channel = socket.socket(fileno=os.dup(3))
+channel.sendall(b'ping')
+print(channel.recv(4))
+os.close(3)
+channel.close()
+"""
+    answers = """
+import socket
+channel = socket.socket(fileno=3)
+print(channel.recv(4))
+channel.sendall(b'pong')
+print(channel.recv(4))
+"""
+    mine, theirs = socket.socketpair()
+    with Sandbox(WIDE) as other, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(other.run, answers, channel=theirs)
+        asked = sandbox.run(asks, channel=mine)
+        answered = running.result()
+    assert asked.stdout == "b'pong'\n", asked
+    assert answered.stdout == "b'ping'\nb''\n", answered
+    assert mine.fileno() == theirs.fileno() == -1
+    assert sandbox.run("import os\nprint(os.fstat(3))").status == "raised"
 
 
 def test_packages_and_further_interpreters_are_there(sandbox: Sandbox) -> None:

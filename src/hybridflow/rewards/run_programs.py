@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,18 @@ from typing import Any, Protocol
 
 from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
 from hybridflow.config.sandbox import SandboxConfig
-from hybridflow.rewards.test_cases import Program
+from hybridflow.rewards.apart.programs import Program
+from hybridflow.rewards.apart.texts import together
 from hybridflow.sandbox.sandbox import Sandbox
+from hybridflow.sandbox.verdict import Limits, Verdict
 from hybridflow.tools.http_post import Limit, post
 
 NOT_RUN = "timed_out"
 """Status of programs for which no time was left."""
+FAILED = ("lost", "refused")
+"""Statuses of programs that the sandbox has failed to run."""
+MAX_OUTPUT = 1 << 20
+"""Characters of a program's output that are read where a service has run it."""
 SHARE_OF_TIMEOUT = 0.7
 """Share of `reward.timeout` that the programs of a response may take; the rest is for all else."""
 
@@ -42,10 +49,14 @@ class Runner(Protocol):
 
 
 class LocalRunner:
-    """One sandbox, in which the programs of a response have `budget_s` seconds together."""
+    """One sandbox, in which the programs of a response have `budget_s` seconds together.
+
+    Tests that are a process of their own run in a second one, which is started when it is first needed.
+    """
 
     def __init__(self, config: SandboxConfig, budget_s: float) -> None:
         self._sandbox = Sandbox(config)
+        self._of_tests = Sandbox(config)
         self._budget_s = budget_s
 
     def prepare(self) -> None:
@@ -62,12 +73,25 @@ class LocalRunner:
                 results.append(Ran(NOT_RUN, ""))
                 continue
             limits = replace(self._sandbox.limits, wall_s=left)  # the keys' limit holds where it is less
-            verdict = self._sandbox.run(program.code, stdin=program.stdin, limits=limits)
-            output = verdict.stdout
-            if verdict.status in ("lost", "refused"):
-                output = verdict.stderr
-            results.append(Ran(verdict.status, output))
+            if program.tests:
+                results.append(self._run_both(program, limits))
+            else:
+                verdict = self._sandbox.run(program.code, stdin=program.stdin, limits=limits)
+                results.append(_ran(verdict))
         return results
+
+    def _run_both(self, program: Program, limits: Limits) -> Ran:
+        """Run the solution and the tests side by side, with a socket between them."""
+        to_tests, to_solution = socket.socketpair()
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(self._sandbox.run, program.code, limits=limits, channel=to_tests)
+            tests = _ran(
+                self._of_tests.run(program.tests, stdin=program.stdin, limits=limits, channel=to_solution)
+            )
+            solution = _ran(running.result())
+        if solution.status in FAILED or (tests.status not in FAILED and solution.status != "ok"):
+            return Ran(solution.status, solution.output if solution.status in FAILED else tests.output)
+        return tests
 
 
 class RemoteRunner:
@@ -108,7 +132,7 @@ class RemoteRunner:
             # a program is compiled, then run, each within its time
             seconds = min(self._seconds, left / 2)
             request = {
-                "code": program.code,
+                "code": together() if program.tests else program.code,
                 "stdin": program.stdin,
                 "language": "python",
                 "compile_timeout": seconds,
@@ -123,6 +147,12 @@ class RemoteRunner:
             except Exception as error:  # of the network, or of an answer that is no JSON
                 return Ran("lost", f"{self._url}: {type(error).__name__}: {error}")
         return ran_of(answer)
+
+
+def _ran(verdict: Verdict) -> Ran:
+    if verdict.status in FAILED:
+        return Ran(verdict.status, verdict.stderr)
+    return Ran(verdict.status, verdict.stdout)
 
 
 def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
@@ -140,7 +170,7 @@ def ran_of(answer: dict[str, Any]) -> Ran:
     if answer.get("status") == "SandboxError":
         return Ran("lost", str(answer.get("message")))
     ended = answer.get("run_result") or answer.get("compile_result") or {}
-    output = str(ended.get("stdout") or "")
+    output = str(ended.get("stdout") or "")[:MAX_OUTPUT]
     if ended.get("status") == "TimeLimitExceeded":
         return Ran("timed_out", output)
     if ended.get("status") == "Finished" and ended.get("return_code") == 0:

@@ -4,79 +4,24 @@
     {"inputs": [...], "outputs": [...], "fn_name": NAME}    what a function (or method of Solution) returns
     {"assert_case": [...]}, or assert statements as a text  expressions that hold
 
-What is expected stays out of the sandbox where it is a plain value: a program could print what it knows.
+What is expected stays out of the process that runs the program, which could print what it knows.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import math
-import operator
 import re
-import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.apart.programs import Program, program_of_calls
+from hybridflow.rewards.asserts import program_of_asserts
 
 _THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 _FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-
-_CALLER = """
-import json, os, sys
-
-def plain(value):
-    if type(value).__module__ == "numpy":
-        value = value.tolist()
-    for kind in (bool, int, float, complex, str, bytes):
-        if isinstance(value, kind):
-            return kind(*kind.__getnewargs__(value))
-    for kind, base in ((list, list), (tuple, tuple), (set, set), (frozenset, set)):
-        if isinstance(value, kind):
-            return base(plain(item) for item in value)
-    if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    return value
-
-def main():
-    request = json.load(sys.stdin)
-    out = os.fdopen(os.dup(1), "w")
-    names = {"__name__": "solution"}
-    exec(compile(request["code"], "solution.py", "exec"), names)
-    exec(compile(request["setup"], "setup.py", "exec"), names)
-    function = request["function"]
-    for call in request["calls"]:
-        try:
-            if not function:
-                value = eval(call, names)
-            elif function in names:
-                value = names[function](*call)
-            else:
-                value = getattr(names["Solution"](), function)(*call)
-            line = repr(plain(value))
-        except Exception as error:
-            line = "!" + type(error).__name__
-        out.write("\\n" + request["mark"] + json.dumps(line) + "\\n")
-        out.flush()
-
-main()
-"""
-"""Computes calls after a solution has run; prints each value after a mark that the solution is not given.
-What equals a value of a built-in type, such as a Counter or a scalar of numpy, is printed as one.
-"""
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program to run, and the function that says of each of its cases whether its output passes."""
-
-    code: str
-    stdin: str
-    num_cases: int
-    passed: Callable[[str], list[bool]]
 
 
 def solution_of(response: str) -> str:
@@ -95,7 +40,7 @@ def programs_of(solution: str, ground_truth: Any, max_cases: int) -> list[Progra
     """Return the programs that try a solution on the first cases. Raises RewardError for no test cases."""
     cases = _read(ground_truth)
     if "assert_case" in cases:
-        return [_asserts(solution, cases["assert_case"], max_cases)]
+        return [program_of_asserts(solution, cases["assert_case"], max_cases)]
     inputs = list(cases.get("inputs") or ())[:max_cases]
     outputs = list(cases.get("outputs") or ())[:max_cases]
     if not inputs or len(inputs) != len(outputs):
@@ -106,7 +51,7 @@ def programs_of(solution: str, ground_truth: Any, max_cases: int) -> list[Progra
     if cases.get("fn_name"):
         return [_calls(solution, str(cases["fn_name"]), inputs, outputs)]
     return [
-        Program(solution, _text(given), 1, functools.partial(_printed, _text(expected)))
+        Program(solution, _text(given), 1, functools.partial(_printed, _text(expected)), must_end_well=True)
         for given, expected in zip(inputs, outputs, strict=True)
     ]
 
@@ -167,7 +112,7 @@ def _calls(solution: str, function: str, inputs: Sequence[Any], outputs: Sequenc
         if isinstance(wanted, str):
             wanted = json.loads(wanted)
         checks.append(functools.partial(_returned, wanted))
-    return _caller(solution, "", function, calls, checks)
+    return program_of_calls(solution, calls, checks, function=function)
 
 
 def _returned(wanted: Any, value: Any) -> bool:
@@ -182,62 +127,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}
     return value
-
-
-def _asserts(solution: str, asserts: Sequence[Any], max_cases: int) -> Program:
-    """Return a program that computes what asserts compare; other statements are run before."""
-    try:
-        statements = ast.parse("\n".join(str(each) for each in asserts)).body
-    except SyntaxError as error:
-        raise RewardError(f"the assert statements of the ground truth cannot be read: {error}") from error
-    setup = [statement for statement in statements if not isinstance(statement, ast.Assert)]
-    tests = [statement.test for statement in statements if isinstance(statement, ast.Assert)][:max_cases]
-    if not tests:
-        raise RewardError("the ground truth has no assert statement, and no inputs and outputs")
-    calls = []
-    checks = []
-    for test in tests:
-        expression, expected = _sides(test)
-        calls.append(ast.unparse(expression))
-        checks.append(functools.partial(operator.eq, expected))
-    return _caller(solution, ast.unparse(ast.Module(setup, [])), "", calls, checks)
-
-
-def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
-    """Return the expression to compute and its value: `f(2) == 4` gives f(2) and 4, another test itself."""
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        try:
-            return test.left, ast.literal_eval(test.comparators[0])
-        except ValueError:
-            pass
-    return ast.Call(ast.Name("bool"), [test], []), True
-
-
-def _caller(
-    solution: str,
-    setup: str,
-    function: str,
-    calls: Sequence[Any],
-    checks: Sequence[Callable[[Any], bool]],
-) -> Program:
-    mark = secrets.token_hex(16)
-
-    def passed(output: str) -> list[bool]:
-        lines = [line for line in output.splitlines() if line.startswith(mark)]
-        found = [_value(line.removeprefix(mark)) for line in lines[: len(checks)]]
-        found += [_NONE] * (len(checks) - len(found))
-        return [value is not _NONE and check(value) for value, check in zip(found, checks, strict=True)]
-
-    request = {"code": solution, "setup": setup, "function": function, "calls": calls, "mark": mark}
-    return Program(_CALLER, json.dumps(request), len(checks), passed)
-
-
-_NONE = object()
-"""The value of a call that raised, or that returned something without a literal."""
-
-
-def _value(line: str) -> Any:
-    try:
-        return ast.literal_eval(json.loads(line))
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return _NONE

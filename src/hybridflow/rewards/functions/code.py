@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.functions.ground_truth import required
-from hybridflow.rewards.run_programs import Runner
+from hybridflow.rewards.run_programs import FAILED, Runner
 from hybridflow.rewards.test_cases import programs_of, solution_of
 
 
@@ -35,13 +35,12 @@ def compute_score(
     passed: list[bool] = []
     verdict = ""
     for program, ran in zip(programs, runner.run(programs), strict=True):
-        if ran.status in ("lost", "refused"):
+        if ran.status in FAILED:
             raise RewardError(f"the sandbox failed: {ran.output}")
-        # a program that calls a function many times has printed the values before it was stopped
-        if ran.status == "ok" or program.num_cases > 1:
-            passed += program.passed(ran.output)
-        else:
+        if ran.status != "ok" and program.must_end_well:
             passed += [False] * program.num_cases
+        else:  # what was computed before it was stopped counts
+            passed += program.passed(ran.output)
         if ran.status != "ok":
             verdict = verdict or ran.status
     share = sum(passed) / len(passed)

@@ -17,12 +17,12 @@ from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards.apart.programs import Program
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.call import call
 from hybridflow.rewards.managers import call_manager, load_manager
 from hybridflow.rewards.resolve import resolve
-from hybridflow.rewards.run_programs import RemoteRunner, ran_of
-from hybridflow.rewards.test_cases import Program
+from hybridflow.rewards.run_programs import MAX_OUTPUT, RemoteRunner, ran_of
 
 PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}
 ECHO = {"inputs": ["a", "b"], "outputs": ["a", "b"]}
@@ -51,10 +51,16 @@ def test_programs_are_scored_in_the_sandbox() -> None:
         ("raise ValueError", ECHO),
         ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(1) == 3"]),
         ("import socket; socket.create_connection(('1.1.1.1', 80), 5); print(input())", ECHO),
+        ("def f(x): return x + 1", ["assert abs(f(1) - 2) < 1e-3", "assert abs(f(1) - 3) < 1e-3"]),
+        ("raise ValueError", ["assert abs(f(1) - 2) < 1e-3"]),
         ("print(1)", {"inputs": ["1"]}),
     )
-    assert [round(outcome.score, 3) for outcome in outcomes] == [1, 0.667, 1, 0.5, 0, 0.667, 0, 0.5, 0, 0]
+    assert [round(outcome.score, 3) for outcome in outcomes] == [
+        *[1, 0.667, 1, 0.5, 0, 0.667, 0, 0.5, 0],
+        *[0.5, 0, 0],
+    ]
     verdicts = ["passed", "wrong", "passed", "wrong", "timed_out", "timed_out", "raised", "wrong", "raised"]
+    verdicts += ["wrong", "raised"]
     assert [outcome.extras.get("verdict") for outcome in outcomes[:-1]] == verdicts
     assert outcomes[0].extras == {"acc": 1.0, "fenced": 1.0, "verdict": "passed"}
     assert outcomes[-1].error == "RewardError"
@@ -149,6 +155,36 @@ def test_a_service_runs_the_programs_where_it_is_asked_for(service: str) -> None
     assert outcomes[-1].extras["verdict"] == "raised"
 
 
+LOOK = """
+import ctypes, os
+def f():
+    tests = os.getppid()
+    reached = []
+    for name in ("mem", "environ", "maps", "fd/0", "fd/1", "root", "cwd"):
+        try:
+            os.close(os.open(f"/proc/{tests}/{name}", os.O_RDONLY))
+            reached.append(name)
+        except OSError:
+            pass
+    libc = ctypes.CDLL(None)
+    seize = 0x4206
+    if libc.ptrace(seize, tests, 0, 0) == 0:
+        reached.append("ptrace")
+    buffer = ctypes.create_string_buffer(64)
+    part = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 64)
+    if libc.process_vm_readv(tests, part, 1, part, 1, 0) > 0:
+        reached.append("memory")
+    return reached + [number for number in range(4, 64) if os.path.exists(f"/proc/self/fd/{number}")][2:]
+"""
+
+
+def test_a_solution_cannot_look_into_the_tests_of_a_service(service: str) -> None:
+    fusion = SandboxFusionConfig(service, memory_limit_mb=512)
+    config = RewardConfig(timeout=600.0, sandbox_fusion=fusion)
+    (outcome,) = scored(config, (LOOK, ["reached = f()", "assert reached == [], reached"]))
+    assert outcome.score == 1.0
+
+
 SLOW = """
 import asyncio
 under_way = 0
@@ -202,3 +238,5 @@ def test_what_a_service_says_of_a_program() -> None:
     assert ran(status="Finished", return_code=1) == "raised"
     assert ran(status="Error") == "raised"
     assert ran_of({"status": "SandboxError", "message": "full"}).status == "lost"
+    long = ran_of({"run_result": {"status": "Finished", "return_code": 0, "stdout": "x" * (MAX_OUTPUT + 1)}})
+    assert (long.status, len(long.output)) == ("ok", MAX_OUTPUT)

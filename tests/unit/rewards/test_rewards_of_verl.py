@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.apart.programs import Program
+from hybridflow.rewards.apart.texts import together
 from hybridflow.rewards.functions import geometry3k, math_dapo
 from hybridflow.rewards.table import function_of
-from hybridflow.rewards.test_cases import Program, programs_of, same_text, solution_of
+from hybridflow.rewards.test_cases import programs_of, same_text, solution_of
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_the_program_of_a_response(response: str, wanted: str) -> None:
 
 
 def run(program: Program) -> list[bool]:
-    words = [sys.executable, "-I", "-c", program.code]
+    words = [sys.executable, "-I", "-c", together() if program.tests else program.code]
     done = subprocess.run(words, input=program.stdin, capture_output=True, text=True, timeout=600)
     return program.passed(done.stdout)
 

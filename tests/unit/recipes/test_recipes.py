@@ -66,7 +66,10 @@ def prepared(recipe: str, folder: Path, *overrides: str) -> PPOConfig:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs_on_a_users_data(name: str, tmp_path: Path) -> None:
-    config = prepared(name, tmp_path, "data.task.name=arithmetic_chain")
+    key = "actor_rollout_ref.rollout.agent.options.interaction_config_path"
+    user = f"{key}={EXAMPLES}/agents/collabllm_user.yaml"
+    own = [user] if name == "collabllm" else []  # which says so: its agent cannot be made without
+    config = prepared(name, tmp_path, "data.task.name=arithmetic_chain", *own)
     assert config.trainer.total_training_steps is None and config.trainer.num_threads is None, (
         "nothing of the tiny task is in it"
     )
@@ -76,7 +79,7 @@ def test_a_recipe_runs_on_a_users_data(name: str, tmp_path: Path) -> None:
 def test_a_recipe_of_agents_says_what_it_takes_and_runs_with_its_files(name: str, tmp_path: Path) -> None:
     """The command in the header is one that the checks accept, with files that are there."""
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^# (hybridflow train .*(?:\\\n.*)*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"^# (hybridflow train (?:.*\\\n)*.*)$", text, re.MULTILINE)
     keys = [word for word in command.split() if "=" in word and not word.startswith("data.train_files")]
     keys = [key.replace("examples/", f"{EXAMPLES}/") for key in keys]
     config = prepared(name, tmp_path, *keys, "data.task.name=arithmetic_chain")

@@ -43,9 +43,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(model: Path, run: Path, *overrides: str) -> PPOConfig:
-    made = ppo_config(model, run, *overrides)
-    (run.parent / "reward.py").write_text(REWARD)
-    return made
+    reward = run.parent / "scores.py"
+    reward.write_text(REWARD)
+    return ppo_config(model, run, f"reward.custom_reward_function.path='{reward}'", *overrides)
 
 
 def trajectories(model: Path, run: Path, *overrides: str) -> Made:

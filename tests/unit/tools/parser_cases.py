@@ -272,6 +272,7 @@ OBJECTS: list[tuple[str, str, list[ToolCall] | str]] = [
     ("arguments that are a list", '{"name": "f", "arguments": [1]}', "no JSON object"),
     ("arguments that are null", '{"name": "f", "arguments": null}', "no JSON object"),
     ("NaN", '{"name": "f", "arguments": {"a": NaN}}', "NaN"),
+    ("a number with E", '{"name": "f", "arguments": {"a": 2E+3}}', [read("f", a=2000.0)]),
     ("a number without end", '{"name": "f", "arguments": {"a": 1e999}}', "too large"),
     ("a number of many digits", f'{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}', "JSON is wrong"),
     ("deep brackets", f'{{"name": "f", "arguments": {{"a": {"[" * 20000}{"]" * 20000}}}}}', "deeply"),
@@ -352,6 +353,7 @@ VALUES: list[tuple[str, str, Any]] = [
     ("text", "  indented", "  indented"),
     ("text", "\nbehind an empty line\n", "\nbehind an empty line\n"),
     ("text", "a\n\nb", "a\n\nb"),
+    ("text", "\r", "\r"),
     ("choice", "1", "1"),
     ("choice", "two", "two"),
     ("choice", "3", "3"),
@@ -406,6 +408,8 @@ def values() -> Iterator[Case]:
         yield Case("an unknown tool", format, writer("nobody", a="1", b="1.10", c="x"), [call])
 
 
+QWEN_EXAMPLES = f"One:\n{qwen('delete_all')}\nTwo:\n{qwen('delete_all')}\nso"
+GLM_EXAMPLES = f"One:\n{glm('delete_all')}\nTwo:\n{glm('delete_all')}\nso"
 TWO = "<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
 XML = [
     reads(
@@ -479,6 +483,43 @@ XML = [
         qwen("f", a="1").replace("</function>", "<parameter=a>2</parameter></function>"),
         "twice",
     ),
+    *(
+        unread(
+            "qwen3_coder",
+            f"examples in a call with a parameter twice, {place}",
+            qwen("g", b="1").replace("</function>", f"{more}</function>"),
+            "twice",
+        )
+        for place, more in {
+            "before": f"<parameter=c>\n{QWEN_EXAMPLES}\n</parameter>\n<parameter=b>2</parameter>\n",
+            "behind": f"<parameter=b>2</parameter>\n<parameter=c>\n{QWEN_EXAMPLES}\n</parameter>\n",
+        }.items()
+    ),
+    *(
+        Case(
+            "examples in an open value, then a call",
+            format,
+            writer("g", b=f"{examples}")[: -len(closing)] + f"{rest}{writer('now')}",
+            [writer("g", b=f"{examples}")[: -len(closing)] + rest, read("now")],
+            ["not closed"],
+        )
+        for format, writer, examples, closing, rest in (
+            (
+                "qwen3_coder",
+                qwen,
+                QWEN_EXAMPLES,
+                "</parameter>\n</function>\n</tool_call>",
+                "</function></tool_call>",
+            ),
+            ("glm", glm, GLM_EXAMPLES, "</arg_value>\n</tool_call>", "</tool_call>"),
+        )
+    ),
+    reads(
+        "qwen3_coder",
+        "line ends of Windows",
+        qwen("g", b="x\n\ny").replace("\n", "\r\n"),
+        read("g", b="x\r\n\r\ny"),
+    ),
     unread("qwen3_coder", "text for parameters", "<tool_call><function=f>a=1</function></tool_call>", "'a'"),
     reads(
         "qwen3_coder",
@@ -534,6 +575,13 @@ XML = [
         "glm",
         "an argument twice",
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+        "twice",
+    ),
+    unread(
+        "glm",
+        "examples in a call with an argument twice",
+        glm("g", b="1", c=GLM_EXAMPLES).replace(">c<", ">b<")[:-12]
+        + f"<arg_key>d</arg_key><arg_value>{GLM_EXAMPLES}</arg_value></tool_call>",
         "twice",
     ),
     unread("glm", "text for arguments", "<tool_call>f a=1</tool_call>", "'a'"),
@@ -618,6 +666,14 @@ OTHERS = [
         '<tool_call>{no</tool_call> and <tool_call>{"name": "now"}</tool_call>',
         ["<tool_call>{no</tool_call> and ", read("now")],
         ["JSON"],
+    ),
+    Case(
+        "text in tags behind a wrong key, then a call",
+        "hermes",
+        '<tool_call>{"name": "g", "b": "</tool_call><tool_call>[]", "c": 1}</tool_call>'
+        '<tool_call>{"name": "now"}</tool_call>',
+        ['<tool_call>{"name": "g", "b": "</tool_call><tool_call>[]", "c": 1}</tool_call>', read("now")],
+        ["'b', 'c'"],
     ),
     reads(
         "hermes",
@@ -722,6 +778,22 @@ OTHERS = [
         "one of two is none",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>?<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "no name with",
+    ),
+    *(
+        unread(
+            format,
+            f"a call in a text, then {title}",
+            JSON_WRITERS[format](
+                "g", json.dumps({"b": JSON_WRITERS[format]("delete_all", "{}") * 2})[:-1] + more
+            ),
+            problem,
+        )
+        for format in ("deepseek", "kimi", "gpt-oss")
+        for title, more, problem in (
+            ("a literal of Python", ', "a": True}', "'T'"),
+            ("a comma too many", ",}", "JSON is wrong"),
+            ("a text behind its end", '}, "a": 1}', "goes on"),
+        )
     ),
     unread("deepseek", "no call in a section", "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "not followed"),
     unread(

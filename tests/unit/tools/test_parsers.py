@@ -315,3 +315,28 @@ def test_random_letters_in_a_call_are_read_alike_however_they_are_cut() -> None:
             text = cut + "".join(draw.choices(letters, k=40))
             whole = fed(TOOL_PARSERS[name](TOOLS), text, len(text))
             assert whole == fed(TOOL_PARSERS[name](TOOLS), text, draw.randint(1, 11))
+
+
+@pytest.mark.parametrize("properties", [5, True, None, ["b"], "b", {"b": True}, {"b": {"type": {}}}])
+def test_properties_that_are_no_schemas_say_nothing(properties: object) -> None:
+    tools = [{"type": "function", "function": {"name": "g", "parameters": {"properties": properties}}}]
+    for name, text in (("qwen3_coder", qwen("g", b="x <function=h> y")), ("glm", glm("g", b="x"))):
+        assert read_response(name, text, tools).calls or "<parameter=" in text
+    within = qwen("g", b="x <parameter=q> y")
+    assert read_response("qwen3_coder", within, tools).text in ("", within)
+
+
+def test_a_call_before_the_end_of_a_thought_without_beginning_is_none_whatever_comes() -> None:
+    text = f"{write('hermes', 'now')}</think><think>so</think> and </think>"
+    assert read_response("hermes", text, TOOLS).calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [("hermes", "</think>"), ("kimi", "<|tool_call_end|>"), ("gpt-oss", "<|end|><|channel|>")],
+)
+def test_many_tags_at_once_take_no_time(name: str, tag: str) -> None:
+    """200 000 of them took half a minute of the processor, growing with the square; now it is a second."""
+    begun = time.process_time()
+    assert read_response(name, tag * 200_000, TOOLS).text == tag * 200_000
+    assert time.process_time() - begun < 15

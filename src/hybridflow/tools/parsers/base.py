@@ -65,6 +65,7 @@ class CallParser(ABC):
         self._has_thought = False
         self._source = Source()
         self._parts: list[str | ToolCall] = []
+        self._texts: list[str] = []  # behind those parts
         self._reading = self._read()
 
     @property
@@ -101,6 +102,7 @@ class CallParser(ABC):
 
     def _go_on(self) -> list[str | ToolCall]:
         next(self._reading, None)
+        self._end_text()
         parts = self._parts
         self._parts = []
         return parts
@@ -112,28 +114,49 @@ class CallParser(ABC):
     def _fail(self, tag: str, problem: Unreadable) -> None:
         """Hand out a call that began with `tag` and cannot be read as plain text, and note the reason.
 
-        It ends with the closing tag that was read, or where it could not be read any further.
+        It ends with the closing tag that was read, or where it could not be read any further. No call that
+        stands in a value is made because the rest is wrong: closing tags in values that are certain do not
+        count, and those behind an opening tag of their own do not where there is another.
         """
         text = self._source.noted()
-        stop = Tags(*self.stops).pattern.search(text, len(tag))
-        if stop is not None and self._source.may_go_back(len(text) - stop.start()):
-            self._source.give_back(text[stop.start() :])
-            text = text[: stop.start()]
+        end = self._end_in(text, max(len(tag), self._source.num_certain))
+        if self._source.may_go_back(len(text) - end):
+            self._source.give_back(text[end:])
+            text = text[:end]
         self._say(text)
         self.problems.append(str(problem))
 
+    def _end_in(self, text: str, start: int) -> int:
+        """Return the place of the tag that closes a call, from `start` on, or the end of the text.
+
+        Where an opening tag has no closing one, such as one that is mentioned, the first closing tag counts.
+        """
+        num_open = 0
+        first = len(text)
+        for match in Tags(self.starts[0], *self.stops).pattern.finditer(text, start):
+            if match[0] == self.starts[0]:
+                num_open += 1
+            elif not num_open:
+                return match.start()
+            else:
+                num_open -= 1
+                first = min(first, match.start())
+        return first if num_open else len(text)
+
     def _say(self, text: str) -> None:
         """Hand out plain text."""
-        if not text:
-            return
-        before = self._parts[-1] if self._parts else None
-        if isinstance(before, str):
-            self._parts[-1] = before + text
-        else:
-            self._parts.append(text)
+        if text:
+            self._texts.append(text)
+
+    def _end_text(self) -> None:
+        """Make one part of the texts that stand side by side."""
+        if self._texts:
+            self._parts.append("".join(self._texts))
+            self._texts = []
 
     def _hand_out(self, calls: list[ToolCall]) -> None:
         """Hand out calls that were read."""
+        self._end_text()
         self._parts += calls
         self.num_calls += len(calls)
 
@@ -254,7 +277,7 @@ class TaggedParser(CallParser):
                 yield from self._think()
             elif tag in self._thinking.values():
                 self._say(tag)
-                self.closes_thinking = not self._has_thought
+                self.closes_thinking |= not self._has_thought
             elif tag in self.starts:
                 source.note(tag)
                 try:

@@ -46,16 +46,21 @@ class GlmParser(TaggedParser):
         if not name:
             raise Unreadable(f"{tag} is not followed by the name of a tool")
         arguments: dict[str, Any] = {}
+        twice: str | None = None
         while True:
             yield from source.run(SPACE)
             if not (yield from source.at(Tags(KEY))):
                 break
             key = yield from self._key(name)
-            if key in arguments:
-                raise Unreadable(f"{name} has the argument {key} twice")
             value = yield from self._value(name, key)
+            source.make_certain()
+            if key in arguments:  # told at the end: what follows belongs to this call
+                twice = key
             arguments[key] = value_of(value, key, self._parameters.get(name))
-        if (yield from source.at(Tags(*self.stops))):
+        ends = yield from source.at(Tags(*self.stops))
+        if twice is not None:
+            raise Unreadable(f"{name} has the argument {twice} twice")
+        if ends:
             self._left = ""
             return [made_call(name, arguments)]
         other = yield from source.letter()

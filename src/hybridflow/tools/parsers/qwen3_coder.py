@@ -13,7 +13,7 @@ from typing import Any
 from hybridflow.tools.parsers.base import TaggedParser
 from hybridflow.tools.parsers.calls import ToolCall, made_call
 from hybridflow.tools.parsers.source import SPACE, Pausing, Tags, Unreadable
-from hybridflow.tools.parsers.typed import value_of
+from hybridflow.tools.parsers.typed import properties_of, value_of
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="
@@ -65,6 +65,7 @@ class Qwen3CoderParser(TaggedParser):
         if not name:
             raise Unreadable(f"its name is not written as {FUNCTION}NAME>")
         arguments: dict[str, Any] = {}
+        twice: str | None = None
         while True:
             yield from source.run(SPACE)
             tag = yield from source.at(Tags(PARAMETER, END_OF_FUNCTION))
@@ -73,10 +74,13 @@ class Qwen3CoderParser(TaggedParser):
             key = yield from self._name()
             if not key:
                 raise Unreadable(f"a parameter of {name} is not written as {PARAMETER}KEY>")
-            if key in arguments:
-                raise Unreadable(f"{name} has the parameter {key} twice")
             value = yield from self._value(name, key)
+            source.make_certain()
+            if key in arguments:  # told at the end: what follows belongs to this call
+                twice = key
             arguments[key] = value_of(value, key, self._parameters.get(name))
+        if twice is not None:
+            raise Unreadable(f"{name} has the parameter {twice} twice")
         if not tag and not (yield from source.here(BEHIND_VALUES)):
             other = yield from source.letter()
             if other:
@@ -112,7 +116,7 @@ class Qwen3CoderParser(TaggedParser):
                 is_behind = yield from source.here(BEHIND_VALUES)
                 ends = bool(is_behind) or not (yield from source.letter())
                 if ends and tag == END_OF_PARAMETER and not within:
-                    return "".join(parts).removeprefix("\n").removesuffix("\n")
+                    return _without_line_ends("".join(parts))
                 if ends and tag == END_OF_FUNCTION:
                     break
                 parts += [tag, space]
@@ -125,7 +129,14 @@ class Qwen3CoderParser(TaggedParser):
         """
         known: Container[str] = self._parameters
         if tag == PARAMETER:
-            known = (self._parameters.get(name) or {}).get("properties") or ()
+            known = properties_of(self._parameters.get(name, {}))
             if FUNCTION not in within and (inner in known or not known):
                 raise Unreadable(f"a parameter of {name} is not closed before {tag}{inner}>")
         return before in "\n>" or inner in known or not known
+
+
+def _without_line_ends(value: str) -> str:
+    """Return a value without the line ends on its sides, which a model may write as a whole call has them."""
+    if value.startswith("\r\n") and value.endswith("\r\n"):
+        return value[2:-2]
+    return value.removeprefix("\n").removesuffix("\n")

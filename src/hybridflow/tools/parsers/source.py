@@ -23,9 +23,8 @@ SLICE = 4096
 GOING_BACK = 4
 """Times that the text read so far may be read anew after calls that could not be read."""
 SPACE = re.compile(r"\s*")
-OUTSIDE = re.compile(r"[ \t\r\n:,0-9+\-.truefalsnINiy]*")
-"""What JSON has outside of strings and brackets, the letters of true, false, null, NaN and Infinity included.
-"""
+OUTSIDE = re.compile(r"[ \t\r\n:,0-9+\-.EtruefalsnINiy]*")
+"""What JSON has outside of strings and brackets: in numbers, and in true, false, null, NaN and Infinity."""
 INSIDE = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
 """Letters of a JSON string, with whole escapes."""
 CLOSING = {"{": "}", "[": "]"}
@@ -75,6 +74,8 @@ class Source:
         self.num_read = 0
         """Characters that were read; those that were given back count again."""
         self._given_back = 0
+        self._noted_from = 0  # place in the response
+        self._certain_to = 0
 
     def add(self, text: str) -> None:
         """Add text that has come."""
@@ -88,6 +89,7 @@ class Source:
     def note(self, text: str) -> None:
         """Note what is read from here on, behind `text`, until `noted` asks for it."""
         self._noted = [text]
+        self._noted_from = self._place_in_response - len(text)
 
     def noted(self) -> str:
         """Return the text that was noted, and stop noting."""
@@ -96,9 +98,22 @@ class Source:
         self._noted = None
         return text
 
+    def make_certain(self) -> None:
+        """Say that what was read so far is what it seems to be, whatever comes: closed values, say."""
+        self._certain_to = self._place_in_response
+
+    @property
+    def num_certain(self) -> int:
+        """Characters at the beginning of the noted text, asked for or not, that are certain."""
+        return max(0, self._certain_to - self._noted_from)
+
+    @property
+    def _place_in_response(self) -> int:
+        return self.num_read - self._given_back
+
     def may_go_back(self, count: int) -> bool:
         """Return whether so many characters may be read anew, so that the time stays linear."""
-        return self._given_back + count <= GOING_BACK * (self.num_read - self._given_back)
+        return self._given_back + count <= GOING_BACK * self._place_in_response
 
     def give_back(self, text: str) -> None:
         """Give back the text that was read last, which is then read anew."""
@@ -190,8 +205,9 @@ class Source:
         """Read one JSON object, list or string, and return its text.
 
         `opened` is its first letter where that was read before. What stands in strings does not count,
-        whatever it looks like. Raises Unreadable at the first character that cannot be JSON, and where the
-        response ends before the value.
+        whatever it looks like. A string is certain where JSON goes on behind it: the quote that ends it is
+        not the one that begins the next. Raises Unreadable at the first character that cannot be JSON, and
+        where the response ends before the value.
         """
         parts = [opened]
         closing = [CLOSING[bracket] for bracket in opened if bracket in CLOSING]
@@ -200,6 +216,8 @@ class Source:
             match = (INSIDE if inside else OUTSIDE).match(self._window, self._place)
             assert match is not None, "both match the empty text"
             parts.append(self.take(match.end() - self._place))
+            if not inside and match[0].lstrip().startswith((",", ":")):
+                self.make_certain()
             letter = self._window[self._place : self._place + 1]
             if not letter or (inside and letter == "\\"):  # half an escape
                 if not (yield from self.more()):
@@ -211,6 +229,7 @@ class Source:
                 closing.append(CLOSING[letter])
             elif closing and letter == closing[-1]:
                 closing.pop()
+                self.make_certain()
             else:
                 raise Unreadable(f"its JSON breaks off before {letter!r}")
             parts.append(self.take(1))

@@ -34,8 +34,7 @@ def value_of(text: str, name: str, parameters: Schema | None) -> Any:
     written.
     """
     root = parameters or {}
-    known = root.get("properties")
-    schema = known.get(name) if isinstance(known, Mapping) else None
+    schema = properties_of(root).get(name)
     if schema is None:
         schema = root.get("additionalProperties")
     if not isinstance(schema, Mapping) or not TELLING & schema.keys():
@@ -46,6 +45,12 @@ def value_of(text: str, name: str, parameters: Schema | None) -> Any:
         return text
     value = _as_json(text)
     return value if fits(value, schema, root) else text
+
+
+def properties_of(parameters: Schema) -> Schema:
+    """Return the schemas of single arguments, by their names; none where something else stands there."""
+    known = parameters.get("properties")
+    return known if isinstance(known, Mapping) else {}
 
 
 def _as_json(text: str) -> Any:

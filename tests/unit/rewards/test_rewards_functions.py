@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.data.answers.stated import last_boxed
 from hybridflow.data.tasks.arithmetic_chain import worked_answer
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import ScoreRequest
@@ -117,7 +118,8 @@ def test_gsm8k_format_score_is_for_a_wrong_number() -> None:
         (r"\boxed{\text{east}}", r"\text{east}", 1.0),
         (r"\boxed{[1,2)}", r"\boxed{[1,2)}", 1.0),
         ("thus 7", "7", 0.0),
-        (r"\boxed{7} and \boxed{8", "7", 1.0),
+        (r"\boxed{7} and \boxed{8", "7", 0.0),
+        (r"\boxed{7}, put into \boxed{}", "7", 1.0),
         (r"\boxed{}", "7", 0.0),
         ("", "7", 0.0),
     ],
@@ -147,19 +149,36 @@ def test_math_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{1}. So \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
+        (r"\boxed{1}, $\boxed{2}$ or $x = \boxed{3}$", "1, 2, 3"),
+        (r"\boxed{1} \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{1} and \boxed{2", "1"),
-        (r"\boxed{a \fbox{b} c}", "b"),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed{1} and \boxed", None),
+        (r"\boxed{a \fbox{b} c}", r"a \fbox{b} c"),
         (r"\boxed{a \fbox{b c}", "b c"),
         (r"} \fbox{3}}", "3"),
-        (r"{ \boxed{} x", ""),
+        (r"{ \boxed{} x", None),
+        (r"\boxed{4}. The answer is in \boxed{ }.", "4"),
         (r"boxed{1} {2}", None),
+        (r"\boxed{1}. No: \boxed{\left\{ 2 \right.}", r"\left\{ 2 \right."),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \\{b} c}", r"a \\{b} c"),
+        (r"\boxed 7", "7"),
+        (r"\boxed7.", "7"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox 7 of them", "7"),
+        (r"\boxed 1,234.", "1,234"),
+        (r"\boxed\frac{1}{2} x", r"\frac{1}{2}"),
+        (r"\boxed{1}. I use \boxed.", "1"),
+        (r"\boxedx{1}", None),
+        (r"\\boxed{3}", "3"),
         (r"\boxed{" * 200_000, None),  # looked at once, and not once for each box
     ],
 )
 def test_the_last_box_of_a_text(text: str, wanted: str | None) -> None:
-    assert math_reward.last_boxed(text) == wanted
+    assert last_boxed(text) == wanted
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import string
 from collections.abc import Sequence
 from typing import Any
 
+from hybridflow.data.answers.words import plain_words
 from hybridflow.rewards.functions.ground_truth import required
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(
@@ -24,8 +21,8 @@ def compute_score(
 ) -> dict[str, Any]:
     """Score 1.0 if the response equals the ground truth (any one of them, if it is a list), else 0.0.
 
-    `strip` ignores white space around both; `normalize` also ignores letter case, punctuation and runs of
-    white space.
+    `strip` ignores white space around both; `normalize` also ignores letter case, runs of white space, and
+    punctuation but for the sign and the point of a number.
     """
     required(ground_truth)
     several = not isinstance(ground_truth, str) and (
@@ -41,7 +38,7 @@ def compute_score(
 
 def _clean(text: str, strip: bool, normalize: bool) -> str:
     if normalize:
-        return re.sub(r"\s+", " ", text.lower().translate(_PUNCTUATION)).strip()
+        return plain_words(text)
     if strip:
         return text.strip()
     return text

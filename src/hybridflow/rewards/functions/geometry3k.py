@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from hybridflow.data.answers.stated import last_boxed
 from hybridflow.rewards.functions import math
-
-_FORM = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def compute_score(
@@ -21,10 +19,12 @@ def compute_score(
 ) -> dict[str, Any]:
     """Return (1 - format_score) · acc + format_score · format, both 1.0 or 0.0.
 
-    `acc` is the score of `math`, and raises what that raises.
+    `acc` is the score of `math`, and raises what that raises. `format` wants `<think>` first, and a box that
+    has an answer behind `</think>`.
     """
     right = math.compute_score(data_source, solution_str, ground_truth)["acc"]
-    formed = float(_FORM.fullmatch(solution_str) is not None)
+    thoughts, end, rest = solution_str.lstrip().partition("</think>")
+    formed = float(thoughts.startswith("<think>") and bool(end) and last_boxed(rest) is not None)
     return {"score": (1.0 - format_score) * right + format_score * formed, "acc": right, "format": formed}
 
 

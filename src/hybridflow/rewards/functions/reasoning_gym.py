@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from hybridflow.data.answers.stated import last_tagged
 from hybridflow.data.json_entry import decode_entry
 from hybridflow.errors import RewardError, install_extra
 
@@ -16,7 +17,6 @@ logger = logging.getLogger(__name__)
 _UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError)
 """Errors that the tasks' verifiers raise on odd answers."""
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MARKED = re.compile(r"####(.*?)(?:\n|$)")
 
 
@@ -57,9 +57,11 @@ def compute_score(
 
 def extract_answer(text: str) -> str:
     """Return the answer that a response gives: tagged, else marked by `####`, else all of it."""
-    for pattern in (_TAGGED, _MARKED):
-        if found := pattern.findall(text):
-            return str(found[-1]).strip()
+    tagged = last_tagged(text, "answer")
+    if tagged is not None:
+        return tagged.strip()
+    if found := _MARKED.findall(text):
+        return str(found[-1]).strip()
     return text.strip()
 
 

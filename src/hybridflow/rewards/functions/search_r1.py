@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.data.answers.stated import last_tagged
+from hybridflow.data.answers.words import plain_words
 from hybridflow.rewards.functions.ground_truth import required
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
@@ -25,22 +24,22 @@ def compute_score(
 ) -> dict[str, Any]:
     """Score 1.0 if the last answer is one of the right ones, `format_score` for another, 0.0 without one.
 
-    Letter case, punctuation, articles and runs of white space do not count. The ground truth is a text, a
+    Letter case, punctuation, articles and runs of white space do not count; a number keeps its sign and its
+    point. The ground truth is a text, a
     list of texts, or an object with them under `target`. Source: arXiv 2503.09516, section 3.4.
     """
-    answers = _ANSWER.findall(solution_str)
+    answer = last_tagged(solution_str, "answer")
     truths = required(ground_truth)
     if isinstance(truths, Mapping):
         truths = required(truths.get("target"))
     if isinstance(truths, str):
         truths = [truths]
-    if not answers:
+    if answer is None:
         return {"score": 0.0, "acc": 0.0}
-    if _plain(answers[-1]) in {_plain(str(truth)) for truth in truths}:
+    if _plain(answer) in {_plain(str(truth)) for truth in truths}:
         return {"score": 1.0, "acc": 1.0}
     return {"score": format_score, "acc": 0.0}
 
 
 def _plain(text: str) -> str:
-    bare = text.lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLE.sub(" ", bare).split())
+    return " ".join(_ARTICLE.sub(" ", plain_words(text)).split())

@@ -1,0 +1,155 @@
+r"""Where a text states its answer: in `\boxed{...}`, after "Answer:", in a tag, or in its last formula.
+
+Every search passes over the text once or a few times, so that a policy that only repeats an opening mark
+does not run into a deadline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+_MARK = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])|\\[\\{}]|[{}]")
+r"""Boxes and braces. `\{` and `\}` are printed braces, which open and close no group."""
+_BARE_BOX = re.compile(r"\s*(\d+(?:[.,]\d+)*|[A-Za-z]|\\[A-Za-z]+)")
+r"""What `\boxed` frames without braces: a number, a letter or a command."""
+_SPACE = re.compile(r"\s*")
+_BETWEEN = re.compile(
+    r"(?:[\s$~]|\\[][(),;: ]|\\q?quad)*"
+    r"(?:,|;|(?:,\s*)?(?:\band\b|\bor\b|\\(?:text|mbox|textrm)\{\s*,?\s*(?:and|or)\s*\}))"
+    r"(?:[\s$~]|\\[][(),;: ]|\\q?quad)*(?:[A-Za-z](?:_\{?\w{1,9}\}?)?\s*=\s*)?"
+)
+"""What may stand between boxes that give one answer together: a comma, "and" or "or", and a name with =."""
+
+_ANSWER = re.compile(r"answer[*_`\s]{0,9}:", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"answer[^.:\n]{0,99}?\bis\b[*_`\s]{0,9}:?|answer[*_`\s]{0,9}:", re.IGNORECASE)
+_DISPLAY = {"$$": "$$", "\\[": "\\]"}
+_FORMULA_OR_NUMBER = re.compile(
+    r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^][])+)\\\]"
+    r"|(?<![\w.])[-−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?"
+)
+_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
+"""Between two sentences."""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what the last `\boxed` or `\fbox` of a text frames, or None.
+
+    None also stands for a last box that is never closed: the answer was begun anew, so an earlier box is not
+    the answer. A box with nothing in it is passed over. Of nested boxes the outermost counts. Boxes with
+    only a comma, "and" or "or" between them give one answer together, joined by commas.
+    """
+    boxes: list[tuple[int, int, str]] = []  # start, end, content of the boxes that are closed
+    unfinished = -1
+    open_braces: list[tuple[int, int]] = []  # place after the brace, start of its box or -1
+    pending = (-1, -1)  # place of the brace that a box waits for, start of that box
+    for mark in _MARK.finditer(text):
+        start, end = mark.span()
+        if mark[0] == "{":
+            box = -1
+            if pending[0] == start:
+                box = pending[1]
+            open_braces.append((end, box))
+        elif mark[0] == "}":
+            if open_braces:
+                inside, box = open_braces.pop()
+                if box >= 0 and text[inside:start].strip():
+                    boxes.append((box, end, text[inside:start]))
+        elif mark[0].endswith(("boxed", "fbox")):
+            space = _SPACE.match(text, end)
+            assert space is not None, "matches the empty text"
+            if space.end() == len(text):
+                unfinished = start
+            elif text[space.end()] == "{":
+                pending = (space.end(), start)
+            elif found := _BARE_BOX.match(text, end):
+                stop = _end_of_command(text, found)
+                boxes.append((start, stop, text[found.start(1) : stop]))
+    unfinished = max([unfinished, *(box for _, box in open_braces)])
+    outermost = _outermost(sorted(boxes))
+    if not outermost or unfinished > max(start for start, _, _ in boxes):
+        return None
+    parts = [outermost[-1]]
+    for earlier in reversed(outermost[:-1]):
+        if not _BETWEEN.fullmatch(text, earlier[1], parts[-1][0]):
+            break
+        parts.append(earlier)
+    return ", ".join(content for _, _, content in reversed(parts))
+
+
+def _outermost(boxes: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Return the boxes, in the order of their starts, that are in no other one."""
+    kept: list[tuple[int, int, str]] = []
+    for box in boxes:
+        if not kept or box[0] >= kept[-1][1]:
+            kept.append(box)
+    return kept
+
+
+def _end_of_command(text: str, found: re.Match[str]) -> int:
+    r"""Return where the content of an unbraced box ends: after the groups of a command such as `\frac`."""
+    end = found.end()
+    if not found[1].startswith("\\"):
+        return end
+    while end < len(text) and text[end] == "{":
+        depth = 0
+        for mark in _MARK.finditer(text, end, end + 1000):
+            depth += {"{": 1, "}": -1}.get(mark[0], 0)
+            if depth == 0:
+                end = mark.end()
+                break
+        else:
+            return end
+    return end
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of a pattern in a text, or None."""
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
+
+
+def after_answer(text: str, *, colon: bool = True) -> str | None:
+    """Return the line after the last "Answer:" of a text, or None; a box in that line is the answer.
+
+    `colon=False` also takes "the answer is". A displayed formula counts whole, though it has several lines.
+    """
+    pattern = _ANSWER_IS
+    if colon:
+        pattern = _ANSWER
+    last = last_match(pattern, text)
+    if last is None:
+        return None
+    rest = text[last.end() :].lstrip("*_` \t\r\n")
+    line = rest.partition("\n")[0]
+    closing = _DISPLAY.get(line.strip()[:2], "")
+    if closing and closing not in line.strip()[2:]:
+        line = rest.strip()[2:].partition(closing)[0]
+    line = line.strip().strip("*_`").strip()
+    return last_boxed(line) or line
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """Return what stands in the last `<tag>...</tag>` of a text, or None."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    if start < 0:
+        return None
+    return text[start + len(tag) + 2 : end]
+
+
+def unboxed_answer(text: str) -> str | None:
+    """Return the answer of a text without a box; None without any.
+
+    It is the first sentence behind the last "answer is" or "Answer:", else the last formula or number of the
+    text. Of a sentence with a formula in it, too, the last formula or number counts.
+    """
+    stated = after_answer(text, colon=False)
+    if stated is not None:
+        stated = _SENTENCE.split(stated, maxsplit=1)[0]
+        if not any(mark in stated for mark in ("$", "\\(", "\\[")):
+            return stated
+    last = last_match(_FORMULA_OR_NUMBER, stated or text)
+    if last is None:
+        return stated
+    return next(filter(None, last.groups()), last[0])

@@ -1,0 +1,319 @@
+r"""An answer as tokens: numbers, letters, commands, words and signs, in one spelling for each.
+
+LaTeX that changes no value (`\left`, `\,`, `$`, fonts) is left out, and signs that mean the same are one:
+`\dfrac` is `\frac`, `−` is `-`, `\cdot` is `*`, `\text{ and }` is a comma. Words are what stands in `\text`,
+and runs of letters that are no product of variables.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["number", "letter", "command", "word", "sign", "begin", "end"]
+
+MAX_LENGTH = 4000
+"""Characters of an answer that is read. A longer one is compared as text only."""
+
+
+class Unreadable(ValueError):
+    """The text is no expression of the kind that is read here."""
+
+
+class Token(NamedTuple):
+    """A piece of an answer."""
+
+    kind: Kind
+    text: str
+    spaced: bool = False
+    """Whether white space stood before it."""
+
+
+_UNICODE = {
+    "-": "−–—‐‑﹣－",
+    "/": "÷∕⁄",
+    "'": "′",
+    "%": "％",
+    r"\cdot ": "×·∙⋅",
+    r"\sqrt ": "√",
+    r"\sqrt[3] ": "∛",
+    r"\infty ": "∞",
+    r"^\circ ": "°º",
+    r"\le ": "≤⩽",
+    r"\ge ": "≥⩾",
+    r"\ne ": "≠",
+    r"\approx ": "≈",
+    r"\pm ": "±",
+    r"\mp ": "∓",
+    r"\ldots ": "…⋯",
+    r"\cup ": "∪",
+    r"\cap ": "∩",
+    r"\in ": "∈",
+    r"\emptyset ": "∅",
+    r"\reals ": "ℝ",
+    r"\langle ": "⟨",
+    r"\rangle ": "⟩",
+    r"\lfloor ": "⌊",
+    r"\rfloor ": "⌋",
+    r"\lceil ": "⌈",
+    r"\rceil ": "⌉",
+    r"\frac{1}{2}": "½",
+    r"\frac{1}{3}": "⅓",
+    r"\frac{2}{3}": "⅔",
+    r"\frac{1}{4}": "¼",
+    r"\frac{3}{4}": "¾",
+    **{f"^{{{digit}}}": char for digit, char in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **{f"_{{{digit}}}": char for digit, char in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+}
+"""What Unicode's characters are in LaTeX."""
+_GREEK_NAMES = """
+    alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi
+    psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+"""
+_GREEK_LETTERS = dict(zip("αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ", _GREEK_NAMES.split()))
+_TRANSLATION = str.maketrans(
+    {char: latex for latex, chars in _UNICODE.items() for char in chars}
+    | {char: f"\\{name} " for char, name in _GREEK_LETTERS.items()}
+)
+
+GREEK = frozenset(_GREEK_LETTERS.values()) - {"pi"} | {
+    "varepsilon",
+    "vartheta",
+    "varphi",
+    "Upsilon",
+    "ell",
+    "hbar",
+}
+"""Commands that are letters; pi is a number."""
+_FUNCTIONS = """
+    sin cos tan sec csc cot arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp gcd lcm max min
+"""
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+_SPELLED = FUNCTIONS | GREEK | {"pi", "sqrt", "infty"}
+"""Names that are commands without a backslash, too."""
+
+_COMMANDS = {
+    "frac": "dfrac tfrac cfrac",
+    "binom": "dbinom tbinom",
+    "le": "leq leqslant",
+    "ge": "geq geqslant",
+    "ne": "neq",
+    "ldots": "dots cdots dotsc dotsb dotsm dotso",
+    "emptyset": "varnothing",
+    "infty": "infinity inf infin",
+    "approx": "approxeq simeq",
+    "circ": "degree degrees",
+    "arcsin": "asin",
+    "arccos": "acos",
+    "arctan": "atan",
+    "varepsilon": "epsilon",
+    "varphi": "phi",
+    "reals": "R",
+}
+_SAME = {other: name for name, others in _COMMANDS.items() for other in others.split()}
+_SIGN_COMMANDS = {
+    "*": "cdot times ast cdotp",
+    "/": "div slash",
+    "|": "vert lvert rvert mid",
+    "\\{": "lbrace",
+    "\\}": "rbrace",
+    "[": "lbrack",
+    "]": "rbrack",
+    ":": "colon",
+    "<": "lt",
+    ">": "gt",
+    ",": "lor land vee wedge And",
+    "'": "prime",
+    "%": "percent",
+    "\\$": "dollar",
+    "£": "pounds",
+    "€": "euro",
+}
+_SIGNS = {name: sign for sign, names in _SIGN_COMMANDS.items() for name in names.split()}
+_NO_MEANING = """
+    left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
+    scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace rm bf it sf tt boldmath boxed
+    fbox mathbf boldsymbol bm mathit mathsf mathcal mathnormal vec hat widehat ensuremath mathop hfill text
+    textbf textit textrm textnormal textsf mbox hbox mathrm operatorname underline
+"""
+_LEFT_OUT = frozenset(_NO_MEANING.split())
+_WORD_SIGNS = {"and": ",", "or": ",", "percent": "%", "percentage": "%", "pct": "%"}
+
+THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{2,3})*,\d{3}(?![\d,]\d|\d)")
+"""A number whose commas may part thousands (or, as in India, hundreds of thousands)."""
+_GAP = re.compile(
+    r"(?<=\d)(?:(?:\\! ?)?(?:\{\s*,\s*\}|,)(?:\\! ?)+|\s?\{\s*,\s*\}|\\[,;: !]|~|\\thinspace ?)"
+    r"(?=\d{3}(?!\d))"
+)
+r"""What parts thousands and nothing else: `{,}`, `,\!`, `\,` and the like."""
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?![\d/]| \d)")
+
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z])")
+"""A backslash that was escaped once too often, as in `\\\\frac`."""
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|~|\\[,;:!>\ ]|\\q?quad)
+    |\\(?P<begin>begin|end)\s*\{(?P<environment>\w+)\*?\}(?:\{[^{}]*\}|\[[^][]*\])?
+    |\\(?P<textual>text|textbf|textit|textrm|textnormal|textsf|mbox|hbox|mathrm|operatorname)\*?\s*
+        \{(?P<content>[^{}]*)\}
+    |\\math(?:bb|cal)\s*\{?(?P<set>[A-Z])\b\}?
+    |\\(?:left|right)\s*\.
+    |\\(?P<command>[A-Za-z]+)
+    |(?P<newline>\\\\)(?:\[[^][]*\])?
+    |\\(?P<escaped>.)
+    |(?P<repeating>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?
+    |(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?![\dA-Za-z]))?)
+    |(?P<letters>[A-Za-z]+)
+    |(?P<ellipsis>\.\.\.+)
+    |(?P<relation>[<>!:]=|==)
+    |(?P<power>\*\*)
+    |(?P<sign>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_RELATIONS = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", ":=": "=", "==": "="}
+_IN_WORDS = re.compile(
+    r"(?P<space>\s+)|(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<letters>[^\W\d_]+(?:['’-][^\W\d_]+)*)|(?P<sign>.)",
+    re.DOTALL,
+)
+
+
+def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> list[Token]:
+    """Read the tokens of an answer.
+
+    `units` are runs of letters that are a word, and no product, though they are short. `thousands` says
+    whether the comma of `1,234` parts thousands; else it parts two numbers.
+    """
+    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
+    text = text.strip("`").removeprefix("**").removesuffix("**")
+    if "\\begin" not in text:
+        text = _DOUBLED.sub(r"\\", text)
+    text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), _GAP.sub("", text))
+    if thousands:
+        text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    tokens: list[Token] = []
+    spaced = False
+    for found in _TOKEN.finditer(text):
+        if found["space"] is not None:
+            spaced = True
+            continue
+        if found["textual"] is not None:
+            tokens += _words(found["content"], lone_letters=found["textual"] in ("mathrm", "operatorname"))
+        else:
+            tokens += _tokens(found, spaced, units)
+        spaced = False
+    return tokens
+
+
+def _tokens(found: re.Match[str], spaced: bool, units: frozenset[str]) -> list[Token]:
+    """Return the tokens of one match outside of `\\text`: none, one, or one for each letter of a product."""
+    if found["begin"] is not None:
+        return [Token("begin" if found["begin"] == "begin" else "end", found["environment"], spaced)]
+    if found["set"] is not None:
+        return [Token("command", "reals" if found["set"] == "R" else f"set {found['set']}", spaced)]
+    if found["command"] is not None:
+        return _command(found["command"], spaced)
+    if found["newline"] is not None:
+        return [Token("sign", "\\\\", spaced)]
+    if found["escaped"] is not None:
+        escaped = found["escaped"]
+        if escaped in "{}$":
+            return [Token("sign", f"\\{escaped}", spaced)]
+        if escaped in "%_&#|":
+            return [Token("sign", escaped, spaced)]
+        return []  # \( \) \[ \] begin and end a formula
+    if found["repeating"] is not None:
+        return [Token("number", f"{found['repeating']}({found['period']})", spaced)]
+    if found["number"] is not None:
+        return [Token("number", found["number"], spaced)]
+    if found["letters"] is not None:
+        return _letters(found["letters"], spaced, units)
+    if found["ellipsis"] is not None:
+        return [Token("command", "ldots", spaced)]
+    if found["relation"] is not None:
+        return _relation(_RELATIONS[found["relation"]], spaced)
+    if found["power"] is not None:
+        return [Token("sign", "^", spaced)]
+    if found["sign"] is None or found["sign"] == "$":
+        return []
+    return [Token("sign", found["sign"], spaced)]
+
+
+def _relation(text: str, spaced: bool) -> list[Token]:
+    if text.startswith("\\"):
+        return [Token("command", text[1:], spaced)]
+    return [Token("sign", text, spaced)]
+
+
+def _command(name: str, spaced: bool) -> list[Token]:
+    name = _SAME.get(name, name)
+    if name in _LEFT_OUT:
+        return []
+    if name in _SIGNS:
+        return [Token("sign", _SIGNS[name], spaced)]
+    return [Token("command", name, spaced)]
+
+
+def _letters(run: str, spaced: bool, units: frozenset[str]) -> list[Token]:
+    """Read a run of letters: a name such as `sin`, a word, or a product of variables."""
+    name = _SAME.get(run, run)
+    if len(run) > 1 and name in _SPELLED:
+        return [Token("command", name, spaced)]
+    if run in _WORD_SIGNS:
+        return [Token("sign", _WORD_SIGNS[run], spaced)]
+    if run in units or len(run) > 3:
+        return [Token("word", run, spaced)]
+    return [Token("letter", letter, spaced and not place) for place, letter in enumerate(run)]
+
+
+def _words(content: str, *, lone_letters: bool) -> list[Token]:
+    r"""Read the content of `\text` and the like.
+
+    A single letter is a word (a unit, or a choice), except for the constants e and i; in `\mathrm`, names of
+    functions are commands.
+    """
+    tokens: list[Token] = []
+    for found in _IN_WORDS.finditer(content):
+        if found["number"] is not None:
+            tokens.append(Token("number", found["number"], True))
+        elif found["letters"] is not None:
+            run = found["letters"]
+            name = _SAME.get(run, run)
+            if lone_letters and len(run) > 1 and name in _SPELLED:
+                tokens.append(Token("command", name, True))
+            elif run in _WORD_SIGNS:
+                tokens.append(Token("sign", _WORD_SIGNS[run], True))
+            elif content.strip() in ("e", "i"):
+                tokens.append(Token("letter", run, True))
+            else:
+                tokens.append(Token("word", run, True))
+        elif found["sign"] is not None and found["sign"] not in "$\\":
+            tokens.append(Token("sign", found["sign"], True))
+    return tokens
+
+
+def written(tokens: Sequence[Token]) -> str:
+    """Return the text of tokens in one spelling, for comparing what cannot be computed.
+
+    Groups of one token are as good as the token; the case of letters does not count where there are words.
+    """
+    texts = [token.text for token in tokens]
+    pieces: list[str] = []
+    before = ""
+    for place, (kind, text, _) in enumerate(tokens):
+        if text == "{" and texts[place + 2 : place + 3] == ["}"]:
+            continue
+        if text == "}" and place > 1 and texts[place - 2] == "{":
+            continue
+        if kind == "command":
+            text = f"\\{text}"
+        if pieces and kind != "sign" and before in ("command", "word", kind) and before != "letter":
+            pieces.append(" ")
+        pieces.append(text)
+        before = kind
+    joined = "".join(pieces)
+    if any(token.kind == "word" for token in tokens):
+        return joined.casefold()
+    return joined

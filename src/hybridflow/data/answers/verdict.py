@@ -1,0 +1,607 @@
+"""Whether an answer of mathematics is the ground truth: one verdict for every reward that compares answers.
+
+    text ──tokens.py──► tokens ──forms.py──► form ──expressions.py──► expressions ──equal.py──► equal or not
+
+The page on rewards states the rule. Nothing here needs a package beside mpmath, and all work is bounded by
+the size of what is computed: a text beyond the bounds is equal to its own copy only.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from hybridflow.data.answers.equal import fraction_of, letters_of, proportional, same_value, solved_by
+from hybridflow.data.answers.expressions import Constant, Expression, Operation, Variable, negated, parse
+from hybridflow.data.answers.forms import (
+    Bracketed,
+    Choice,
+    Form,
+    Grid,
+    Listing,
+    Proportion,
+    Relation,
+    SetUnion,
+    Value,
+    is_name,
+    read,
+    value_of,
+)
+from hybridflow.data.answers.stated import last_boxed
+from hybridflow.data.answers.tokens import MAX_LENGTH, THOUSANDS, Token, Unreadable, tokens_of, written
+from hybridflow.data.answers.units import SHORT_UNITS, Unit
+from hybridflow.data.answers.values import step_of
+
+_WHOLE = re.compile(r"[-+]?[0-9]{1,999}")
+_DEGREES = (("degrees", 1),)
+_RADIANS = (("radians", 1),)
+_PERCENT = (("percent", 1),)
+
+
+def same_answer(truth: str, answer: str) -> bool | None:
+    """Whether an answer is the ground truth; None where one of them has mathematics that is not read here.
+
+    Both are LaTeX or plain text, without a box or in one.
+    """
+    truth = last_boxed(truth) or truth
+    condensed = [_condensed(text) for text in (truth, answer)]
+    if not condensed[0] or not condensed[1]:
+        return False
+    if condensed[0] == condensed[1]:
+        return True
+    if all(map(_WHOLE.fullmatch, condensed)):  # most answers, without the work for the others
+        return int(condensed[0]) == int(condensed[1])
+    if max(map(len, (truth, answer))) > MAX_LENGTH:
+        return False
+    truths = _forms(truth)
+    answers = _forms(answer)
+    if any(_same(wanted, given) for wanted in truths for given in answers):
+        return True
+    if any(_is_unclear(form) for form in truths + answers):
+        return None
+    return False
+
+
+def one_spelling(answer: str) -> str:
+    r"""Return an answer in a spelling that equal numbers and words share, for counting equal answers.
+
+    "$x = \frac12$.", "0.5" and "1/2" are "1/2". Names of values, units, brackets of LaTeX and the order of a
+    list are left out.
+    """
+    if _WHOLE.fullmatch(answer):
+        return str(int(answer))
+    forms = []
+    if len(answer) <= MAX_LENGTH:
+        forms = _forms(answer)
+    if not forms:
+        return _condensed(answer)
+    return _spelled(forms[0])
+
+
+def _spelled(form: Form) -> str:
+    match form:
+        case Value():
+            fraction = fraction_of(form.expression) if form.expression is not None else None
+            if fraction is None or max(abs(fraction.numerator), fraction.denominator) > 10**MAX_LENGTH:
+                return form.text
+            return str(fraction)
+        case Relation(signs, sides):
+            stated = _stated(form, sums=False)
+            if stated:
+                return _spelled(stated[0])
+            return "".join(f"{written(side)}{sign}" for side, sign in zip(sides, (*signs, "")))
+        case Proportion(parts):
+            return ":".join(map(written, parts))
+        case Grid(rows):
+            return "; ".join(", ".join(map(_spelled, row)) for row in rows)
+        case Choice(letter, _):
+            return letter
+        case SetUnion(items) | Listing(items):
+            return ", ".join(sorted(map(_spelled, items)))
+        case Bracketed(opening, items, closing):
+            spelled = list(map(_spelled, items))
+            if opening == "\\{":
+                return ", ".join(sorted(spelled))
+            return f"{opening}{', '.join(spelled)}{closing}"
+
+
+def _condensed(text: str) -> str:
+    return " ".join(text.replace("$", "").split())
+
+
+def _forms(text: str) -> list[Form]:
+    """Return the readings of a text: where its commas may part thousands or numbers, both."""
+    readings = [True]
+    if THOUSANDS.search(text):
+        readings = [True, False]
+    forms: list[Form] = []
+    for thousands in readings:
+        try:
+            forms.append(read(tokens_of(text, SHORT_UNITS, thousands=thousands)))
+        except Unreadable:
+            continue
+    return forms
+
+
+def _is_unclear(form: Form) -> bool:
+    """Whether a part of a form is mathematics that is not read here, such as an integral."""
+    match form:
+        case Value():
+            names = {token.text for token in form.tokens if token.kind in ("command", "begin")}
+            return form.expression is None and not names <= {"infty"} and "ldots" not in names
+        case Relation(_, sides) | Proportion(sides):
+            return any(_is_unclear(value_of(side)) for side in sides)
+        case Listing(items) | Bracketed(_, items, _) | SetUnion(items):
+            return any(map(_is_unclear, items))
+        case Grid(rows):
+            return any(_is_unclear(cell) for row in rows for cell in row)
+        case Choice(_, content):
+            return _is_unclear(content)
+
+
+def _same(truth: Form, answer: Form) -> bool:
+    """Whether two forms are the same answer. The truth decides where the two sides differ in form."""
+    if isinstance(truth, Choice) or isinstance(answer, Choice):
+        return _same_choice(truth, answer)
+    if isinstance(truth, Relation) and isinstance(answer, Relation):
+        return _same_relations(truth, answer)
+    if isinstance(truth, SetUnion) or isinstance(answer, SetUnion):
+        return _same_parts(truth, answer)
+    if isinstance(truth, Relation):
+        return any(_same(value, answer) for value in _stated(truth, sums=False)) or _same_parts(truth, answer)
+    if isinstance(answer, Relation):
+        return any(_same(truth, value) for value in _stated(answer, sums=True)) or _same_parts(truth, answer)
+    if isinstance(truth, Proportion) or isinstance(answer, Proportion):
+        return _same_proportion(truth, answer)
+    if isinstance(truth, Grid) or isinstance(answer, Grid):
+        return _same_grid(truth, answer)
+    if isinstance(truth, Value) and isinstance(answer, Value):
+        return _same_values(truth, answer)
+    return _same_collections(truth, answer)
+
+
+def _same_choice(truth: Form, answer: Form) -> bool:
+    """Compare a lettered choice with its letter, with what it says, or with another choice."""
+    if isinstance(truth, Choice) and isinstance(answer, Choice):
+        return truth.letter == answer.letter and _same(truth.content, answer.content)
+    choice = truth
+    other = answer
+    if isinstance(answer, Choice):
+        choice = answer
+        other = truth
+    assert isinstance(choice, Choice), "one of the two is"
+    if isinstance(other, Value) and other.text.casefold() == choice.letter:
+        return True
+    if isinstance(answer, Choice):
+        return _same(truth, answer.content)
+    return _same(choice.content, answer)
+
+
+# Values, and their units
+
+
+def _same_values(truth: Value, answer: Value) -> bool:
+    if not _units_agree(truth.unit, answer.unit):
+        return False
+    if truth.base is not None and answer.base is not None:
+        values = [_in_base(value) for value in (truth, answer)]
+        return values[0] is not None and values[0] == values[1]
+    if truth.text == answer.text and (truth.unit is None or answer.unit is None or truth.unit == answer.unit):
+        return True
+    if len(truth.text) == len(answer.text) == 1 and truth.text.isalpha():
+        return truth.text.casefold() == answer.text.casefold()
+    if truth.expression is None or answer.expression is None:
+        return False
+    return any(same_value(*pair) for pair in _with_units(truth, answer))
+
+
+def _units_agree(truth: Unit | None, answer: Unit | None) -> bool:
+    """Whether two units can be of one answer: one is missing or in no table, or they are of one kind."""
+    if truth is None or answer is None or not truth.kind or not answer.kind:
+        return True
+    return truth.kind == answer.kind or {truth.kind, answer.kind} == {_DEGREES, _RADIANS}
+
+
+def _with_units(truth: Value, answer: Value) -> list[tuple[Expression, Expression]]:
+    """Return what to compare: the numbers in one unit, or as they are written and by their worth."""
+    wanted = truth.expression
+    given = answer.expression
+    assert wanted is not None and given is not None, "both were read"
+    kinds = [value.unit.kind if value.unit else () for value in (truth, answer)]
+    if truth.unit and answer.unit and kinds[0] and kinds[1]:
+        if kinds[0] != kinds[1]:
+            return [(_worth(truth), _worth(answer))]
+        if truth.unit.size == answer.unit.size:
+            return [(wanted, given)]
+        return [(_times(wanted, truth.unit.size), _times(given, answer.unit.size))]
+    pairs = [(wanted, given)]
+    if _PERCENT in kinds or _DEGREES in kinds:
+        pairs.append((_worth(truth), _worth(answer)))
+    return pairs
+
+
+def _worth(value: Value) -> Expression:
+    """Return the number that a value with percent or degrees is worth."""
+    assert value.expression is not None, "it was read"
+    if value.unit is not None and value.unit.kind == _PERCENT:
+        return _times(value.expression, Fraction(1, 100))
+    if value.unit is not None and value.unit.kind == _DEGREES:
+        return Operation("*", (value.expression, Variable("pi"), Constant(Fraction(1, 180))))
+    return value.expression
+
+
+def _times(expression: Expression, factor: Fraction) -> Expression:
+    return Operation("*", (expression, Constant(factor)))
+
+
+def _in_base(value: Value) -> int | None:
+    assert value.base is not None, "asked for a value with a base"
+    try:
+        return int(value.text, value.base)
+    except ValueError:
+        return None
+
+
+# Lists, sets, tuples and intervals
+
+
+def _same_collections(truth: Form, answer: Form) -> bool:
+    wanted = _items(truth)
+    given = _items(answer)
+    if len(wanted) == 1 and isinstance(answer, Value):
+        return _same(wanted[0], answer)
+    if len(given) == 1 and isinstance(truth, Value):
+        return _same(truth, given[0])
+    tuples = [isinstance(form, Bracketed) and form.opening != "\\{" for form in (truth, answer)]
+    if all(tuples):
+        return _same_ends(truth, answer) and _in_order(wanted, given)
+    if any(tuples):
+        other = truth if tuples[1] else answer
+        bracketed = answer if tuples[1] else truth
+        closed = isinstance(bracketed, Bracketed) and bracketed.opening + bracketed.closing != "()"
+        if isinstance(other, Bracketed) or (closed and len(_items(bracketed)) == 2):
+            return False  # a set has no order, and a closed interval is no pair
+        return _in_order(_bare(wanted)[1], _bare(given)[1])
+    wanted_names, wanted = _bare(wanted)
+    given_names, given = _bare(given)
+    if wanted_names and given_names:
+        return _matched(_items(truth), _items(answer))
+    if _ordered(wanted_names or given_names) or any(map(_is_ellipsis, wanted + given)):
+        return _in_order(wanted, given)
+    return _matched(wanted, given)
+
+
+def _items(form: Form) -> tuple[Form, ...]:
+    if isinstance(form, (Listing, Bracketed)):
+        return form.items
+    return (form,)
+
+
+def _same_ends(truth: Form, answer: Form) -> bool:
+    """Whether two tuples have the same brackets, which matters for intervals only."""
+    assert isinstance(truth, Bracketed) and isinstance(answer, Bracketed), "both are tuples"
+    ends = [(form.opening, form.closing) for form in (truth, answer)]
+    return ends[0] == ends[1] or len(truth.items) != 2
+
+
+def _bare(items: tuple[Form, ...]) -> tuple[list[str], tuple[Form, ...]]:
+    """Return the names of items such as x = 1, and the values. Where only the first has a name, it is the
+    name of the whole list; no names are returned where none, or only some, have one.
+    """
+    named = [_named(item) for item in items]
+    if named and named[0] is not None and not any(isinstance(item, Relation) for item in items[1:]):
+        return [named[0][0]] * len(items), (named[0][1], *items[1:])
+    known = [each for each in named if each is not None]
+    if len(known) < len(items):
+        return [], items
+    return [name for name, _ in known], tuple(value for _, value in known)
+
+
+def _named(form: Form) -> tuple[str, Form] | None:
+    """Return the name and the value of an equation such as x = 1; None for another form."""
+    if not isinstance(form, Relation) or not set(form.signs) <= {"=", "in", "approx"}:
+        return None
+    if not is_name(form.sides[0]):
+        return None
+    values = _stated(form, sums=False)
+    if not values:
+        return None
+    return _label(form.sides[0]), values[0]
+
+
+def _label(tokens: tuple[Token, ...]) -> str:
+    """Return a name in one spelling; of a function of letters only its own name."""
+    text = written(tokens)
+    head, bracket, inside = text.partition("(")
+    if head and bracket and re.fullmatch(r"[a-z](,[a-z])*\)", inside):
+        return head
+    return text
+
+
+def _ordered(names: list[str]) -> bool:
+    """Whether values of these names are told apart: by x and y, and not by x_1 and x_2 for roots of one x."""
+    if len(set(names)) < 2:
+        return False
+    numbered = [re.fullmatch(r"(.+)_(\d+)", name) for name in names]
+    heads = {match[1] for match in numbered if match}
+    numbers = [int(match[2]) for match in numbered if match]
+    return not (len(heads) == 1 and numbers == list(range(1, len(names) + 1)))
+
+
+def _is_ellipsis(form: Form) -> bool:
+    return isinstance(form, Value) and form.text == "\\ldots"
+
+
+def _in_order(wanted: tuple[Form, ...], given: tuple[Form, ...]) -> bool:
+    return len(wanted) == len(given) and all(map(_same, wanted, given))
+
+
+def _matched(wanted: tuple[Form, ...], given: tuple[Form, ...]) -> bool:
+    """Whether each item of either side is among those of the other; equal items count once."""
+    if len(given) > 2 * len(wanted) + 4:
+        return False
+    left = list(given)
+    for item in wanted:
+        equal = [each for each in given if _same(item, each)]
+        if not equal:
+            return False
+        left = [each for each in left if each not in equal]
+    return not left
+
+
+def _same_parts(truth: Form, answer: Form) -> bool:
+    """Compare unions of sets and solutions of inequalities: x < 1 or x > 3, and (-∞, 1) ∪ (3, ∞)."""
+    wanted = _parts(truth)
+    given = _parts(answer)
+    if wanted is None or given is None:
+        return False
+    names = {name for name in (wanted[0], given[0]) if name}
+    return len(names) < 2 and _matched(wanted[1], given[1])
+
+
+def _parts(form: Form) -> tuple[str, tuple[Form, ...]] | None:
+    """Return the sets that a form joins, with the name of the variable where it gives one."""
+    match form:
+        case SetUnion(items):
+            return "", items
+        case Bracketed():
+            return "", (form,)
+        case Relation(signs, sides) if set(signs) <= {"=", "in"} and is_name(sides[0]):
+            try:
+                inner = _parts(read(sides[-1]))
+            except Unreadable:
+                return None
+            return inner and (_label(sides[0]), inner[1])
+        case Relation():
+            interval = _interval(form)
+            return interval and (interval[0], (interval[1],))
+        case Listing(items):
+            found = [_interval(item) for item in items]
+            intervals = [each for each in found if each is not None]
+            if len(intervals) < len(items) or len({name for name, _ in intervals}) > 1:
+                return None
+            return intervals[0][0], tuple(interval for _, interval in intervals)
+        case _:
+            return None
+
+
+def _interval(form: Form) -> tuple[str, Form] | None:
+    """Return the variable of an inequality such as 1 < x <= 2, and its solutions; None for another form."""
+    if not isinstance(form, Relation):
+        return None
+    rising = _rising(form)
+    if rising is None:
+        return None
+    minus_infinity = (Token("sign", "-"), Token("command", "infty"))
+    sides = list(rising.sides)
+    signs = list(rising.signs)
+    if len(sides) == 2 and is_name(sides[0]):
+        sides.insert(0, minus_infinity)
+        signs.insert(0, "<")
+    elif len(sides) == 2:
+        sides.append(minus_infinity[1:])
+        signs.append("<")
+    if len(sides) != 3 or not is_name(sides[1]):
+        return None
+    brackets = {"<": "()", "le": "[]"}
+    try:
+        ends = (read(sides[0]), read(sides[2]))
+    except Unreadable:
+        return None
+    return _label(sides[1]), Bracketed(brackets[signs[0]][0], ends, brackets[signs[1]][1])
+
+
+def _rising(relation: Relation) -> Relation | None:
+    """Return a chain of inequalities with < and <= only, or None where the signs are of several kinds."""
+    if set(relation.signs) <= {"<", "le"}:
+        return relation
+    if set(relation.signs) <= {">", "ge"}:
+        turned = {">": "<", "ge": "le"}
+        return Relation(
+            tuple(turned[sign] for sign in reversed(relation.signs)), tuple(reversed(relation.sides))
+        )
+    return None
+
+
+# Equations and inequalities
+
+
+def _stated(relation: Relation, *, sums: bool) -> list[Form]:
+    r"""Return the values that an equation states: 5 for x = 5, and 1/3 and 0.33 for x = 1/3 \approx 0.33.
+
+    The left side is a name, or the sides are numbers, or equal expressions; an equation between other sides
+    states no value. `sums` also takes x + y for a name.
+    """
+    if not set(relation.signs) <= {"=", "approx", "in", "equiv"}:
+        return []
+    sides = list(relation.sides)
+    if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0], sums=True):
+        sides.reverse()
+    if not is_name(sides[0], sums=sums) and not _are_equal(sides, relation.signs):
+        return []
+    try:
+        last = read(sides[-1])
+        if relation.signs[-1] != "approx" or is_name(sides[-2]):
+            return [last]
+        exact = read(sides[-2])
+    except Unreadable:
+        return []
+    if _rounds(last, exact):
+        return [exact, last]
+    return [exact]
+
+
+def _are_equal(sides: list[tuple[Token, ...]], signs: tuple[str, ...]) -> bool:
+    r"""Whether all sides before the first \approx are equal, as in 2 + 3 = 5 and x^2 - 1 = (x - 1)(x + 1)."""
+    try:
+        expressions = [parse(side) for side in sides]
+    except Unreadable:
+        return False
+    exact = [expressions[0]]
+    for sign, expression in zip(signs, expressions[1:]):
+        if sign == "approx":
+            break
+        exact.append(expression)
+    return all(same_value(exact[0], each) for each in exact[1:])
+
+
+def _rounds(rounded: Form, exact: Form) -> bool:
+    """Whether a decimal is a number rounded or cut at its last digit, however few digits it has."""
+    forms = [form.expression for form in (rounded, exact) if isinstance(form, Value)]
+    if len(forms) < 2 or forms[0] is None or forms[1] is None:
+        return False
+    step = Constant(step_of(forms[0]) or Fraction(1))
+    difference = Operation("abs", (Operation("+", (forms[0], negated(forms[1]))),))
+    return same_value(Operation("max", (difference, step)), step)
+
+
+def _same_relations(truth: Relation, answer: Relation) -> bool:
+    named = [_named(truth), _named(answer)]
+    if named[0] and named[1] and named[0][0] == named[1][0] and _same(named[0][1], named[1][1]):
+        return True
+    equations = [set(relation.signs) <= {"=", "equiv"} for relation in (truth, answer)]
+    if all(equations) or (set(truth.signs) == set(answer.signs) == {"ne"}):
+        return _same_equations(truth, answer)
+    rising = [_rising(truth), _rising(answer)]
+    if rising[0] is None or rising[1] is None:
+        return _same_parts(truth, answer)
+    if rising[0].signs == rising[1].signs and len(rising[0].sides) == 2:
+        wanted = _difference(rising[0])
+        given = _difference(rising[1])
+        if wanted and given and proportional(wanted, given, positive=True):
+            return True
+    if rising[0].signs == rising[1].signs and _same_sides(rising[0], rising[1]):
+        return True
+    return _same_parts(truth, answer)
+
+
+def _same_equations(truth: Relation, answer: Relation) -> bool:
+    """Whether two equations have the same solutions, as far as multiples and solving for a letter tell."""
+    if len(truth.sides) != 2 or len(answer.sides) != 2:
+        return _same_sides(truth, answer)
+    wanted = _difference(truth)
+    given = _difference(answer)
+    if wanted is None or given is None:
+        return _same_sides(truth, answer) or _same_sides(
+            truth, Relation(answer.signs, tuple(reversed(answer.sides)))
+        )
+    if proportional(wanted, given):
+        return True
+    return _solves(truth, given) or _solves(answer, wanted)
+
+
+def _solves(solved: Relation, equation: Expression) -> bool:
+    """Whether an equation such as y = 6/x is another one, solved for a letter."""
+    try:
+        name, value = [parse(side) for side in solved.sides]
+    except Unreadable:
+        return False
+    if not isinstance(name, Variable) or name.name in letters_of(value):
+        return False
+    return solved_by(equation, name.name, value)
+
+
+def _difference(relation: Relation) -> Expression | None:
+    """Return right minus left of a relation with two sides; None where they are not read."""
+    try:
+        left, right = [parse(side) for side in relation.sides]
+    except Unreadable:
+        return None
+    return Operation("+", (right, negated(left)))
+
+
+def _same_sides(truth: Relation, answer: Relation) -> bool:
+    if len(truth.sides) != len(answer.sides):
+        return False
+    return all(
+        _same_values(value_of(wanted), value_of(given)) for wanted, given in zip(truth.sides, answer.sides)
+    )
+
+
+# Ratios, times of day, and matrices
+
+
+def _same_proportion(truth: Form, answer: Form) -> bool:
+    if isinstance(truth, Proportion) and isinstance(answer, Proportion):
+        clocks = [_clock(truth), _clock(answer)]
+        if clocks[0] and clocks[1]:
+            return _same_time(clocks[0], clocks[1])
+        if len(truth.parts) != len(answer.parts):
+            return False
+        if any(token.text == "ldots" for part in truth.parts + answer.parts for token in part):
+            return all(map(lambda a, b: written(a) == written(b), truth.parts, answer.parts))
+        try:
+            wanted = [parse(part) for part in truth.parts]
+            given = [parse(part) for part in answer.parts]
+        except Unreadable:
+            return False
+        cross = [
+            same_value(Operation("*", (wanted[0], b)), Operation("*", (given[0], a)))
+            for a, b in zip(wanted, given)
+        ]
+        return all(cross)
+    pair, other = (truth, answer) if isinstance(truth, Proportion) else (answer, truth)
+    assert isinstance(pair, Proportion), "one of the two is"
+    if len(pair.parts) != 2 or not isinstance(other, Value) or other.expression is None:
+        return False
+    try:
+        above, below = [parse(part) for part in pair.parts]
+    except Unreadable:
+        return False
+    return same_value(Operation("*", (above, Operation("inverse", (below,)))), other.expression)
+
+
+def _clock(ratio: Proportion) -> tuple[int, str, str] | None:
+    """Return hour, minutes (and seconds) and "a", "p" or "" of a time of day; None where it is none."""
+    text = ":".join(map(written, ratio.parts)).replace(" ", "").rstrip(".").casefold()
+    found = re.fullmatch(r"(\d\d?)((?::[0-5]\d){1,2})(?:([ap])\.?m)?", text)
+    if not found or int(found[1]) > 24:
+        return None
+    return int(found[1]), found[2], found[3] or ""
+
+
+def _same_time(truth: tuple[int, str, str], answer: tuple[int, str, str]) -> bool:
+    """Compare times of day: 3:30 may be in either half of the day, and 15:30 is 3:30 p.m."""
+    if truth[1] != answer[1]:
+        return False
+    if truth[2] and answer[2]:
+        return (truth[0] % 12, truth[2]) == (answer[0] % 12, answer[2])
+    hours = [hour % 12 + 12 * (half == "p") if half else hour for hour, _, half in (truth, answer)]
+    return truth[0] == answer[0] or hours[0] == hours[1]
+
+
+def _same_grid(truth: Form, answer: Form) -> bool:
+    """Compare matrices cell by cell, and a single row or column with a tuple."""
+    if isinstance(truth, Grid) and isinstance(answer, Grid):
+        return len(truth.rows) == len(answer.rows) and all(map(_in_order, truth.rows, answer.rows))
+    vectors = []
+    for form in (truth, answer):
+        if isinstance(form, Grid):
+            if len(form.rows) > 1 and any(len(row) > 1 for row in form.rows):
+                return False
+            vectors.append(tuple(cell for row in form.rows for cell in row))
+        elif isinstance(form, Bracketed) and form.opening != "\\{":
+            vectors.append(form.items)
+        else:
+            return False
+    return _in_order(vectors[0], vectors[1])

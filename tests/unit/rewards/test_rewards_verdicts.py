@@ -1,0 +1,200 @@
+r"""The verdicts of the rewards of mathematics: right and wrong answers in a table, and hostile strings."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from verdict_cases import DIFFERENT, EQUAL, MATH_ONLY, RESPONSES, UNDECIDED
+
+from hybridflow.data.answers.stated import after_answer, last_boxed, unboxed_answer
+from hybridflow.data.answers.verdict import one_spelling, same_answer
+from hybridflow.data.gsm8k import is_answer
+from hybridflow.rewards.functions import exact_match, geometry3k, gsm8k, math, math_dapo, search_r1
+
+FORMS: dict[str, tuple[Callable[..., Any], str]] = {
+    "math": (math.compute_score, "So it is $\\boxed{{{}}}$."),
+    "math_dapo": (math_dapo.compute_score, "So\nAnswer: {}"),
+    "geometry3k": (geometry3k.compute_score, "<think>So</think>\\boxed{{{}}}"),
+}
+"""Rewards that judge the same answers, with the response that states one."""
+REWARDS: dict[str, Callable[..., Any]] = {
+    "math": math.compute_score,
+    "math without a box": lambda *row: math.compute_score(*row, boxed_only=False),
+    "math_dapo": math_dapo.compute_score,
+    "gsm8k": gsm8k.compute_score,
+    "gsm8k flexible": lambda *row: gsm8k.compute_score(*row, method="flexible"),
+    "geometry3k": geometry3k.compute_score,
+    "search_r1": search_r1.compute_score,
+    "exact_match normalized": lambda *row: exact_match.compute_score(*row, normalize=True),
+}
+
+
+@pytest.mark.parametrize("reward", FORMS)
+@pytest.mark.parametrize(("right", "table"), [(True, EQUAL), (False, DIFFERENT)], ids=["right", "wrong"])
+def test_answers(reward: str, right: bool, table: dict[str, list[tuple[str, str]]]) -> None:
+    compute_score, form = FORMS[reward]
+    misjudged = [
+        (kind, truth, answer)
+        for kind, pairs in table.items()
+        for truth, answer in pairs
+        if (compute_score("x", form.format(answer), truth)["acc"] == 1.0) != right
+    ]
+    assert not misjudged
+
+
+def test_answers_that_only_math_verify_reads() -> None:
+    misjudged = [
+        (truth, answer)
+        for truth, answer, right in MATH_ONLY
+        if (math.compute_score("x", f"\\boxed{{{answer}}}", truth)["acc"] == 1.0) != right
+    ]
+    assert not misjudged
+    assert math_dapo.compute_score("x", "Answer: \\int_0^1 x^2 dx", "\\frac{1}{3}")["acc"] == 0.0
+
+
+@pytest.mark.parametrize("reward", RESPONSES)
+def test_responses(reward: str) -> None:
+    misjudged = [
+        (response, truth)
+        for response, truth, right in RESPONSES[reward]
+        if (REWARDS[reward]("x", response, truth)["acc"] == 1.0) != right
+    ]
+    assert not misjudged
+
+
+def test_the_table_is_large_and_says_nothing_twice() -> None:
+    pairs = [pair for table in (EQUAL, DIFFERENT) for rows in table.values() for pair in rows]
+    undecided = [(truth, answer) for truth, answer, _ in UNDECIDED]
+    assert len(pairs) > 390 and len(set(pairs)) == len(pairs)
+    assert not set(pairs) & set(undecided)
+
+
+HOSTILE = {
+    "boxes": r"\boxed{" * 30_000,
+    "closed boxes": r"\boxed{" * 20_000 + "}" * 20_000,
+    "a list of boxes": r"\boxed{1}," * 20_000,
+    "marks": "Answer: " * 20_000,
+    "numbers": "#### 1," * 20_000,
+    "groups of digits": "#### " + "11," * 50_000,
+    "tags": "<answer>" * 20_000 + "</answer>" * 20_000,
+    "thoughts": "<think>" + "</think>" * 20_000 + r"\boxed{" * 20_000,
+    "formulas": "$" * 20_001 + "\\(" * 20_000,
+    "digits": "7" * 100_000,
+    "4,000 digits": "7" * 3900,
+    "tower": "9^{9^{9^9}}",
+    "plain tower": "9^9^9^9^9^9",
+    "tower of brackets": "((((((9^9)^9)^9)^9)^9)^9)^9",
+    "factorials": "((99!)!)!",
+    "many factorials": "9" + "!" * 3000,
+    "factorial of a tower": "(10^{10^{10}})!",
+    "power of a factorial": "2^{100!}",
+    "binomial": r"\binom{1000000000}{500000000}",
+    "sum": r"\sum_{k=1}^{1000000000} k",
+    "nested sums": r"\sum_{a=1}^{1999}\sum_{b=1}^{1999}\sum_{c=1}^{1999} abc",
+    "sum of powers": r"\sum_{a=1}^{1999}\sum_{b=1}^{1999} x^{ab}",
+    "10,000 fractions": r"\frac" * 10_000,
+    "fractions": r"\frac" * 600 + "1" * 600,
+    "nested fractions": r"\frac{1}{" * 400 + "2" + "}" * 400,
+    "groups": "{" * 1900 + "1" + "}" * 1900,
+    "brackets": "(" * 1900 + "1" + ")" * 1900,
+    "roots": r"\sqrt" * 600 + "2",
+    "large powers": "+".join(["2^{100000}"] * 300),
+    "large roots": "+".join([r"\sqrt[3]{7^{39999}+1}"] * 150),
+    "exponentials": "e^{e^{e^{e^{x}}}}",
+    "sine of a huge number": r"\sin(10^{5000})+x",
+    "tiny numbers": "x+10^{-5000}",
+    "factorial near a pole": "(10^{-300}+x)!+10^{-5000}",
+    "large factorial": r"(10^{50}+\pi)!",
+    "huge exponent": "1e999999999",
+    "list": "x," * 1900 + "1",
+    "signs": r"\pm 1," * 600 + "1",
+    "equations": "x=" * 1900 + "1",
+    "ratio": "1:" * 1900 + "1",
+    "matrix": r"\begin{pmatrix}" + "1&" * 900 + r"1\end{pmatrix}",
+    "begins": r"\begin{pmatrix}" * 250,
+    "empty matrix": r"\begin{cases}\end{cases}",
+    "integrals": r"\int\int\int\int \sin(\cos(\tan(x y z))) dx dy dz",
+    "tower in an integral": r"\int_0^1 x^{x^{x}} dx",
+    "signs of powers": "^" * 3900,
+    "bars": "|" * 3900,
+    "units": "5" + r"\text{m}" * 400 + "^2" * 400,
+    "odd characters": "\x00\ud800٣²\u200b",
+    "repeated digits": r"0.\overline{" + "3" * 3800 + "}",
+}
+TRUTHS = (
+    "5",
+    "x^2+1",
+    "(1,2)",
+    r"\{1,2,3\}",
+    "x=5",
+    "1:2",
+    r"\begin{pmatrix}1&2\end{pmatrix}",
+    r"-1, 1, x, \pi",
+)
+MOST_SECONDS = 30.0
+"""CPU time for one string and all truths and rewards; usually far below one."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_string_scores_nothing_and_ends(name: str) -> None:
+    text = HOSTILE[name]
+    responses = [text, f"\\boxed{{{text}}}", f"Answer: {text}", f"#### {text}", f"<answer>{text}</answer>"]
+    began = time.process_time()
+    scored = [
+        (reward, truth, response[:30])
+        for truth in TRUTHS
+        for response in responses
+        for reward, compute_score in REWARDS.items()
+        if compute_score("x", response, truth)["acc"] != 0.0
+    ]
+    assert time.process_time() - began < MOST_SECONDS
+    assert [found for found in scored if found[0] != "gsm8k flexible"] == []
+    one_spelling(text)
+
+
+PIECES = r"""
+    \frac \sqrt \boxed { } ( ) [ ] \{ \} 1 2 10 0.5 x n e i \pi ^ _ + - * / = < \le \pm \in \cup , ; : \ldots
+    \text{cm} \text{and} \text{(A)} \% \$ $ ! | \sin \log_2 \binom \sum_{k=1}^{n} \max \gcd \approx \infty
+    ^\circ \begin{pmatrix} \end{pmatrix} \\ & \lfloor \rfloor ' million km and 10^{5000} 1e-19 \overline{3} 0.
+    \mathbb{R} \emptyset ½ − ² ß ٣ \bmod \begin{cases} \end{cases} p.m. \mathrm{e} \left \right. \langle
+"""
+
+
+def test_no_text_raises() -> None:
+    drawn = random.Random(5)
+    pieces = [*PIECES.split(), " "]
+    for _ in range(2000):
+        texts = ["".join(drawn.choices(pieces, k=drawn.randint(1, 20))) for _ in range(2)]
+        assert same_answer(*texts) in (True, False, None)
+        assert isinstance(one_spelling(texts[0]), str)
+        for read in (last_boxed, after_answer, unboxed_answer):
+            read(texts[0])
+        for method in ("strict", "flexible"):
+            is_answer(f"#### {texts[0]}", texts[1], method)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("table", [EQUAL, DIFFERENT], ids=["equal", "different"])
+def test_every_answer_equals_itself(table: dict[str, list[tuple[str, str]]]) -> None:
+    texts = {text for pairs in table.values() for pair in pairs for text in pair if text}
+    assert not [
+        text for text in texts if same_answer(text, f" {text}.") is not True and not text.endswith("!!")
+    ]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        (r"$x = \frac12$.", "0.5", "1/2", r"\dfrac{2}{4}"),
+        ("1,034", "1034", "1034.0", r"1{,}034 \text{ km}"),
+        (r"\text{east}", "East", "east."),
+        ("-2, 1", r"1 \text{ or } -2", r"\{1, -2\}"),
+        ("(1, 2)", r"\left(1,2\right)"),
+        ("2", "002"),
+    ],
+)
+def test_equal_answers_have_one_spelling(texts: tuple[str, ...]) -> None:
+    assert len({one_spelling(text) for text in texts}) == 1

@@ -23,8 +23,10 @@ Kind = Literal["function", "class", "unknown", "missing", "broken"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 OURS = "hybridflow"
 """The package whose decorators leave a function as it is."""
-DYNAMIC = ("exec", "globals", "locals", "__getattr__")
-"""Names by which a module may define what its source does not show."""
+DYNAMIC = ("exec", "globals", "locals", "vars", "modules", "f_globals", "__getattr__")
+"""Names by which a module may define what its source does not show: `modules` is that of sys."""
+TOO_DEEP = (RecursionError, MemoryError)
+"""What is raised for a source that is nested too deeply to be looked at; it may be good Python."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def define(spec: str) -> Definition:
     except (SyntaxError, ValueError) as error:
         place = f" (at {path}:{getattr(error, 'lineno', None) or 1})"
         return Definition("broken", says=f"{type(error).__name__}: {getattr(error, 'msg', error)}{place}")
-    except OSError:
+    except (OSError, *TOO_DEEP):
         return UNKNOWN
     return _Source(tree).define(name)
 
@@ -97,7 +99,7 @@ def source_file(location: str) -> Path | None:
     parts = location.split(".")
     for number in range(len(parts)):
         try:  # unlike importlib.util.find_spec, it imports no package on the way
-            found = PathFinder.find_spec(".".join(parts[: number + 1]), places)
+            found = PathFinder.find_spec(parts[number], places)  # whose parents it would look for by dots
         except (ImportError, ValueError):
             return None
         if found is None:
@@ -115,7 +117,7 @@ def marked_functions(location: str, marks: Sequence[str]) -> Iterator[tuple[str,
     path = source_file(location)
     try:
         source = None if path is None else _Source(ast.parse(path.read_bytes()))
-    except (SyntaxError, ValueError, OSError):  # importing it says so
+    except (SyntaxError, ValueError, OSError, *TOO_DEEP):  # importing it says so
         return
     if source is None:
         return
@@ -148,15 +150,15 @@ class _Source:
         self.is_dynamic = any(
             (isinstance(node, ast.Name) and node.id in DYNAMIC)
             or (isinstance(node, Function) and node.name in DYNAMIC)
-            or (isinstance(node, ast.Attribute) and node.attr == "modules")  # of sys
+            or (isinstance(node, ast.Attribute) and node.attr in DYNAMIC)
             or (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
             for node in nodes
         )
-        self.rebound = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        self.changed = {name for node in nodes for name in _changed_names(node)}
 
     def define(self, name: str) -> Definition:
         """Return what is known of the object with this name, which has no dots where anything is known."""
-        if "." in name or self.is_dynamic or name in self.rebound:
+        if "." in name or self.is_dynamic or name in self.changed:
             return UNKNOWN
         if name not in self.bound:
             names = sorted(known for known in self.bound if not known.startswith("_"))
@@ -175,8 +177,12 @@ class _Source:
 
     def _function(self, node: Function) -> Definition:
         if not all(self._is_ours(decorator) for decorator in node.decorator_list):
-            return Definition("unknown")
-        return Definition("function", _signature(node.args), isinstance(node, ast.AsyncFunctionDef))
+            return UNKNOWN
+        try:
+            signature = _signature(node.args)
+        except ValueError:  # an argument twice, of which importing it says so
+            return UNKNOWN
+        return Definition("function", signature, isinstance(node, ast.AsyncFunctionDef))
 
     def _class(self, node: ast.ClassDef) -> Definition:
         if node.decorator_list or node.keywords:
@@ -207,8 +213,10 @@ class _Source:
         if base.id == "object" and base.id not in self.bound:
             return Definition("class", Signature(), is_whole=True)
         other = self.only(base.id)
-        if isinstance(other, ast.ClassDef) and other.lineno < node.lineno and base.id not in self.rebound:
-            return self._class(other)
+        if isinstance(other, ast.ClassDef) and other.lineno < node.lineno and base.id not in self.changed:
+            known = self._class(other)
+            if "__init_subclass__" not in known.methods:  # which may give a class more
+                return known
         return UNKNOWN
 
     def _is_ours(self, decorator: ast.expr) -> bool:
@@ -266,6 +274,18 @@ def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) ->
     if argument.annotation is not None:
         written["annotation"] = _Written(argument.annotation)
     return Parameter(argument.arg, kind, **written)
+
+
+def _changed_names(node: ast.AST) -> list[str]:
+    """Return the names that a part of a module gives other objects, or whose objects it gives attributes."""
+    if isinstance(node, ast.Global):
+        return node.names
+    changed: ast.AST | None = None
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        changed = node.value
+    elif isinstance(node, ast.Call) and _called_name(node) in ("setattr", "delattr") and node.args:
+        changed = node.args[0]
+    return [changed.id] if isinstance(changed, ast.Name) else []
 
 
 def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

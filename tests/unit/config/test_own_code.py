@@ -191,6 +191,12 @@ ACCEPTED = [
     (LOSSES, "def make():\n    global f\n    def f(x): ..."),
     (LOSSES, "exec('f = print')"),
     (LOSSES, "def __getattr__(name): ..."),
+    (LOSSES, "vars()['f'] = print"),
+    (LOSSES, "from sys import modules\nsetattr(modules[__name__], 'f', print)"),
+    (LOSSES, "import inspect\ninspect.currentframe().f_globals['f'] = print"),
+    (LOSSES, "def f(x): ...\nf.__signature__ = 1"),
+    (LOSSES, "def f(a, a): ..."),  # importing it says so
+    (LOSSES, f"x = {' + '.join('1' * 9000)}\ndef f(x): ..."),
     (
         LOSSES,
         "from hybridflow.algorithms.policy_losses import register_policy_loss\n"
@@ -213,6 +219,9 @@ ACCEPTED = [
     (ENVIRONMENTS, "class E(Base):\n    def reset(self, *rows): ..."),
     (ENVIRONMENTS, "class E(A, B): ..."),
     (ENVIRONMENTS, "class E:\n    reset = step = print"),
+    (ENVIRONMENTS, "class E: ...\nE.reset = E.step = print"),
+    (ENVIRONMENTS, "class E: ...\nfor name in ('reset', 'step'):\n    setattr(E, name, print)"),
+    (ENVIRONMENTS, "class B:\n    def __init_subclass__(cls): cls.reset = cls.step = print\nclass E(B): ..."),
     (ENVIRONMENTS, "class E(metaclass=M): ..."),
     (
         f"{ENVIRONMENTS} data.environment_options={{a:1}}",
@@ -256,11 +265,13 @@ def test_what_the_source_leaves_open_is_not_refused(
     prepare_config(PPOConfig, keys_of(base, tmp_path, source, keys))
 
 
+@pytest.mark.parametrize("packages", [("shelf", "shelf/inner"), ("shelf",), ("shelf/inner",), ()])
 def test_a_module_is_read_by_its_dotted_name(
-    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packages: tuple[str, ...]
 ) -> None:
-    for folder in ("shelf", "shelf/inner"):
-        (tmp_path / folder).mkdir()
+    """Also where some of its folders have no __init__.py."""
+    (tmp_path / "shelf/inner").mkdir(parents=True)
+    for folder in packages:
         (tmp_path / folder / "__init__.py").write_text(NEVER_RUN)
     (tmp_path / "shelf/inner/mine.py").write_text(f"{NEVER_RUN}def f(log_prob, uid): ...")
     monkeypatch.syspath_prepend(tmp_path)

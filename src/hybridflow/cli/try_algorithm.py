@@ -60,11 +60,19 @@ def try_algorithm(options: argparse.Namespace) -> int:
 
 
 def _is_loss(name: str) -> bool:
-    """Return whether a name is that of a policy loss: a built-in one, or a function that takes log_prob."""
+    """Return whether a name is that of a policy loss: a built-in one, or a function that takes log_prob, or
+    that takes anything by place, as only losses do.
+
+    A function that is not known by its source is loaded.
+    """
     from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
-    from hybridflow.config.source_code import define
+    from hybridflow.config.source_code import define, definition_of
+    from hybridflow.data.plugin import load_function
 
     if ":" not in name:
         return name in POLICY_LOSSES and name not in ESTIMATORS
-    signature = define(name).signature
-    return signature is not None and "log_prob" in signature.parameters
+    found = define(name)
+    if found.kind == "unknown":
+        found = definition_of(load_function(name, key="algorithm"))
+    arguments = {} if found.signature is None else found.signature.parameters
+    return "log_prob" in arguments or any(each.kind is each.VAR_POSITIONAL for each in arguments.values())

@@ -67,20 +67,22 @@ def try_estimator(config: PPOConfig) -> Trial:
     """Return what the estimator of `algorithm.adv_estimator` gives. Raises what it raises."""
     estimator = find_estimator(config.algorithm)
     batch = small_batch()
+    given = _copy(batch)
 
     def advantages(rows: DataProto) -> Tensor:
         found: Tensor = estimate_advantages(rows, config, estimator).batch["advantages"]
         return found
 
-    found = advantages(batch)
+    found = advantages(given)
     mask = batch.batch["response_mask"]
     order = [3, 5, 1, 0, 4, 2]
-    renamed = batch.select_idxs(range(len(batch)))
+    renamed = _copy(batch)
     renamed.non_tensor_batch["uid"] = np.array(["z" if uid == "a" else "y" for uid in PROMPTS], dtype=object)
     checks = [
         _same("junk outside of response_mask", lambda: advantages(_spoilt(batch)), found),
         _same("another order of the rows", lambda: advantages(batch.select_idxs(order)), found[order]),
         _same("other names of the prompts", lambda: advantages(renamed), found),
+        _unchanged(given, batch),
         _holds("tokens outside of response_mask get 0", bool((found[~mask] == 0).all()), _listed(found)),
         _holds("every number is finite", bool(found.isfinite().all()), _listed(found)),
     ]
@@ -113,10 +115,16 @@ def try_loss(config: PPOConfig) -> Trial:
                 "the loss has no gradient: torch can derive nothing of it by log_prob; is that detached, or "
                 "turned into numbers?"
             )
-        (gradient,) = torch.autograd.grad(loss, leaf)
+        try:
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"torch cannot derive the loss by log_prob (a loss calls no backward itself): {error}"
+            ) from error
         return float(loss.detach()), gradient
 
-    loss, gradient = loss_and_gradient(batch, current)
+    given = _copy(batch)
+    loss, gradient = loss_and_gradient(given, current)
 
     def in_parts() -> Tensor:
         parts = [(batch.select_idxs(rows), current[list(rows)]) for rows in (range(3), range(3, 6))]
@@ -129,6 +137,7 @@ def try_loss(config: PPOConfig) -> Trial:
     checks = [
         _same("a cut into two micro-batches", in_parts, whole),
         _same("junk outside of response_mask", of_spoilt, whole),
+        _unchanged(given, batch),
         _holds("every number is finite", math.isfinite(loss) and bool(gradient.isfinite().all()), str(loss)),
         _holds(
             "tokens outside of response_mask have no gradient", not gradient[~mask].any(), _listed(gradient)
@@ -177,10 +186,14 @@ def small_batch() -> DataProto:
     return DataProto.from_dict(tensors, {"uid": np.array(PROMPTS, dtype=object)})
 
 
+def _copy(batch: DataProto) -> DataProto:
+    return batch.select_idxs(range(len(batch)))
+
+
 def _spoilt(batch: DataProto) -> DataProto:
     """Return the batch with junk in every real column outside of the mask."""
     mask = batch.batch["response_mask"]
-    spoilt = batch.select_idxs(range(len(batch)))
+    spoilt = _copy(batch)
     for name, column in batch.batch.items():
         if column.shape == mask.shape and column.is_floating_point():
             spoilt.batch[name] = column.where(mask, JUNK)
@@ -196,6 +209,12 @@ def _same(meaning: str, compute: Callable[[], Tensor], wanted: Tensor) -> Check:
     if torch.allclose(found, wanted, rtol=0, atol=TOLERANCE):
         return Check(meaning, "")
     return Check(meaning, f"wanted {_plain(wanted)}, got {_plain(found)}")
+
+
+def _unchanged(given: DataProto, before: DataProto) -> Check:
+    """Check that a function has left its columns alone, which others read after it."""
+    changed = [name for name, column in before.batch.items() if not torch.equal(given.batch[name], column)]
+    return _holds("the columns stay as they are", not changed, f"other values in {', '.join(changed)}")
 
 
 def _holds(meaning: str, holds: bool, found: Any) -> Check:

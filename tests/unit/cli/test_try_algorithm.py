@@ -19,6 +19,7 @@ TOGETHER = {
 }
 """What some built-in ones want beside them."""
 OWN = """
+import functools
 import torch
 from hybridflow.algorithms.aggregation import LossOutput, aggregate
 
@@ -48,6 +49,41 @@ def own_mean(log_prob, advantages, response_mask):
     return LossOutput(loss, {})
 
 
+def by_place_of_arguments(*arguments):
+    return own_mean(*arguments[:1], *arguments[2:4])
+
+
+own_partial = functools.partial(own_mean)
+
+
+def in_place(token_level_rewards, response_mask):
+    token_level_rewards -= 0.5
+    return token_level_rewards * response_mask, token_level_rewards
+
+
+def loss_in_place(log_prob, advantages, response_mask, scale):
+    advantages *= 2
+    return LossOutput(aggregate(-advantages * log_prob, response_mask, "token-mean", scale), {})
+
+
+def per_token(log_prob):
+    return LossOutput(-log_prob, {})
+
+
+def number(log_prob):
+    return LossOutput(1.0, {})
+
+
+def odd_metric(log_prob):
+    return LossOutput(log_prob.sum(), {"mean": log_prob.mean()})
+
+
+def derived(log_prob, response_mask):
+    loss = (log_prob * response_mask).sum()
+    loss.backward()
+    return LossOutput(loss, {})
+
+
 def detached(log_prob, advantages, response_mask, scale):
     return LossOutput(aggregate(-advantages * log_prob.detach(), response_mask, "token-mean", scale), {})
 """
@@ -63,7 +99,7 @@ def own(tmp_path: Path) -> str:
 def test_what_is_built_in_passes_every_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["try-algorithm", name, *TOGETHER.get(name, [])])
     shown = capsys.readouterr()
-    assert (status, shown.err) == (0, "") and "WRONG" not in shown.out and shown.out.count("ok  ") == 5
+    assert (status, shown.err) == (0, "") and "WRONG" not in shown.out and shown.out.count("ok  ") == 6
 
 
 def test_the_numbers_are_those_of_the_formula(own: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +126,14 @@ def test_the_numbers_are_those_of_the_formula(own: str, capsys: pytest.CaptureFi
         ("by_place", 1, "WRONG another order of the rows changes nothing"),
         ("unmasked", 1, "WRONG tokens outside of response_mask get 0"),
         ("own_mean", 1, "WRONG a cut into two micro-batches changes nothing"),
+        ("by_place_of_arguments", 1, "WRONG a cut into two micro-batches changes nothing"),
+        ("own_partial", 1, "WRONG a cut into two micro-batches changes nothing"),
+        ("in_place", 1, "WRONG the columns stay as they are: got other values in token_level_rewards"),
+        ("loss_in_place", 1, "WRONG the columns stay as they are: got other values in advantages"),
+        ("per_token", 1, "policy loss per_token returned a loss of the shape [6, 3], wanted one number"),
+        ("number", 1, "policy loss number returned a float as its loss, wanted a tensor"),
+        ("odd_metric", 1, "returned a Tensor as the metric mean, wanted a pair"),
+        ("derived", 1, "a loss calls no backward itself"),
         ("detached", 1, "the loss has no gradient"),
         ("by_uid", 1, "group_ids"),
         ("nothing", 1, "nothing"),

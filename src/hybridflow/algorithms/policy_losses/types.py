@@ -58,7 +58,7 @@ class PolicyLoss:
 
         `**rest` takes all that is available. A function that takes `*args`, such as one that wraps another,
         gets `GIVEN` by position. Raises ConfigError where an argument without a default is not there, and
-        where the result is no LossOutput.
+        where the result is no LossOutput of one number.
         """
         kinds = {argument.kind for argument in inspect.signature(self.function).parameters.values()}
         named = _named(self.function)
@@ -77,11 +77,8 @@ class PolicyLoss:
         if Parameter.VAR_KEYWORD in kinds and not places:
             names = list(available)
         result = self.function(*places, **{name: available[name] for name in names})
-        if not isinstance(result, LossOutput):
-            raise ConfigError(
-                f"policy loss {self.name} returned a {type(result).__name__}, wanted "
-                "LossOutput(loss, metrics)"
-            )
+        if fault := _fault(result):
+            raise ConfigError(f"policy loss {self.name} returned {fault}")
         return result
 
     @property
@@ -92,6 +89,21 @@ class PolicyLoss:
     def select_arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of `available` that its `select` takes by keyword."""
         return {name: available[name] for name in self.select_keywords if name in available}
+
+
+def _fault(result: Any) -> str:
+    """Return what is wrong with the result of a loss, and what was wanted, or ""."""
+    if not isinstance(result, LossOutput):
+        return f"a {type(result).__name__}, wanted LossOutput(loss, metrics)"
+    if not isinstance(result.loss, Tensor):
+        return f"a {type(result.loss).__name__} as its loss, wanted a tensor of one number, with its gradient"
+    if result.loss.dim():
+        shape = list(result.loss.shape)
+        return f"a loss of the shape {shape}, wanted one number: `aggregate` makes one of a number a token"
+    for name, ratio in result.metrics.items():
+        if not isinstance(ratio, tuple) or len(ratio) != 2:
+            return f"a {type(ratio).__name__} as the metric {name}, wanted a pair: numerator, denominator"
+    return ""
 
 
 def _named(function: Callable[..., Any]) -> dict[str, Parameter]:

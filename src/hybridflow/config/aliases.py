@@ -23,18 +23,25 @@ MODELS = r"(actor_rollout_ref\.(?:actor|ref)|critic)\."
 PPO_ALIASES: tuple[tuple[str, str], ...] = (
     # short forms in which tables of documents write the keys
     (r"(actor|rollout|ref|model)\.(.+)", r"actor_rollout_ref.\1.\2"),
+    (r"(actor_rollout_ref|critic|reward_model)\.model\.use_rmpad", r"\1.model.use_remove_padding"),
     # where the reward lived in older versions
     (r"reward_model\.reward_fn\.(path|name)", r"reward.custom_reward_function.\1"),
+    (
+        r"(?:reward_model|reward|custom_reward_function)\.overlong_buffer\.(.+)",
+        r"reward.reward_kwargs.overlong_buffer_cfg.\1",
+    ),
     (r"custom_reward_function\.(.+)", r"reward.custom_reward_function.\1"),
     (r"reward_model\.reward_manager", r"reward.reward_manager.name"),
     (r"reward_manager\.(.+)", r"reward.reward_manager.\1"),
-    (r"(?:reward_model|reward)\.overlong_buffer\.(.+)", r"reward.reward_kwargs.overlong_buffer_cfg.\1"),
     (r"reward_model\.(reward_kwargs|sandbox_fusion)\.(.+)", r"reward.\1.\2"),
     (
         r"(?:reward_model|reward\.reward_model)\."
-        r"(max_concurrent|max_rpm|max_tpm|estimated_tokens_per_request|timeout)",
+        r"(max_concurrent|max_rpm|max_tpm|estimated_tokens_per_request|timeout|num_workers)",
         r"reward.\1",
     ),
+    (r"reward_model\.reward_loop_source", r"reward.reward_manager.source"),
+    (r"reward_model\.reward_loop_module_path", r"reward.reward_manager.module.path"),
+    (r"reward_model\.reward_loop_class_name", r"reward.reward_manager.module.name"),
     (r"sandbox_fusion\.(.+)", r"reward.sandbox_fusion.\1"),
     (r"reward_model\.(.+)", r"reward.reward_model.\1"),
     # LoRA under the actor
@@ -58,10 +65,18 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"skip\.rollout\.(enable|dump_dir|action|steps|max_dump_step)", r"actor_rollout_ref.rollout.skip.\1"),
     (r"trainer\.profile_steps", r"global_profiler.steps"),
     (
+        r"trainer\.((?:controller|worker)_nsight_options\..+)",
+        r"global_profiler.global_tool_config.nsys.\1",
+    ),
+    (
         r"actor_rollout_ref\.rollout\.prometheus\.(enable|file|served_model_name)",
         r"trainer.prometheus.\1",
     ),
     (r"actor_rollout_ref\.rollout\.prometheus\.port", r"trainer.prometheus.reload_port"),
+    (
+        ROLLOUT + r"multi_turn\.enable_tokenization_sanity_check",
+        r"actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
+    ),
     (ROLLOUT + r"multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     (r"data\.tool_config_path", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     (ROLLOUT + r"response_length", r"data.max_response_length"),
@@ -79,6 +94,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),
     (MODELS + r"use_torch_compile", r"\1.fsdp_config.use_torch_compile"),
     (MODELS + r"fsdp_config\.dtype", r"\1.fsdp_config.mixed_precision.param_dtype"),
+    (r"ray_init\.timeline_json_file", r"ray_kwargs.timeline_json_file"),
     (r"ray_init\.(.+)", r"ray_kwargs.ray_init.\1"),
     # sizes over all devices, deprecated; taken as the sizes per device, which they are with one
     (LEARNERS + r"ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
@@ -88,6 +104,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref.\1.log_prob_micro_batch_size_per_gpu",
     ),
     # losses and rollout correction
+    (r"actor_rollout_ref\.actor\.use_token_level_loss", r"actor_rollout_ref.actor.loss_agg_mode"),
     (r"actor_rollout_ref\.actor\.(tau_pos|tau_neg)", r"actor_rollout_ref.actor.policy_loss.\1"),
     (r"algorithm\.(rollout_[ir]s\w*)", r"algorithm.rollout_correction.\1"),
     (
@@ -108,6 +125,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (LEARNERS + r"checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
     (r"trainer\.default_hdfs_dir", r"trainer.remote_checkpoint_dir"),
+    (r"trainer\.val_generations_to_log_to_wandb", r"trainer.log_val_generations"),
     (r"actor_rollout_ref\.model\.external_libs", r"actor_rollout_ref.model.external_lib"),
 )
 
@@ -130,6 +148,10 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
             ("lr_wsd_decay_steps", {None: -1}),
         )
     },
+    "actor_rollout_ref.rollout.name": {"sglang_async": "sglang"},
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": {True: "strict", False: "disable"},
+    # an early version of verl divided by each response's length where it did not divide by all tokens
+    "actor_rollout_ref.actor.loss_agg_mode": {True: "token-mean", False: "seq-mean-token-mean"},
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},

@@ -64,9 +64,19 @@ class Change(NamedTuple):
     key: str
     value: Any
     reason: str
+    needed: bool = True
+    """Whether the run cannot start without the change."""
+
+    @property
+    def word(self) -> str:
+        """The change as a word of the command line."""
+        value = self.value
+        if isinstance(value, list):
+            value = f"[{','.join(map(_shown, value))}]"
+        return f"{self.key}={_shown(value)}"
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.reason} (trainer.on_missing=fallback)"
+        return f"{self.word}: {self.reason} (trainer.on_missing=fallback)"
 
 
 @dataclass(frozen=True)
@@ -143,12 +153,6 @@ def prepare_config(
     """
     loaded: Loaded[C]
     loaded, problems = _load(root, overrides, recipe, values)
-    if problems:
-        # what follows from several keys is not looked at: some have their defaults
-        problems += name_problems(loaded.config)
-        if missing is not None and runs:
-            problems += missing(loaded.config)
-        raise_all(problems)
     config: C = loaded.config
     changes: Sequence[Change] = ()
     if fallback is not None:
@@ -156,17 +160,23 @@ def prepare_config(
     way_out = ""
     if config.trainer.on_missing == "fallback":
         config = with_values(config, {change.key: change.value for change in changes})
-    elif changes and runs:
-        way_out = (
-            f"trainer.on_missing=fallback goes on with {', '.join(f'{c.key}={c.value}' for c in changes)}"
-        )
+    else:
+        if runs and any(change.needed for change in changes):
+            words = ", ".join(change.word for change in changes)
+            way_out = f"add trainer.on_missing=fallback to run with what is here: {words}"
         changes = ()
-    config, notes = resolve(config, loaded.given)
-    notes = [*map(str, changes), *notes]
     lacking: list[str] = []
-    if missing is not None:
-        lacking = missing(config)
     try:
+        if problems:
+            # what follows from several keys is not looked at: some have their defaults
+            problems += name_problems(config)
+            if missing is not None and runs:
+                problems += missing(config)
+            raise_all(problems)
+        config, notes = resolve(config, loaded.given)
+        notes = [*map(str, changes), *notes]
+        if missing is not None:
+            lacking = missing(config)
         notes += check(
             config,
             loaded.given,
@@ -325,6 +335,7 @@ def _normalise(
     fates = [_fate(root, setting) for setting in settings]
     accepted: list[Setting] = []
     notes: dict[str, None] = {}
+    ignored: dict[tuple[str, str], dict[str, None]] = {}
     refused: dict[str, list[str]] = {}
     known = [*keys_of(root), *blocks_of(root)]
     for setting, result, place in zip(settings, fates, _replacements(settings, fates), strict=True):
@@ -337,19 +348,34 @@ def _normalise(
         elif result.kind == "refused":
             refused.setdefault(result.reason, []).append(shown)
         elif result.kind == "no effect":
-            notes[f"{shown} has no effect: {result.reason}"] = None
+            block, _, name = setting.path.rpartition(".")
+            named = ignored.setdefault((block, result.reason), {})
+            named[f"{name}={_shown(setting.value)}"] = None
         elif result.kind == "alias" and result.path == setting.path:
             notes[f"{shown} is now {_shown(result.value)}"] = None
             accepted.append(Setting(setting.path, result.value))
         elif result.kind == "alias":
-            notes[f"{setting.path} is now {result.path}"] = None
+            now = result.path
+            if not setting.delete and result.value != setting.value:
+                now += f"={_shown(result.value)}"
+            notes[f"{setting.path} is now {now}"] = None
             if not _leaves_open(setting, result):
                 accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
     # a reason that many keys share is said once
     problems.extend(f"{', '.join(shown)}: {reason}" for reason, shown in refused.items())
-    return accepted, list(notes)
+    return accepted, [*_ignored_notes(ignored), *notes]
+
+
+def _ignored_notes(ignored: Mapping[tuple[str, str], Mapping[str, None]]) -> Iterator[str]:
+    """Give a note for the keys of each block that have no effect for the same reason."""
+    for (block, reason), named in ignored.items():
+        dot = "." if block else ""
+        if len(named) == 1:
+            yield f"{block}{dot}{next(iter(named))} has no effect: {reason}"
+        else:
+            yield f"{block}{dot}{{{', '.join(named)}}} have no effect: {reason}"
 
 
 def _fate(root: type[Any], setting: Setting) -> KeyStatus:

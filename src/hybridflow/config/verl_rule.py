@@ -69,6 +69,7 @@ def sharding(block: str) -> tuple[Rule, ...]:
             rf"{block}\.mixed_precision\.buffer_dtype", FLOAT32, "buffers (rotary positions) stay in float32"
         ),
         ignored(rf"{block}\.use_orig_params", "FSDP2 always keeps the original parameters"),
+        ignored(rf"{block}\.grad_offload", "gradients are freed after each optimizer step"),
     )
 
 
@@ -78,10 +79,9 @@ FUSED_ALWAYS = (
 )
 FUSED_BACKEND = Rule(
     r".+\.fused_kernel_options\.impl_backend",
-    (None, "torch"),
-    FUSED_ALWAYS,
-    "set torch, which never holds whole logits: Liger's fused cross-entropy in Triton gives no entropy of "
-    "the tokens",
+    (None, "torch", "triton"),
+    f"{FUSED_ALWAYS}; that function is PyTorch's on every device",
+    "set torch",
 )
 
 # The run folder and the log of Hydra itself, which nothing here starts.

@@ -93,7 +93,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
 
 MODEL: tuple[Rule, ...] = (
     ignored(
-        r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding",
+        r"(actor_rollout_ref|critic|reward)\.(\w+\.){0,2}use_remove_padding",
         "sequences are always packed, so no padding is ever computed",
     ),
     Rule(
@@ -152,7 +152,12 @@ ENGINE: tuple[Rule, ...] = (
         "deterministic CUDA kernels are not in this version: leave it out",
     ),
     seed(r".+\.data_loader_seed"),
-    ignored(r"critic\.rollout_n", "actor_rollout_ref.rollout.n decides"),
+    ignored(r"(critic|actor_rollout_ref\.actor)\.rollout_n", "actor_rollout_ref.rollout.n decides"),
+    only(
+        r"(critic|actor_rollout_ref\.(actor|ref)|reward\.reward_model)\.load_weight",
+        (None, True),
+        "a model's weights are always loaded",
+    ),
     ignored(r".+\.checkpoint\.mbridge_config\..+", "it is read only with Megatron, and the engine is FSDP2"),
     Rule(
         r"actor_rollout_ref\.hybrid_engine",
@@ -205,6 +210,13 @@ ROLLOUTS: tuple[Rule, ...] = (
         "no response is started to be dropped: leave it out; trainer.schedule=fully_async trains on the "
         "groups that are done while slow ones go on",
     ),
+    off(
+        ROLLOUT + r"(chat_scheduler|multi_turn\.completion_callback)",
+        "what it did, an agent loop does: set actor_rollout_ref.rollout.agent.agent_loop_config_path "
+        "(docs/agents/agent_loops.md)",
+    ),
+    off(ROLLOUT + r"use_fire_sampling", LATER),
+    ignored(ROLLOUT + r"micro_batch_size", RESULTS_SAME),
     off(ROLLOUT + r"limit_images", "a row has as many pictures as its data gives it: leave it out"),
     only(
         ROLLOUT + r"multi_turn\.use_inference_chat_template",
@@ -232,6 +244,7 @@ DATA: tuple[Rule, ...] = (
         "rows always keep their messages and their token ids",
     ),
     ignored(r"data\.(filter_overlong_prompts_workers|use_shm)", RESULTS_SAME),
+    ignored(r"data\.need_tools_kwargs", "it changes no row: a row without tools_kwargs has none"),
     only(r"data\.audio_key", (*OFF, "audios"), "no model that is supported hears, and no sound is read"),
     ignored(r"data\.image_patch_size", "the size of patches is in the processor's file of the model"),
     off(
@@ -253,11 +266,12 @@ REWARD: tuple[Rule, ...] = (
         "name a pool in trainer.resource_pools and set trainer.placement.reward_model to it",
     ),
     ignored(
-        r"reward\.reward_model\.launch_reward_fn_async", "processes of their own (reward.num_workers) score"
+        r"reward\.reward_model\.(launch_reward_fn_async|use_reward_loop)",
+        "processes of their own (reward.num_workers) score",
     ),
     ignored(
-        r"reward\.reward_model\.model\.(input_tokenizer|use_remove_padding)",
-        "conversations are told in messages to the model's own template and tokenizer, and always packed",
+        r"reward\.reward_model\.model\.input_tokenizer",
+        "conversations are told in messages to the model's own template and tokenizer",
     ),
     ignored(
         r"reward\.reward_model\.(rollout|profiler|router)\..+",

@@ -14,7 +14,7 @@ from typing import ParamSpec
 from hybridflow.errors import HybridFlowError, Stopped, WorkerError, WorkerLost, WorkerTraceback
 
 P = ParamSpec("P")
-NOTE_LENGTH = 300
+NOTE_LENGTH = 1000
 SIGNALLED = 128
 """Exit status of a command that a signal has ended, less the number of the signal."""
 

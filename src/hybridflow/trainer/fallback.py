@@ -85,18 +85,23 @@ def _processes(config: PPOConfig | SFTConfig) -> Iterator[Change]:
     wanted = num_processes(trainer)
     unit = "GPU" if on_gpus else "CPU"
     here = f"{wanted} processes want a {unit} each, and this machine has {offered}"
+    needed = True
     if wanted > 1 and not is_installed("ray"):
         here = f"{wanted} processes want ray, which is not installed"
         gpus = min(gpus, 1)
     elif wanted <= offered and trainer.nnodes == 1:
-        return
+        if wanted == 1 or on_gpus or device == "cpu" or no_accelerator() is None:
+            return
+        # the processes were meant for GPUs, and as many cores would have to hold as many models
+        here = f"{wanted} processes want a GPU each, and this machine has none"
+        needed = False
     if trainer.nnodes > 1:
         yield Change("trainer.nnodes", 1, here)
     # processes on a CPU share its cores, so one is as fast, and it needs no Ray
-    yield Change("trainer.n_gpus_per_node", gpus if on_gpus else 1, here)
+    yield Change("trainer.n_gpus_per_node", gpus if on_gpus else 1, here, needed)
     for path, info in keys_of(type(config)).items():
         if path.rpartition(".")[2] in SIZES and get_value(config, path) not in (info.default, None, 1, -1):
-            yield Change(path, info.default, "the model is not spread over processes")
+            yield Change(path, info.default, "the model is not spread over processes", needed)
 
 
 def num_gpus() -> int:

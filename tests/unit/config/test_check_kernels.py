@@ -62,8 +62,5 @@ def test_liger_where_it_can_be(base: list[str], tmp_path: Path) -> None:
 def test_fused_kernels_are_always_on_in_torch(root: type[PPOConfig | SFTConfig], block: str) -> None:
     assert "always on" in status(root, f"{block}.use_fused_kernels", True).reason
     backend = f"{block}.fused_kernel_options.impl_backend"
-    assert status(root, backend, "torch").kind == "no effect"
-    assert (
-        status(root, backend, "triton").kind == "refused"
-        and "no entropy" in status(root, backend, "triton").reason
-    )
+    assert {status(root, backend, name).kind for name in ("torch", "triton")} == {"no effect"}
+    assert status(root, backend, "cutlass").kind == "refused"

@@ -89,6 +89,11 @@ def test_each_role_that_the_run_builds_is_looked_at(base: list[str], tmp_path: P
         ),
         ({"num_hidden_layers": 8}, "expert_parallel_size=2", "has no experts, which"),
         ({"num_experts": 4}, "tensor_parallel_size=2", "has 4 experts, which are not cut"),
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 3},
+            "tensor_parallel_size=2",
+            "tensor_parallel_size=2 does not divide num_attention_heads=9, num_key_value_heads=3 of",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_divided_as_asked_is_refused(
@@ -101,6 +106,22 @@ def test_a_model_that_cannot_be_divided_as_asked_is_refused(
         "trainer.n_gpus_per_node=4",
         "ray_kwargs.ray_init.num_cpus=4",
     )
+
+
+@pytest.mark.parametrize(("heads", "refused"), [(8, False), (6, True)])
+def test_heads_of_a_model_that_generates_with_several_ranks(
+    heads: int, refused: bool, base: list[str], tmp_path: Path
+) -> None:
+    """It is told before workers start: the engine of the trainer divides heads among its ranks."""
+    content = {"model_type": "qwen2", "text_config": {"num_attention_heads": heads}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    words = [*base, "trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"]
+    if refused:
+        said = problem(words)
+        assert "rollout.tensor_model_parallel_size=4 does not divide num_attention_heads=6 of " in said
+        assert said.endswith("set it to 1 or 2 or 3 or 6")
+    else:
+        prepare_config(PPOConfig, words)
 
 
 def rows(prompt: object) -> pa.Table:

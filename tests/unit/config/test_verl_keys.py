@@ -345,6 +345,11 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid",
     "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
     "actor_rollout_ref.rollout.data_parallel_size=2",
+    "actor_rollout_ref.rollout.chat_scheduler=examples.scheduler.Scheduler",
+    "actor_rollout_ref.rollout.use_fire_sampling=True",
+    "actor_rollout_ref.actor.load_weight=False",
+    "reward_model.reward_loop_source=importlib",
+    "reward_model.reward_loop_module_path=manager.py",
     "actor_rollout_ref.model.lora.rank=16",
     "actor.peft.peft_type=dora",
     "rollout.multi_turn.tool_server=http://tools:8080",
@@ -485,15 +490,19 @@ def test_values_of_verl_that_have_another_name_here() -> None:
         PPOConfig, ["algorithm.adv_estimator=rloo_vectorized", "algorithm.rollout_correction.rollout_is=none"]
     )
     assert loaded.config == load_config(PPOConfig, ["algorithm.adv_estimator=rloo"]).config
-    assert loaded.notes[0] == "algorithm.adv_estimator=rloo_vectorized is now rloo" and len(loaded.notes) == 2
+    assert "algorithm.adv_estimator=rloo_vectorized is now rloo" in loaded.notes and len(loaded.notes) == 2
+    old = load_config(PPOConfig, ["actor_rollout_ref.rollout.name=sglang_async"])
+    assert old.config.actor_rollout_ref.rollout.name == "sglang" and len(old.notes) == 1
     assert status(PPOConfig, "algorithm.adv_estimator", "grpo_vectorized").value == "grpo"
 
 
 def test_a_null_in_place_of_a_block_leaves_it_as_it_is() -> None:
     loaded = load_config(PPOConfig, ["algorithm.rollout_correction=null", "algorithm.filter_groups=null"])
     assert loaded.config == load_config(PPOConfig).config and all(
-        "has no effect" in note for note in loaded.notes
+        note.startswith("algorithm.{rollout_correction=null, filter_groups=null} have no effect: ")
+        for note in loaded.notes
     )
+    assert len(loaded.notes) == 1  # a reason that keys of a block share is said once
     assert (
         load_config(PPOConfig, ["algorithm.pf_ppo.weight_pow=3", "~algorithm.pf_ppo"]).config
         == load_config(PPOConfig).config
@@ -590,6 +599,38 @@ HONOURED = [
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
         64,
     ),
+    (
+        PPOConfig,
+        "actor_rollout_ref.actor.use_token_level_loss=True",
+        "actor_rollout_ref.actor.loss_agg_mode",
+        "token-mean",
+    ),
+    (
+        PPOConfig,
+        "actor_rollout_ref.actor.use_token_level_loss=False",
+        "actor_rollout_ref.actor.loss_agg_mode",
+        "seq-mean-token-mean",
+    ),
+    (
+        PPOConfig,
+        "custom_reward_function.overlong_buffer.len=64",
+        "reward.reward_kwargs.overlong_buffer_cfg.len",
+        64,
+    ),
+    (PPOConfig, "reward_model.num_workers=3", "reward.num_workers", 3),
+    (PPOConfig, "trainer.val_generations_to_log_to_wandb=3", "trainer.log_val_generations", 3),
+    (
+        PPOConfig,
+        "ray_init.timeline_json_file=timeline.json",
+        "ray_kwargs.timeline_json_file",
+        "timeline.json",
+    ),
+    (
+        PPOConfig,
+        "actor_rollout_ref.rollout.multi_turn.enable_tokenization_sanity_check=False",
+        "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
+        "disable",
+    ),
 ]
 
 
@@ -597,7 +638,35 @@ HONOURED = [
 def test_what_a_user_of_verl_asks_for_is_done(root: type, override: str, path: str, value: Any) -> None:
     loaded = load_config(root, [override])
     assert get_value(loaded.config, path) == value and path in loaded.given
-    assert loaded.notes == [f"{override.partition('=')[0]} is now {path}"]
+    name, _, given = override.partition("=")
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    now = path
+    if shown != given.lower():
+        now += f"={shown}"
+    assert loaded.notes == [f"{name} is now {now}"]
+
+
+HARMLESS = """
+actor_rollout_ref.actor.fsdp_config.grad_offload=True critic.model.fsdp_config.grad_offload=False
+actor_rollout_ref.model.use_rmpad=True critic.model.use_rmpad=True reward_model.model.use_rmpad=True
+actor_rollout_ref.actor.megatron.use_remove_padding=False
+actor_rollout_ref.rollout.micro_batch_size=128 actor_rollout_ref.rollout.chat_scheduler=null
+actor_rollout_ref.rollout.use_fire_sampling=False actor_rollout_ref.actor.load_weight=True
+actor_rollout_ref.actor.rollout_n=5 critic.rollout_n=5 data.need_tools_kwargs=True
+actor_rollout_ref.model.fused_kernel_options.impl_backend=triton
+reward_model.use_reward_loop=True reward_model.reward_loop_source=register
+reward_model.reward_loop_module_path=null trainer.controller_nsight_options.trace=cuda
+trainer.worker_nsight_options.kill=none
+"""
+"""Keys of scripts of older versions of verl, which say nothing that a run here does not do anyway."""
+
+
+def test_keys_of_older_scripts_that_change_nothing_stay() -> None:
+    words = HARMLESS.split()
+    loaded = load_config(PPOConfig, words)
+    assert loaded.config == load_config(PPOConfig).config and not loaded.given
+    said = " ".join(loaded.notes)
+    assert all(word.partition("=")[0].rpartition(".")[2] in said for word in words)
 
 
 def test_settings_of_the_queue_keep_their_names() -> None:

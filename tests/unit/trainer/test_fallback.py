@@ -40,6 +40,10 @@ CHANGED = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
 }
+AS_WORDS = [
+    f"{key}={value}".replace("=False", "=false").replace("['console']", "[console]")
+    for key, value in CHANGED.items()
+]
 
 
 @pytest.fixture
@@ -70,16 +74,45 @@ def test_the_refusal_names_the_switch_and_what_it_would_do(words: list[str]) -> 
     with pytest.raises(ConfigError) as refused:
         prepare(words)
     (way_out,) = refused.value.__notes__
-    assert way_out.startswith("trainer.on_missing=fallback ")
-    assert all(f"{key}={value}" in way_out for key, value in CHANGED.items())
+    assert way_out.startswith("add trainer.on_missing=fallback ")
+    assert all(word in way_out for word in AS_WORDS)
 
 
 def test_the_switch_starts_the_run_with_a_line_for_each_key(words: list[str]) -> None:
     config, notes = prepare([*words, "trainer.on_missing=fallback"])
     assert (config.trainer.controller, config.actor_rollout_ref.rollout.name) == ("local", "native")
-    for key, value in CHANGED.items():
-        (line,) = [note for note in notes if note.startswith(f"{key}={value}: ")]
+    for word in AS_WORDS:
+        (line,) = [note for note in notes if note.startswith(f"{word}: ")]
         assert line.endswith("(trainer.on_missing=fallback)")
+
+
+def test_wrong_keys_do_not_hide_the_switch(words: list[str]) -> None:
+    """With an unknown key, the switch is named where it is off, and has its effect where it is on."""
+    with pytest.raises(ConfigError, match="sglang") as refused:
+        prepare([*words, "trainer.no_such_key=1"])
+    assert refused.value.__notes__[0].startswith("add trainer.on_missing=fallback ")
+    with pytest.raises(ConfigError) as refused:
+        prepare([*words, "trainer.no_such_key=1", "trainer.on_missing=fallback"])
+    assert str(refused.value).startswith("unknown key trainer.no_such_key")
+    assert not hasattr(refused.value, "__notes__")
+
+
+def test_processes_for_gpus_become_one_on_a_cpu(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script for two GPUs trains in one process on a laptop, unless trainer.device=cpu says otherwise."""
+    monkeypatch.setattr(fallback_module, "num_cpus", lambda: 8)
+    spread = [
+        *words[:5],
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ]
+    config, _ = prepare([*spread, "trainer.on_missing=fallback"])
+    assert config.trainer.n_gpus_per_node == 1
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
+    with pytest.raises(ConfigError) as refused:
+        prepare([*spread, "data.train_batch_size=-1"])
+    assert not hasattr(refused.value, "__notes__")  # nothing that the run needs is missing
+    meant = prepare_config(PPOConfig, [*spread, "trainer.device=cpu"], runs=False).config
+    assert fallback(meant) == []
 
 
 def test_what_is_here_stays(words: list[str]) -> None:

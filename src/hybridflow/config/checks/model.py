@@ -7,7 +7,8 @@ file's content beyond its JSON: what only transformers or torch can tell is foun
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ TOKENIZER_FILES = (
 """Files of which a tokenizer's folder has at least one."""
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts of a layer in a config.json."""
+NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 INDEX = "model.safetensors.index.json"
+ACTOR_MODEL = "actor_rollout_ref.model"
 TEACHER = "distillation.teacher_model"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -43,6 +46,11 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
     for block, model, fsdp in built_models(config):
         if fsdp is not None:
             yield from _divided(model, fsdp, block)
+        if isinstance(config, PPOConfig) and block == ACTOR_MODEL:
+            rollout = config.actor_rollout_ref.rollout
+            if rollout.name == "native":
+                key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+                yield from _heads(_sizes(model), rollout.tensor_model_parallel_size, key, block, model)
         if isinstance(config, PPOConfig) and block == TEACHER and not model.path:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a teacher, and "
@@ -57,15 +65,10 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
 
 
 def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
-    """Yield one line for too few layers for the stages, and for experts that the ranks cannot share."""
-    content = None
-    if model.path and not is_remote(model.path):
-        content = _read_json(local(model.path) / "config.json")
-    if not isinstance(content, dict):
-        return
-    inner = content.get("text_config")
-    sizes = {**(inner if isinstance(inner, dict) else content), **model.override_config}
+    """Yield one line for too few layers for the stages, and for heads and experts that ranks cannot share."""
+    sizes = _sizes(model)
     where = f"{key}.path={model.path}"
+    yield from _heads(sizes, fsdp.tensor_parallel_size, "fsdp_config.tensor_parallel_size", key, model)
     layers = sizes.get("num_hidden_layers")
     parts = fsdp.pipeline_parallel_size * fsdp.virtual_pipeline_parallel_size
     if parts > 1 and isinstance(layers, int) and layers < parts:
@@ -73,7 +76,7 @@ def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
             f"{where} has {layers} layers, which make no {parts} parts: set "
             f"fsdp_config.pipeline_parallel_size × virtual_pipeline_parallel_size to at most {layers}"
         )
-    if content.get("vision_config") and fsdp.tensor_parallel_size > 1:
+    if sizes.get("vision_config") and fsdp.tensor_parallel_size > 1:
         yield (
             f"{where} reads pictures, and only models of text are cut by fsdp_config.tensor_parallel_size="
             f"{fsdp.tensor_parallel_size}: set it to 1"
@@ -91,6 +94,31 @@ def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
             f"{where} has {experts or 'no'} experts, which fsdp_config.expert_parallel_size={ranks} does not "
             "divide: set a divisor, or 1 for a dense model"
         )
+
+
+def _heads(sizes: Mapping[str, Any], ranks: int, key: str, block: str, model: ModelConfig) -> Iterator[str]:
+    """Yield one line where ranks of tensor parallelism cannot share the heads of attention."""
+    heads = {name: sizes[name] for name in NUMBERS_OF_HEADS if isinstance(sizes.get(name), int)}
+    wrong = [f"{name}={number}" for name, number in heads.items() if number % ranks]
+    if wrong:
+        common = math.gcd(*heads.values())
+        divisors = [str(number) for number in range(1, common + 1) if common % number == 0]
+        yield (
+            f"{key}={ranks} does not divide {', '.join(wrong)} of {block}.path={model.path}; set it to "
+            f"{' or '.join(divisors)}"
+        )
+
+
+def _sizes(model: ModelConfig) -> Mapping[str, Any]:
+    """Return the sizes of a model by its config.json and override_config; none where it is not here."""
+    content = None
+    if model.path and not is_remote(model.path):
+        content = _read_json(local(model.path) / "config.json")
+    if not isinstance(content, dict):
+        return {}
+    inner = content.get("text_config")
+    sizes = inner if isinstance(inner, dict) else content
+    return {"vision_config": content.get("vision_config"), **sizes, **model.override_config}
 
 
 def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterator[str]:

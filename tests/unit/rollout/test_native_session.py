@@ -416,6 +416,37 @@ def test_a_prompt_in_chunks_and_a_growing_row_share_little_memory(
     session.close()
 
 
+def test_where_memory_is_short_those_that_come_do_not_drive_out_a_long_prompt_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short prompts with long responses keep coming; the long one got no token in 1500 steps."""
+    monkeypatch.setattr(kv_cache, "AHEAD", 4)
+    draw = random.Random(1)
+    engine = tiny_engine(eos=(), max_num_batched_tokens=16, kv_cache="slots")
+    limit_memory(engine, 200, monkeypatch)
+    engine.sleep()
+    engine.wake_up()
+    session = engine.open()
+
+    def keep_coming(number: int) -> None:
+        while session.scheduler.num_waiting < 3:
+            number += 1
+            prompt = Prompt(random_prompt(draw, 8))
+            session.add([GenerationRequest(number, prompt, SamplingParams(120), seed=number)])
+
+    keep_coming(0)
+    session.step()
+    session.add([GenerationRequest(0, Prompt(random_prompt(draw, 100)), SamplingParams(3), seed=0)])
+    finished: list[int] = []
+    for step in range(300):
+        keep_coming(10 * (step + 1))
+        finished += [output.request_id for output in session.step()]
+        if 0 in finished:
+            break
+    assert 0 in finished and len(finished) > 2 and engine.stats.preemptions
+    session.close()
+
+
 def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(6)
     requests = [

@@ -120,6 +120,7 @@ class Session:
         self._finished: list[GenerationOutput] = []  # that no caller has got
         self._partial: Admission | None = None  # the newest chunk of the last row, in chunked prefill
         self._others_next = False  # whether prompts of one pass enter before its next chunk
+        self._preempted: set[int] = set()  # ids of requests, of which some may have finished
         self._longest_ever = 0  # most tokens that any request may come to
         cache.kept = self.prefixes
         self._training = [module for module in policy.modules() if module.training]
@@ -247,7 +248,8 @@ class Session:
         """Prefill, in one or more passes; a prompt in chunked prefill gives way to rows that have grown.
 
         Passes with a chunk take turns with passes of the prompts that have come meanwhile, so that a long
-        prompt holds up no others.
+        prompt holds up no others. One that was preempted lets none pass: where memory is short, those that
+        come would drive out all that wait, again and again.
         """
         count = self.rows.count
         if self._partial is not None and not self._grow(count, count, self._longest + 1):
@@ -255,7 +257,7 @@ class Session:
             self._preempt(count - 1)
         while self._partial or self.scheduler.may_enter(self.rows.count):
             batch: list[Admission] = []
-            if self._partial and self._others_next and self.scheduler.may_enter(self.rows.count):
+            if self._lets_others_pass and self.scheduler.may_enter(self.rows.count):
                 batch = self._next_batch(None)
             between = bool(batch)
             if not between:
@@ -266,6 +268,12 @@ class Session:
             self._enter(batch, goes_on=self._partial is not None and not between)
             if self._partial or (self.rows.count and not self.settings.closed):
                 break
+
+    @property
+    def _lets_others_pass(self) -> bool:
+        if self._partial is None or not self._others_next:
+            return False
+        return self.rows.rows[-1].request.request_id not in self._preempted
 
     def _next_batch(self, partial: Admission | None) -> list[Admission]:
         """Return the next prefill pass, which begins with a chunk of `partial`."""
@@ -388,6 +396,8 @@ class Session:
         if row is None:
             row = max(range(self.rows.count), key=lambda i: self.rows.rows[i].number)
         self.prefixes.release(self.rows.rows[row].prefix)
+        self._preempted &= self._live
+        self._preempted.add(self.rows.rows[row].request.request_id)
         so_far = self.rows.outputs([row], "abort")[0]
         self.scheduler.put_back(self.rows.rows[row].request.continued(so_far))
         self._remove([row])

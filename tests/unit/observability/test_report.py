@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.errors import DataError
 from hybridflow.observability.report import collect, write_report
-from hybridflow.observability.report.follow import MAX_POINTS
+from hybridflow.observability.report.follow import MAX_POINTS, RunFollower
 from hybridflow.observability.report.page import MAX_ROWS, MAX_SAMPLE_STEPS, embed_json, evenly
 from hybridflow.observability.report.rows import MAX_TEXT, MAX_TOKENS
 from hybridflow.observability.samples import SampleWriter
@@ -138,7 +138,13 @@ DIGITS = "1" + "0" * 400
         ("metrics.jsonl", "[2]", False),
         ("metrics.jsonl", '"step"', False),
         ("metrics.jsonl", '{"step": 2, "x": ' + DIGITS + ', "training/num_failed/a": "b"}', True),
+        ("metrics.jsonl", '{"step": 2, "training/num_failed/a": NaN, "agent/num_retried/b": Infinity}', True),
         ("timeline.jsonl", '{"step": 2, "spans": 5}', True),
+        (
+            "timeline.jsonl",
+            '{"step": 2, "spans": [["a", "b", 1, NaN], ["a", "b", 1, 1e999], [1, 2, 3, 4]]}',
+            True,
+        ),
         ("timeline.jsonl", DEEP, False),
         ("rollouts.jsonl", '{"step": 2, "uid": ' + HALF_DEEP + "}", False),
         ("samples/1.jsonl", DEEP, False),
@@ -149,6 +155,7 @@ DIGITS = "1" + "0" * 400
         ("samples/1.jsonl", '{"messages": [{"tool_calls": [5]}]}', False),
         ("samples/1.jsonl", '{"messages": [{"tool_calls": 5}]}', False),
         ("samples/1.jsonl", '{"media": [5]}', False),
+        ("samples/1.jsonl", '{"media": null}', True),
         ("samples/1.jsonl", '{"media": [{"picture": "x"}]}', False),
         ("samples/1.jsonl", '{"prompt": 5, "messages": null, "score": ' + DIGITS + "}", True),
     ],
@@ -175,6 +182,16 @@ def test_a_small_file_that_is_nested_too_deeply_is_told(tmp_path: Path, name: st
     run = make_run(tmp_path / "run")
     (run / name).write_text(DEEP)
     assert any(note.startswith(f"{name} could not be read") for note in collect(run)["notes"])
+
+
+def test_a_file_whose_name_is_no_number_is_no_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "samples" / "².jsonl").write_text("{}")
+    assert set(collect(run)["details"]) == {"samples/1"}
+    follower = RunFollower(run)
+    follower.poll()
+    epoch = follower.changes()["cursor"].partition(".")[0]
+    assert follower.changes(f"{epoch}.²")["metrics"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

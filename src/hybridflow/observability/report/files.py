@@ -191,7 +191,7 @@ class Folder:
         found = {}
         for path in self.path.glob("*.jsonl"):
             seen = fingerprint(path)
-            if path.stem.isdigit() and seen is not None:
+            if path.stem.isdecimal() and seen is not None:
                 found[int(path.stem)] = seen
         gone = [step for step in self.files if step not in found]
         for step in gone:

@@ -81,7 +81,7 @@ class RunFollower:
         """
         epoch, _, seen = cursor.partition(".")
         reset = epoch != self._epoch
-        after = int(seen) if seen.isdigit() and not reset else 0
+        after = int(seen) if seen.isdecimal() and not reset else 0
         answer = {
             "cursor": f"{self._epoch}.{self._number}",
             "reset": reset,
@@ -287,7 +287,8 @@ def _sums(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> dict[str, 
             if name.startswith(prefix) and isinstance(value, (int, float)):
                 cause = name.removeprefix(prefix)
                 sums[cause] = sums.get(cause, 0.0) + value
-    return sums
+    summed: dict[str, float] = finite(sums)
+    return summed
 
 
 def _names_of_run(config: Mapping[str, Any]) -> list[str]:
@@ -336,4 +337,12 @@ def _spans(line: Mapping[str, Any]) -> list[list[Any]]:
     spans = line.get("spans")
     if not isinstance(spans, list):
         return []
-    return [span for span in spans if isinstance(span, list) and len(span) == 4]
+    return [span for span in spans if isinstance(span, list) and len(span) == 4 and _is_span(*span)]
+
+
+def _is_span(lane: Any, name: Any, start: Any, end: Any) -> bool:
+    return isinstance(lane, str) and isinstance(name, str) and _is_time(start) and _is_time(end)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < 2**53

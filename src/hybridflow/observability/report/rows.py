@@ -138,7 +138,7 @@ def take_pictures(rows: Iterable[Mapping[str, Any]], most: float = math.inf) -> 
     """
     pictures: dict[str, str] = {}
     left = most
-    for medium in (medium for row in rows for medium in row.get("media", ())):
+    for medium in (medium for row in rows for medium in (row.get("media") or ())):
         picture = medium.pop("picture", None)
         if picture and medium["digest"] not in pictures and len(picture) <= left:
             pictures[medium["digest"]] = picture
@@ -148,7 +148,7 @@ def take_pictures(rows: Iterable[Mapping[str, Any]], most: float = math.inf) -> 
 
 def digests(rows: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the digests of all pictures that rows name."""
-    return {medium["digest"] for row in rows for medium in row.get("media", ())}
+    return {medium["digest"] for row in rows for medium in (row.get("media") or ())}
 
 
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -76,9 +76,16 @@ def choose_response(
 
     "ground_truth" is the answer itself, written as the row's built-in function wants it (`#### 72` for
     gsm8k); "empty" is the empty text. Another word is the name of a column, else of a file whose text is the
-    response to every row, else it is that text itself. Raises DataError for a file that cannot be read.
+    response to every row, else it is that text itself. Raises DataError for a file that cannot be read, and
+    where the ground truth is asked for and no row has one.
     """
     if response == GROUND_TRUTH:
+        if rows and all(_needed(place, row, "data_source")[1] is None for place, row in enumerate(rows)):
+            raise DataError(
+                "--response ground_truth: the rows have no ground truth (reward_model.ground_truth or the "
+                "column answer), so no right response is known; name a column that holds one "
+                "(--response COLUMN), give a text or a file, or let the model answer (--response generate)"
+            )
         forms = sorted({answer_form(config, str(row.get("data_source"))) for row in rows} - {"{}"})
         written = ""
         if forms:

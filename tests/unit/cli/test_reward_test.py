@@ -125,6 +125,19 @@ def test_test_cases_are_no_response(words: list[str], capsys: pytest.CaptureFixt
     assert "the ground truth of code is its test cases" in capsys.readouterr().err
 
 
+def test_rows_without_a_ground_truth_ask_for_a_response(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward may need none, as TRL's functions: then `None` is no right response that could be fed."""
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "2 + 2 = ", "solution": "4"}))
+    (tmp_path / "right.py").write_text(
+        "def right(completions, solution): return [float(s in c) for c, s in zip(completions, solution)]"
+    )
+    words = [*words, "reward.custom_reward_function.path=right.py:right"]
+    assert main(words) == 1 and "(--response COLUMN)" in capsys.readouterr().err
+    assert main([*words, "--response", "solution"]) == 0 and "1 of 1 rows scored" in capsys.readouterr().out
+
+
 def test_a_ground_truth_that_scores_nothing_is_remarked(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
-from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rule import OVERRIDES, Rule
 from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
 from hybridflow.config.verl_rules_sft import SFT_RULES
 
@@ -160,7 +160,7 @@ def _aliases() -> Iterator[tuple[str, ...]]:
 
 
 def _unique_rules() -> Sequence[Rule]:
-    return list({rule.pattern: rule for rule in (*PPO_RULES, *SFT_RULES)}.values())
+    return list({rule.pattern: rule for rule in (*OVERRIDES, *PPO_RULES, *SFT_RULES)}.values())
 
 
 def _rule(rule: Rule) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from hybridflow.config.aliases import rewrite, rewrite_value
 from hybridflow.config.root import SFTConfig
 from hybridflow.config.tree import blocks_of, is_native
-from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rule import OVERRIDES, Rule
 from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
 from hybridflow.config.verl_rules_sft import SFT_RULES
 
@@ -52,8 +52,9 @@ def status(root: type[Any], path: str, value: Any) -> KeyStatus:
         return KeyStatus("alias", path, f"{value} is now {instead}", instead)
     if isinstance(value, str) and value in REFUSED_VALUES.get(path, {}):
         return KeyStatus("refused", path, REFUSED_VALUES[path][value])
-    if path.endswith(".override_config.attn_implementation"):
-        return KeyStatus("no effect", path, "one attention serves training and generation")
+    for rule in OVERRIDES:
+        if re.fullmatch(rule.pattern, path):
+            return _ruled(rule, path, value)
     if path in blocks_of(root) and value is None:
         return KeyStatus("no effect", path, "the keys of the block keep their values")
     if is_native(root, path) or path in blocks_of(root):

@@ -27,6 +27,7 @@ MEGATRON_ALIASES: tuple[tuple[str, str], ...] = (
     (ROLES + r"expert_model_parallel_size", r"\1.fsdp_config.expert_parallel_size"),
     (ROLES + r"(param_offload|optimizer_offload|use_torch_compile)", r"\1.fsdp_config.\2"),
     (ROLES + r"dtype", r"\1.fsdp_config.mixed_precision.param_dtype"),
+    (r"(.+\.override_config)\.model_config\.(.+)", r"\1.\2"),
 )
 
 MEGATRON_VALUES: Mapping[str, Mapping[Any, Any]] = {

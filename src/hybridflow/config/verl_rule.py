@@ -84,6 +84,23 @@ FUSED_BACKEND = Rule(
     "set torch",
 )
 
+# Entries of a model's config.json that mean the same for every model; they come before the schema, in which
+# override_config takes any entry.
+OVERRIDES: tuple[Rule, ...] = (
+    ignored(r".+\.override_config\.attn_implementation", "one attention serves training and generation"),
+    Rule(
+        r".+\.override_config\.\w*(dropout|pdrop)",
+        (None, 0),
+        "dropout is always 0",
+        "dropout is always 0 here, since the log-probs of training and of generation must agree: leave it out",
+    ),
+    off(
+        r".+\.override_config\.moe_config(\..+)?",
+        "routers of experts are trained as the other weights are: leave it out",
+    ),
+    only(r".+\.override_config\.model_config", OFF, "the model's config.json stays as it is"),
+)
+
 # The run folder and the log of Hydra itself, which nothing here starts.
 HYDRA: tuple[Rule, ...] = (
     ignored(

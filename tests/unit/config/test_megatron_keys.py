@@ -57,6 +57,7 @@ def test_commands_of_mixtures_of_experts(command: str, sliced: int, stages: int,
         assert sizes(role) == (sliced, stages, 1) and role.fsdp_config.expert_parallel_size == experts
     assert not list(ppo_cluster_problems(config))
     if command == MOE_DAPO:
+        assert roles.model.override_config == {"max_position_embeddings": 10240}
         assert roles.actor.fsdp_config.param_offload and roles.actor.fsdp_config.optimizer_offload
         assert roles.ref.fsdp_config.param_offload
         assert any("moe_router_dtype=fp32 has no effect" in note for note in notes)

@@ -349,6 +349,8 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.rollout.use_fire_sampling=True",
     "actor_rollout_ref.actor.load_weight=False",
     "reward_model.reward_loop_source=importlib",
+    "actor_rollout_ref.model.override_config.attention_dropout=0.1",
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=True",
     "reward_model.reward_loop_module_path=manager.py",
     "actor_rollout_ref.model.lora.rank=16",
     "actor.peft.peft_type=dora",
@@ -657,6 +659,10 @@ actor_rollout_ref.model.fused_kernel_options.impl_backend=triton
 reward_model.use_reward_loop=True reward_model.reward_loop_source=register
 reward_model.reward_loop_module_path=null trainer.controller_nsight_options.trace=cuda
 trainer.worker_nsight_options.kill=none
+actor_rollout_ref.model.override_config.attention_dropout=0.
+actor_rollout_ref.model.override_config.embd_pdrop=0. actor_rollout_ref.model.override_config.resid_pdrop=0
+actor_rollout_ref.model.override_config.model_config={}
+actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=False
 """
 """Keys of scripts of older versions of verl, which say nothing that a run here does not do anyway."""
 

@@ -26,7 +26,8 @@ _PATTERNS = {
 }
 _GOES_ON = re.compile(r"\.?\d|[ \t]*[*×·^:/+÷][ \t]*[\w(\\]|[ \t]*[-−–][ \t]*\d")
 """What makes the text behind a number a part of it: 3:30, 2*36 and 5-6 are no numbers."""
-_GROUPED = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
+_GROUPS = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}")
+_WITH_COMMAS = re.compile(r"\d+,[\d,]*")
 _LEFT_OUT = re.compile(r"[\s,$€£¥₹+]|\\(?=[$%])")
 
 
@@ -41,7 +42,7 @@ def is_answer(text: str, ground_truth: Any, method: Literal["strict", "flexible"
     if found is None:
         return None
     number = found["number"]
-    if "," in number and not _GROUPED.search(number):
+    if "," in number and not all(map(_GROUPS.fullmatch, _WITH_COMMAS.findall(number))):
         if method == "strict":
             return False
         number = number.rpartition(",")[2]

@@ -15,28 +15,25 @@ from hybridflow.data.answers.verdict import one_spelling, same_answer
 from hybridflow.data.gsm8k import is_answer
 from hybridflow.rewards.functions import exact_match, geometry3k, gsm8k, math, math_dapo, search_r1
 
-FORMS: dict[str, tuple[Callable[..., Any], str]] = {
+REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "math": (math.compute_score, "So it is $\\boxed{{{}}}$."),
     "math_dapo": (math_dapo.compute_score, "So\nAnswer: {}"),
     "geometry3k": (geometry3k.compute_score, "<think>So</think>\\boxed{{{}}}"),
+    "math without a box": (lambda *row: math.compute_score(*row, boxed_only=False), "The answer is {}"),
+    "gsm8k": (gsm8k.compute_score, "So #### {}"),
+    "gsm8k flexible": (lambda *row: gsm8k.compute_score(*row, method="flexible"), "So it is {}"),
+    "search_r1": (search_r1.compute_score, "<answer>{}</answer>"),
+    "exact_match normalized": (lambda *row: exact_match.compute_score(*row, normalize=True), "{}"),
 }
-"""Rewards that judge the same answers, with the response that states one."""
-REWARDS: dict[str, Callable[..., Any]] = {
-    "math": math.compute_score,
-    "math without a box": lambda *row: math.compute_score(*row, boxed_only=False),
-    "math_dapo": math_dapo.compute_score,
-    "gsm8k": gsm8k.compute_score,
-    "gsm8k flexible": lambda *row: gsm8k.compute_score(*row, method="flexible"),
-    "geometry3k": geometry3k.compute_score,
-    "search_r1": search_r1.compute_score,
-    "exact_match normalized": lambda *row: exact_match.compute_score(*row, normalize=True),
-}
+"""Rewards, each with a response that states an answer."""
+ALIKE = ("math", "math_dapo", "geometry3k")
+"""Rewards that judge the same answers."""
 
 
-@pytest.mark.parametrize("reward", FORMS)
+@pytest.mark.parametrize("reward", ALIKE)
 @pytest.mark.parametrize(("right", "table"), [(True, EQUAL), (False, DIFFERENT)], ids=["right", "wrong"])
 def test_answers(reward: str, right: bool, table: dict[str, list[tuple[str, str]]]) -> None:
-    compute_score, form = FORMS[reward]
+    compute_score, form = REWARDS[reward]
     misjudged = [
         (kind, truth, answer)
         for kind, pairs in table.items()
@@ -61,7 +58,7 @@ def test_responses(reward: str) -> None:
     misjudged = [
         (response, truth)
         for response, truth, right in RESPONSES[reward]
-        if (REWARDS[reward]("x", response, truth)["acc"] == 1.0) != right
+        if (REWARDS[reward][0]("x", response, truth)["acc"] == 1.0) != right
     ]
     assert not misjudged
 
@@ -142,18 +139,13 @@ MOST_SECONDS = 30.0
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_string_scores_nothing_and_ends(name: str) -> None:
     text = HOSTILE[name]
-    responses = [text, f"\\boxed{{{text}}}", f"Answer: {text}", f"#### {text}", f"<answer>{text}</answer>"]
     began = time.process_time()
-    scored = [
-        (reward, truth, response[:30])
-        for truth in TRUTHS
-        for response in responses
-        for reward, compute_score in REWARDS.items()
-        if compute_score("x", response, truth)["acc"] != 0.0
-    ]
-    assert time.process_time() - began < MOST_SECONDS
-    assert [found for found in scored if found[0] != "gsm8k flexible"] == []
+    for reward, (compute_score, form) in REWARDS.items():
+        for truth in TRUTHS if reward in ("math", "math_dapo") else TRUTHS[:1]:
+            for response in (text, form.format(text)):
+                assert compute_score("x", response, truth)["acc"] == 0.0, (reward, truth)
     one_spelling(text)
+    assert time.process_time() - began < MOST_SECONDS
 
 
 PIECES = r"""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from typing import NamedTuple
 
 _MARK = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])|\\[\\{}]|[{}]")
 r"""Boxes and braces. `\{` and `\}` are printed braces, which open and close no group."""
-_BARE_BOX = re.compile(r"\s*(\d+(?:[.,]\d+)*|[A-Za-z]|\\[A-Za-z]+)")
+_BARE_BOX = re.compile(r"(\d+(?:[.,]\d+)*|[A-Za-z]|\\[A-Za-z]+)")
 r"""What `\boxed` frames without braces: a number, a letter or a command."""
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(
@@ -32,6 +33,14 @@ _SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 """Between two sentences."""
 
 
+class _Box(NamedTuple):
+    """A box that is closed."""
+
+    start: int
+    end: int
+    content: slice
+
+
 def last_boxed(text: str) -> str | None:
     r"""Return what the last `\boxed` or `\fbox` of a text frames, or None.
 
@@ -39,51 +48,47 @@ def last_boxed(text: str) -> str | None:
     the answer. A box with nothing in it is passed over. Of nested boxes the outermost counts. Boxes with
     only a comma, "and" or "or" between them give one answer together, joined by commas.
     """
-    boxes: list[tuple[int, int, str]] = []  # start, end, content of the boxes that are closed
+    boxes: list[_Box] = []  # those that are closed
     unfinished = -1
-    open_braces: list[tuple[int, int]] = []  # place after the brace, start of its box or -1
-    pending = (-1, -1)  # place of the brace that a box waits for, start of that box
+    open_braces: list[tuple[int, int]] = []  # place of the brace, start of its box or -1
+    waiting = (-1, -1)  # place of the brace that a box waits for, start of that box
     for mark in _MARK.finditer(text):
-        start, end = mark.span()
         if mark[0] == "{":
-            box = -1
-            if pending[0] == start:
-                box = pending[1]
-            open_braces.append((end, box))
+            brace = mark.start()
+            open_braces.append((brace, waiting[1] if waiting[0] == brace else -1))
         elif mark[0] == "}":
             if open_braces:
-                inside, box = open_braces.pop()
-                if box >= 0 and text[inside:start].strip():
-                    boxes.append((box, end, text[inside:start]))
+                brace, start = open_braces.pop()
+                if start >= 0 and _after_space(text, brace + 1) < mark.start():
+                    boxes.append(_Box(start, mark.end(), slice(brace + 1, mark.start())))
         elif mark[0].endswith(("boxed", "fbox")):
-            space = _SPACE.match(text, end)
-            assert space is not None, "matches the empty text"
-            if space.end() == len(text):
-                unfinished = start
-            elif text[space.end()] == "{":
-                pending = (space.end(), start)
-            elif found := _BARE_BOX.match(text, end):
-                stop = _end_of_command(text, found)
-                boxes.append((start, stop, text[found.start(1) : stop]))
-    unfinished = max([unfinished, *(box for _, box in open_braces)])
-    outermost = _outermost(sorted(boxes))
-    if not outermost or unfinished > max(start for start, _, _ in boxes):
+            place = _after_space(text, mark.end())
+            if place == len(text):
+                unfinished = mark.start()
+            elif text[place] == "{":
+                waiting = (place, mark.start())
+            elif found := _BARE_BOX.match(text, place):
+                end = _end_of_command(text, found)
+                boxes.append(_Box(mark.start(), end, slice(place, end)))
+    unfinished = max([unfinished, *(start for _, start in open_braces)])
+    boxes.sort()
+    if not boxes or unfinished > boxes[-1].start:
         return None
-    parts = [outermost[-1]]
-    for earlier in reversed(outermost[:-1]):
-        if not _BETWEEN.fullmatch(text, earlier[1], parts[-1][0]):
-            break
-        parts.append(earlier)
-    return ", ".join(content for _, _, content in reversed(parts))
-
-
-def _outermost(boxes: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Return the boxes, in the order of their starts, that are in no other one."""
-    kept: list[tuple[int, int, str]] = []
+    outermost: list[_Box] = []
     for box in boxes:
-        if not kept or box[0] >= kept[-1][1]:
-            kept.append(box)
-    return kept
+        if not outermost or box.start >= outermost[-1].end:
+            outermost.append(box)
+    parts = [outermost.pop()]
+    while outermost and _BETWEEN.fullmatch(text, outermost[-1].end, parts[-1].start):
+        parts.append(outermost.pop())
+    return ", ".join(text[box.content] for box in reversed(parts))
+
+
+def _after_space(text: str, place: int) -> int:
+    """Return the first place from `place` on that is no white space."""
+    space = _SPACE.match(text, place)
+    assert space is not None, "it matches the empty text, too"
+    return space.end()
 
 
 def _end_of_command(text: str, found: re.Match[str]) -> int:

@@ -213,7 +213,8 @@ def _same(meaning: str, compute: Callable[[], Tensor], wanted: Tensor) -> Check:
 
 def _unchanged(given: DataProto, before: DataProto) -> Check:
     """Check that a function has left its columns alone, which others read after it."""
-    changed = [name for name, column in before.batch.items() if not torch.equal(given.batch[name], column)]
+    columns = dict(given.batch.items())
+    changed = [name for name, column in before.batch.items() if not torch.equal(columns[name], column)]
     return _holds("the columns stay as they are", not changed, f"other values in {', '.join(changed)}")
 
 

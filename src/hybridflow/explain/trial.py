@@ -213,8 +213,12 @@ def _same(meaning: str, compute: Callable[[], Tensor], wanted: Tensor) -> Check:
 
 def _unchanged(given: DataProto, before: DataProto) -> Check:
     """Check that a function has left its columns alone, which others read after it."""
-    columns = dict(given.batch.items())
-    changed = [name for name, column in before.batch.items() if not torch.equal(columns[name], column)]
+    changed: list[str] = []
+    for name, column in before.batch.items():
+        now: Tensor = given.batch[name]
+        then: Tensor = column
+        if not torch.equal(now, then):
+            changed.append(str(name))
     return _holds("the columns stay as they are", not changed, f"other values in {', '.join(changed)}")
 
 

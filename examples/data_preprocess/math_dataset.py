@@ -10,24 +10,18 @@ from typing import Any
 
 from rows import arguments, write_splits
 
+from hybridflow.data.answers.stated import last_boxed
+
 DATASET = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
 def boxed_answer(solution: str) -> str:
-    """Return the content of the last `\\boxed{...}`, braces balanced. ValueError where there is none."""
-    start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
-    if start < 0:
-        raise ValueError(f"no \\boxed answer in the solution {solution[-80:]!r}")
-    rest = solution[start:].split("box", 1)[1].removeprefix("ed").lstrip()
-    if not rest.startswith("{"):  # "\boxed 5$": up to the next dollar sign or space
-        return rest.split("$")[0].split()[0]
-    depth = 0
-    for place, character in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return rest[1:place]
-    raise ValueError(f"the braces of the boxed answer do not close: {rest[:80]!r}")
+    """Return the content of the last box, as the reward finds it. ValueError where there is none."""
+    answer = last_boxed(solution)
+    if answer is None:
+        raise ValueError(f"no \\boxed answer in the solution {solution[-80:]!r}, or one that is not closed")
+    return answer
 
 
 def convert(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ DOORS = {
     "tensorboard": ("observability.trackers.tensorboard",),
     "prometheus_client": ("observability.trackers.prometheus", "rollout.server"),
     "reasoning_gym": ("data.tasks.reasoning_gym", "rewards.functions.reasoning_gym"),
+    "mpmath": ("data.answers.values",),
     "math_verify": ("rewards.functions.math",),
     "fastapi": ("rollout.server",),
     "uvicorn": ("rollout.server",),

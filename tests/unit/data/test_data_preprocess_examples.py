@@ -82,7 +82,11 @@ def test_geometry_has_its_pictures(tmp_path: Path) -> None:
 
 
 def test_math_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokenizerFast) -> None:
-    solutions = [r"so $\boxed{\frac{1}{2}}$.", r"first \boxed{3}, then $\boxed 5$"]
+    solutions = [
+        r"so $\boxed{\frac{1}{2}}$.",
+        r"first \boxed{3}, then $\boxed 5$",
+        r"\boxed{\left\{1, 2\right.}",
+    ]
     for split in ("train", "test"):
         lines = [
             json.dumps({"problem": "Find x.", "solution": solution, "level": "Level 1"})
@@ -94,7 +98,11 @@ def test_math_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokenize
     )
     assert done.returncode == 0, done.stderr
     dataset = PromptDataset(load_rows(str(tmp_path / "out" / "test.parquet")), characters, DataConfig())
-    assert [item.row["reward_model"]["ground_truth"] for item in dataset] == [r"\frac{1}{2}", "5"]
+    assert [item.row["reward_model"]["ground_truth"] for item in dataset] == [
+        r"\frac{1}{2}",
+        "5",
+        r"\left\{1, 2\right.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The function on the page on rewards does what the page says."""
+"""The function on the page on rewards, and the rule for answers of mathematics, are what the page says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.rewards.functions import math, math_dapo
 from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
 
@@ -37,3 +38,21 @@ def test_the_function_on_the_page(response: str, truth: str, wanted: float, tmp_
     )
     assert score == wanted
     assert extras == {"acc": bool(wanted), "length": len(response)}
+
+
+def table_of_answers() -> list[tuple[str, list[str], list[str]]]:
+    """Return the ground truth, the right and the wrong answers of each row of the page's table."""
+    section = PAGE.read_text().split("## Answers of mathematics")[1].split("## Programs")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return [
+        (truth.strip("| `"), re.findall("`([^`]+)`", right), re.findall("`([^`]+)`", wrong))
+        for truth, right, wrong, _ in rows
+    ]
+
+
+@pytest.mark.parametrize(("truth", "right", "wrong"), table_of_answers())
+def test_the_table_of_answers(truth: str, right: list[str], wrong: list[str]) -> None:
+    for answer in [truth, *right, *wrong]:
+        boxed = math.compute_score("math", f"\\boxed{{{answer}}}", truth)["acc"]
+        stated = math_dapo.compute_score("math_dapo", f"Answer: {answer}", truth)["acc"]
+        assert boxed == stated == float(answer not in wrong), answer

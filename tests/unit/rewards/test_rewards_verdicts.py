@@ -122,16 +122,7 @@ HOSTILE = {
     "odd characters": "\x00\ud800٣²\u200b",
     "repeated digits": r"0.\overline{" + "3" * 3800 + "}",
 }
-TRUTHS = (
-    "5",
-    "x^2+1",
-    "(1,2)",
-    r"\{1,2,3\}",
-    "x=5",
-    "1:2",
-    r"\begin{pmatrix}1&2\end{pmatrix}",
-    r"-1, 1, x, \pi",
-)
+TRUTHS = ("5.5", r"\{1, x^2+1, \pi\}")
 MOST_SECONDS = 30.0
 """CPU time for one string and all truths and rewards; usually far below one."""
 

@@ -150,8 +150,13 @@ _GAP = re.compile(
 r"""What parts thousands and nothing else: `{,}`, `,\!`, `\,` and the like."""
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?![\d/]| \d)")
 
+_BOLD = re.compile(r"^\*\*|\*\*(?=\.*$)")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z])")
 """A backslash that was escaped once too often, as in `\\\\frac`."""
+
+_SENTENCE = re.compile(r"(?:[A-Za-z]{2,}[,']?\s+)+[A-Za-z]{2,}[.!]?")
+"""Several words, which are no products of letters though they may be short."""
+_INCHES = re.compile(r"(?<=\d) in\.?$")
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|~|\\[,;:!>\ ]|\\q?quad)
@@ -187,12 +192,14 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
     whether the comma of `1,234` parts thousands; else it parts two numbers.
     """
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
-    text = text.strip("`").removeprefix("**").removesuffix("**")
+    text = _INCHES.sub(" inches", _BOLD.sub("", text.strip("`")))
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), _GAP.sub("", text))
     if thousands:
         text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    if _SENTENCE.fullmatch(text) and not any(word in _SPELLED for word in text.split()):
+        return _words(text, lone_letters=False)
     tokens: list[Token] = []
     spaced = False
     for found in _TOKEN.finditer(text):

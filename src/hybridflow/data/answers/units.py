@@ -97,9 +97,12 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, 
 def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
     """Part the tokens of a number from its unit: what is left, and the unit, or None where it has none.
 
-    Words behind the number are its unit, whatever they are, but for those that multiply it (5 million).
+    Words behind the number are its unit, whatever they are, but for those that multiply it (5 million). An
+    answer that begins with words and has no number before them has none.
     """
     number = list(tokens)
+    if number and number[0].kind == "word" and not _is_currency_word(number[0]):
+        return number, None
     names: list[str] = []
     while len(number) > 1:
         taken = _unit_at_end(number)

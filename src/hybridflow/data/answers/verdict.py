@@ -479,32 +479,30 @@ def _same_relations(truth: Relation, answer: Relation) -> bool:
     named = [_named(truth), _named(answer)]
     if named[0] and named[1] and named[0][0] == named[1][0] and _same(named[0][1], named[1][1]):
         return True
+    if truth.signs == answer.signs and _same_sides(truth, answer):
+        return True
     equations = [set(relation.signs) <= {"=", "equiv"} for relation in (truth, answer)]
     if all(equations) or (set(truth.signs) == set(answer.signs) == {"ne"}):
         return _same_equations(truth, answer)
     rising = [_rising(truth), _rising(answer)]
     if rising[0] is None or rising[1] is None:
         return _same_parts(truth, answer)
-    if rising[0].signs == rising[1].signs and len(rising[0].sides) == 2:
+    if rising[0].signs == rising[1].signs:
         wanted = _difference(rising[0])
         given = _difference(rising[1])
         if wanted and given and proportional(wanted, given, positive=True):
             return True
-    if rising[0].signs == rising[1].signs and _same_sides(rising[0], rising[1]):
-        return True
+        if _same_sides(rising[0], rising[1]):
+            return True
     return _same_parts(truth, answer)
 
 
 def _same_equations(truth: Relation, answer: Relation) -> bool:
     """Whether two equations have the same solutions, as far as multiples and solving for a letter tell."""
-    if len(truth.sides) != 2 or len(answer.sides) != 2:
-        return _same_sides(truth, answer)
     wanted = _difference(truth)
     given = _difference(answer)
     if wanted is None or given is None:
-        return _same_sides(truth, answer) or _same_sides(
-            truth, Relation(answer.signs, tuple(reversed(answer.sides)))
-        )
+        return _same_sides(truth, Relation(answer.signs, tuple(reversed(answer.sides))))
     if proportional(wanted, given):
         return True
     return _solves(truth, given) or _solves(answer, wanted)
@@ -512,17 +510,16 @@ def _same_equations(truth: Relation, answer: Relation) -> bool:
 
 def _solves(solved: Relation, equation: Expression) -> bool:
     """Whether an equation such as y = 6/x is another one, solved for a letter."""
-    try:
-        name, value = [parse(side) for side in solved.sides]
-    except Unreadable:
-        return False
+    name, value = [parse(side) for side in solved.sides]
     if not isinstance(name, Variable) or name.name in letters_of(value):
         return False
     return solved_by(equation, name.name, value)
 
 
 def _difference(relation: Relation) -> Expression | None:
-    """Return right minus left of a relation with two sides; None where they are not read."""
+    """Return right minus left of a relation with two sides; None for more, or where they are not read."""
+    if len(relation.sides) != 2:
+        return None
     try:
         left, right = [parse(side) for side in relation.sides]
     except Unreadable:

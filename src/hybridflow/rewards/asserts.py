@@ -39,6 +39,10 @@ _WELL_KNOWN = {
 """Names that tests use without importing them, as the solution will have; they are not the solution's, but
 where the tests use no other name of it.
 """
+_SOLUTION = "solution"
+"""The module that tests in a file of their own import the solution's names from."""
+_MAINS = ("unittest.main(", "pytest.main(")
+"""What runs the tests of a file, at its end."""
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -49,17 +53,18 @@ def program_of_asserts(solution: str, asserts: Sequence[Any], max_cases: int) ->
         parsed = ast.parse("\n".join(str(each) for each in asserts)).body
     except SyntaxError as error:
         raise RewardError(f"the assert statements of the ground truth cannot be read: {error}") from error
-    statements: list[ast.stmt] = []
-    for each in parsed:
-        if isinstance(each, ast.If) and ast.unparse(each.test) == "__name__ == '__main__'":
-            statements += each.body
-        else:
-            statements.append(each)
+    statements = _of_a_script(parsed)
     checking = {each.name for each in statements if isinstance(each, ast.FunctionDef) and _asserts(each.body)}
     is_case = [_is_case(each, checking) for each in statements]
+    for call, case in _calls_of_tests(statements, checking):
+        statements += ast.parse(call).body
+        is_case.append(case)
     places = [place for place, case in enumerate(is_case) if case][:max_cases]
     if not places:
-        raise RewardError("the ground truth has no assert statement, and no inputs and outputs")
+        raise RewardError(
+            "the ground truth has no assert statement, and no inputs and outputs (tests with arguments or "
+            "decorators are not run)"
+        )
     statements = statements[: places[-1] + 1]
     names = _Names(statements)
     imports = [ast.unparse(each) for each in statements if isinstance(each, (ast.Import, ast.ImportFrom))]
@@ -78,6 +83,45 @@ def program_of_asserts(solution: str, asserts: Sequence[Any], max_cases: int) ->
         "classes": {each.name: ast.unparse(each) for each in statements if isinstance(each, ast.ClassDef)},
     }
     return program_of_tests(solution, len(cases), request)
+
+
+def _of_a_script(parsed: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of a file that is run, where the solution's names are known."""
+    statements: list[ast.stmt] = []
+    for each in parsed:
+        if isinstance(each, ast.If) and ast.unparse(each.test) == "__name__ == '__main__'":
+            statements += _of_a_script(each.body)
+        elif isinstance(each, ast.ImportFrom) and each.module == _SOLUTION and not each.level:
+            renamed = [alias for alias in each.names if alias.asname]
+            statements += ast.parse("\n".join(f"{alias.asname} = {alias.name}" for alias in renamed)).body
+        elif not (isinstance(each, ast.Expr) and any(main in ast.unparse(each) for main in _MAINS)):
+            statements.append(each)
+    return statements
+
+
+def _calls_of_tests(statements: Sequence[ast.stmt], checking: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the calls of tests that pytest or unittest would find, and whether each is a case."""
+    used = {node.id for node in _nodes(statements) if isinstance(node, ast.Name)}
+    for each in statements:
+        if isinstance(each, ast.FunctionDef) and each.name not in used:
+            if _is_test(each, []) and any(_is_case(inner, checking) for inner in each.body):
+                yield f"{each.name}()", True
+        elif isinstance(each, ast.ClassDef) and not each.decorator_list:
+            of_unittest = any("TestCase" in ast.unparse(base) for base in each.bases)
+            if not of_unittest and (each.bases or not each.name.startswith("Test")):
+                continue
+            if of_unittest:
+                yield f"{each.name}.setUpClass()", False
+            for method in each.body:
+                if isinstance(method, ast.FunctionDef) and _is_test(method, ["self"]):
+                    call = f"('{method.name}').debug()" if of_unittest else f"().{method.name}()"
+                    yield f"{each.name}{call}", True
+
+
+def _is_test(function: ast.FunctionDef, arguments: list[str]) -> bool:
+    """Return whether a function is a test that can be called with these arguments alone."""
+    names = [each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)]
+    return function.name.startswith("test") and names == arguments and not function.decorator_list
 
 
 def _step(statement: ast.stmt, *, case: bool) -> dict[str, Any]:

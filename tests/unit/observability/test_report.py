@@ -155,7 +155,7 @@ DIGITS = "1" + "0" * 400
         ("samples/1.jsonl", '{"messages": [{"tool_calls": [5]}]}', False),
         ("samples/1.jsonl", '{"messages": [{"tool_calls": 5}]}', False),
         ("samples/1.jsonl", '{"media": [5]}', False),
-        ("samples/1.jsonl", '{"media": null}', True),
+        ("samples/1.jsonl", '{"prompt": "a", "media": null}', True),
         ("samples/1.jsonl", '{"media": [{"picture": "x"}]}', False),
         ("samples/1.jsonl", '{"prompt": 5, "messages": null, "score": ' + DIGITS + "}", True),
     ],

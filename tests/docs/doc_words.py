@@ -17,6 +17,7 @@ from hybridflow.cli.main import parser
 from hybridflow.config import RUNS, DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.load import expand_sweeps, prepare_config
 from hybridflow.errors import ConfigError
+from hybridflow.trainer.fallback import fallback
 
 MODULES: dict[str, type[PPOConfig] | type[SFTConfig]] = {
     "hybridflow.trainer.main_ppo": PPOConfig,
@@ -97,7 +98,7 @@ def check_keys(root: type[Any], overrides: Sequence[str], recipe: str | Path | N
     """Return the configuration; WrongWords with every problem, of which a missing model or file is none."""
     try:
         return prepare_config(
-            root, overrides, recipe, runs=False, needs_model=False, needs_files=False
+            root, overrides, recipe, runs=False, needs_model=False, needs_files=False, fallback=fallback
         ).config
     except ConfigError as error:
         raise WrongWords(f"{' '.join(overrides)}: {error}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,15 @@ def config(options: argparse.Namespace) -> int:
         print(to_yaml(root()), end="")
         return 0
     from hybridflow.trainer.fallback import fallback
+    from hybridflow.trainer.main import missing_libraries
 
-    missing: Callable[[Any], list[str]] | None = None
-    if options.explain:
-        from hybridflow.trainer.main import missing_libraries
-
-        missing = missing_libraries
     prepared = prepare_config(
-        root, options.overrides, recipe=options.recipe, runs=False, missing=missing, fallback=fallback
+        root,
+        options.overrides,
+        recipe=options.recipe,
+        runs=False,
+        missing=missing_libraries,
+        fallback=fallback,
     )
     _show_notes(prepared.notes)
     if options.explain:
@@ -136,9 +136,16 @@ def explain(options: argparse.Namespace) -> int:
     from hybridflow.cli.algorithm_view import show_algorithm
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
+    from hybridflow.trainer.fallback import fallback
 
     prepared = prepare_config(
-        PPOConfig, options.overrides, recipe=options.recipe, runs=False, needs_model=False, needs_files=False
+        PPOConfig,
+        options.overrides,
+        recipe=options.recipe,
+        runs=False,
+        needs_model=False,
+        needs_files=False,
+        fallback=fallback,
     )
     _show_notes(prepared.notes)
     show_algorithm(prepared.config)
@@ -207,11 +214,17 @@ def reward_test(options: argparse.Namespace) -> int:
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.trainer.fallback import fallback
 
     setup_logging()
     generates = options.response == GENERATE
     prepared = prepare_config(
-        PPOConfig, options.overrides, recipe=options.recipe, runs=False, needs_model=generates
+        PPOConfig,
+        options.overrides,
+        recipe=options.recipe,
+        runs=False,
+        needs_model=generates,
+        fallback=fallback,
     )
     _show_notes(prepared.notes)
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)

@@ -119,7 +119,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
         "prompt",
         "response",
         "truth",
-        Column("score", min_width=20, overflow="fold"),
+        Column("score", min_width=14, overflow="fold"),
         "seconds",
         title="Rewards",
         title_justify="left",

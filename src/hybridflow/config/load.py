@@ -161,7 +161,7 @@ def prepare_config(
     if config.trainer.on_missing == "fallback":
         config = with_values(config, {change.key: change.value for change in changes})
     else:
-        if runs and any(change.needed for change in changes):
+        if any(change.needed for change in changes):
             words = ", ".join(change.word for change in changes)
             way_out = f"add trainer.on_missing=fallback to run with what is here: {words}"
         changes = ()
@@ -170,9 +170,9 @@ def prepare_config(
         if problems:
             # what follows from several keys is not looked at: some have their defaults
             problems += name_problems(config)
-            if missing is not None and runs:
-                problems += missing(config)
-            raise_all(problems)
+            if missing is not None:
+                lacking = missing(config)
+            raise_all([*problems, *(lacking if runs else ())])
         config, notes = resolve(config, loaded.given)
         notes = [*map(str, changes), *notes]
         if missing is not None:
@@ -186,6 +186,8 @@ def prepare_config(
             known_problems=lacking if runs else (),
         )
     except ConfigError as error:
+        for line in () if runs else lacking:
+            error.add_note(f"note: {line}")
         if way_out:
             error.add_note(way_out)
         raise

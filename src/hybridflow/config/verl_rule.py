@@ -92,7 +92,7 @@ OVERRIDES: tuple[Rule, ...] = (
         r".+\.override_config\.\w*(dropout|pdrop)",
         (None, 0),
         "dropout is always 0",
-        "dropout is always 0 here: the log-probs of training and of generation must agree. Leave it out",
+        "dropout is always 0 here, since the log-probs of training must be those of generation: leave it out",
     ),
     off(
         r".+\.override_config\.moe_config(\..+)?",

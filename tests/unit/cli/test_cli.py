@@ -137,6 +137,22 @@ def test_config_shows_notes_and_takes_recipes(tiny: Path, capsys: pytest.Capture
     assert yaml.safe_load(shown.out)["algorithm"]["adv_estimator"] == "grpo", "notes do not stand in the YAML"
 
 
+@pytest.mark.parametrize("wrong", ["data.train_batch_size=-1", "data.no_such_key=1"])
+def test_config_names_what_is_wrong_and_what_this_machine_lacks(
+    wrong: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user who brings a script of verl learns all of it at once, without a run."""
+    lacking = ["actor_rollout_ref.rollout.name=sglang", "trainer.logger=[console,swanlab]"]
+    lacking.append("actor_rollout_ref.rollout.n=2")
+    assert main(run("config", *task(tiny), *lacking, wrong)) == 1
+    said = capsys.readouterr().err
+    assert wrong.partition("=")[0] in said
+    assert "note: actor_rollout_ref.rollout.name=sglang needs sglang" in said and "swanlab is not" in said
+    assert "add trainer.on_missing=fallback" in said
+    for command in ("config", "reward-test", "explain"):
+        assert main(run(command, *task(tiny), *lacking, "trainer.on_missing=fallback")) == 0
+
+
 @pytest.mark.parametrize(("words", "key"), [([], "actor_rollout_ref"), (["--sft"], "checkpoint")])
 def test_config_alone_lists_every_key(words: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", *words]) == 0

@@ -81,7 +81,7 @@ function adviceNode(entry) {
   return el("li", { class: `card advice${entry.now ? (entry.hint ? " hint" : " alarm") : ""}` },
     el("div", {}, el("b", {}, `${entry.hint ? "hint" : "alarm"}: ${entry.rule.replaceAll("_", " ")}`), el("span", { class: "muted" }, ` ${when}`)),
     el("div", {}, entry.message),
-    entry.keys.length ? el("div", { class: "keys" }, "set ", entry.keys.map(({ key, value }) => el("code", { title: "its value in this run" }, value == null ? key : `${key}=${value}`))) : null);
+    entry.keys.length ? el("div", { class: "keys" }, "keys that change it, with their values now: ", entry.keys.map(({ key, value }) => el("code", { title: "its value in this run" }, value == null ? key : `${key}=${value}`))) : null);
 }
 
 // ---------------------------------------------------------------- curves

@@ -76,10 +76,15 @@ def _facts_of(model: ModelConfig) -> dict[str, Any]:
     elif model.lora_rank:
         facts |= {
             "lora_alpha": model.lora_alpha,
-            "target_modules": model.target_modules,
-            "exclude_modules": model.exclude_modules,
+            "target_modules": _in_order(model.target_modules),
+            "exclude_modules": _in_order(model.exclude_modules),
         }
     return facts
+
+
+def _in_order(modules: str | list[str] | None) -> str | list[str] | None:
+    """Return names of modules, of which the order says nothing, always in the same one."""
+    return sorted(set(modules)) if isinstance(modules, list) else modules
 
 
 def _model_identity(path: str) -> str:

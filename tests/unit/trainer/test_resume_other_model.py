@@ -36,7 +36,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = json.loads((folder / "words" / "tokenizer.json").read_text())
     vocabulary["added_tokens"] = vocabulary["added_tokens"][::-1]
     (folder / "words" / "tokenizer.json").write_text(json.dumps(vocabulary))
-    for name, keys in (("plain", ()), ("lora", LORA)):
+    two = (*LORA, f"{MODEL}.target_modules=[q_proj,v_proj]")
+    for name, keys in (("plain", ()), ("lora", LORA), ("two", two)):
         with build(ppo_config(folder / "model", folder / name, *GRPO, *ONE_STEP, *keys)) as trainer:
             trainer.fit()
     with build_sft(sft_config(folder / "model", folder / "sft", *ONE_STEP)) as trainer:
@@ -81,6 +82,7 @@ FROM = "trainer.resume_mode=resume_path"
             [f"{MODEL}.target_modules: all-linear → ['q_proj']"],
         ),
         ("lora", "model", [], [f"{MODEL}.lora_rank: 2 → 0"]),
+        ("two", "model", [*LORA, f"{MODEL}.target_modules=[v_proj,q_proj]"], []),
         (
             "new",
             "other",

@@ -1,0 +1,24 @@
+"""Tests on the simulated accelerator, which a process has for good: they run in processes of their own, with
+SIMULATED_DEVICE=gpu or npu and this folder on PYTHONPATH (`make test-device`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+if "SIMULATED_DEVICE" not in os.environ:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    """Begin to count anew; a fault that nobody expects fails the test, wherever its error went."""
+    from simulated_accelerator import counts, timeline
+
+    timeline.wait_for_all()
+    counts.forget()
+    yield
+    assert not counts.faults, "\n".join(counts.faults)

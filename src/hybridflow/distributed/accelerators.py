@@ -117,8 +117,10 @@ def check_package(device: str) -> None:
             f"{row.name}: install the {row.package} of this torch, or set trainer.device=auto, cuda or cpu"
         )
 
+
 try:
     from simulated_accelerator.row import ROW
+
     ACCELERATORS["sim"] = ROW
 except ImportError:
     pass

@@ -41,7 +41,7 @@ class ExpertLoad:
         self.replays = False
         self.balance = torch.zeros((), dtype=torch.float64, device=device)
         """The auxiliary loss without its weight, this rank's share."""
-        self.total = torch.tensor(num_tokens, dtype=torch.float64, device=device)
+        self.total = torch.full((), num_tokens, dtype=torch.float64, device=device)
         """Tokens of the mini-batch."""
         if mesh is not None and routing.balance_coef:
             self.total *= mesh.returns  # ranks with the same rows count them once
@@ -94,13 +94,14 @@ class ExpertLoad:
         shares = self.tokens / self.tokens.sum(1, keepdim=True).clamp(min=1)
         number = self.tokens.shape[1]
         entropy = torch.special.entr(shares).sum(1) / math.log(number)
-        metrics.add_mean(f"{name}/moe/load_entropy", float(entropy.mean()))
-        metrics.add_max(f"{name}/moe/load_max", float(shares.max()) * number)
-        metrics.add_mean(f"{name}/moe/idle_experts", float((self.tokens == 0).sum()))
+        # they stay on the device until all metrics of the step are read together
+        metrics.add_mean(f"{name}/moe/load_entropy", entropy.mean())
+        metrics.add_max(f"{name}/moe/load_max", shares.max() * number)
+        metrics.add_mean(f"{name}/moe/idle_experts", (self.tokens == 0).sum())
         if self.routing.balance_coef:
-            metrics.add_mean(f"{name}/moe/balance_loss", float(self.balance))
+            metrics.add_mean(f"{name}/moe/balance_loss", self.balance)
         if self.replays:
-            tokens, without, flips = self.routes.tolist()
+            tokens, without, flips = self.routes
             choices = (tokens - without) * len(self.tokens)
             metrics.add_mean(f"{name}/moe/without_route", without, tokens)
-            metrics.add_mean(f"{name}/moe/flips", flips, max(choices, 1.0))
+            metrics.add_mean(f"{name}/moe/flips", flips, choices.clamp(min=1.0))

@@ -32,6 +32,7 @@ from hybridflow.engines.schedule import learning_rate
 from hybridflow.errors import TrainingError
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.routing import LIVE
+from hybridflow.models.transfers import HostCopy, to_device
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -120,7 +121,9 @@ class MicroBatchEngine(ABC):
 
     @abstractmethod
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
-        """Yield the answers for each micro-batch, [M] each; called without gradients."""
+        """Yield each micro-batch as it was given, on the host, with its answers on the device, [M] each; called
+        without gradients.
+        """
 
     @abstractmethod
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
@@ -137,14 +140,18 @@ class MicroBatchEngine(ABC):
 
         Routes are [B, T, W] int16, and `LIVE` on padding. A batch without rows gives none of each.
         """
-        results: Answers = {}
+        answered: list[tuple[MicroBatch, str]] = []
+        copy = HostCopy()
         with self._ready(training=False), _memory_named(self.name, limits):
             micros = self._plan(rows, limits, at_least=1)
             for micro, answers in self._answer_all(micros, ask):
-                for name, value in answers.items():
-                    whole = results.setdefault(name, _empty(rows, name, value))
-                    if micro.rows is not None:
-                        whole[micro.indices] = _unpacked(micro, micro.rows, name, value).cpu()
+                answered += [(micro, name) for name in answers]
+                copy.add(list(answers.values()))
+        results: Answers = {}
+        for (micro, name), value in zip(answered, copy.tensors(), strict=True):
+            whole = results.setdefault(name, _empty(rows, name, value))
+            if micro.rows is not None:
+                whole[micro.indices] = _unpacked(micro, micro.rows, name, value)
         return results
 
     def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
@@ -161,30 +168,34 @@ class MicroBatchEngine(ABC):
         agree = None
         if self.mesh is not None:
             agree = max_over
-        return plan(rows, limits, self.device, agree, at_least=at_least)
+        return plan(rows, limits, agree, at_least=at_least)
 
-    def _measure(self, sums: Accumulated) -> tuple[float, Tensor]:
-        """Return the mini-batch's loss and its gradient norm (0-d), which are the same on every rank.
+    def _measure(self, sums: Accumulated) -> tuple[float, float, Tensor]:
+        """Return the mini-batch's loss and its gradient norm, also as a tensor (0-d), the same on every rank.
 
-        Raises TrainingError on all of them where no parameter has a gradient. One of zeros is a gradient.
+        The host waits once, for all of the numbers. Raises TrainingError on all ranks where no parameter has a
+        gradient. One of zeros is a gradient.
         """
         assert self.optimizer is not None
-        total = sums.loss
         if self.mesh is None:
-            self._refuse_without_gradient(self.optimizer.num_gradients, float(total))
-            return float(total), self.optimizer.gradient_norm()
+            norm = self.optimizer.gradient_norm()
+            loss, length = torch.stack([sums.loss, norm.to(sums.loss)]).tolist()
+            self._refuse_without_gradient(self.optimizer.num_gradients, loss)
+            return loss, length, norm
         self.optimizer.collect_shards()
-        mine = total
+        mine = sums.loss
         if not self.mesh.returns:  # ranks that share rows have the same loss: one counts it
-            mine = torch.zeros_like(total)
+            mine = torch.zeros_like(mine)
         size = self.mesh.layout.stage_size
         square = self.optimizer.gradient_square(size, self.device, self.counted_elsewhere)
-        counts = square.new_tensor([self.optimizer.num_gradients, sums.num_lost])
+        counts = to_device(torch.tensor([self.optimizer.num_gradients, sums.num_lost]).double(), self.device)
         numbers = torch.cat([torch.stack([mine, square]), counts])
         dist.all_reduce(numbers)
+        norm = numbers[1].sqrt()
+        loss, _, gradients, lost, length = torch.cat([numbers, norm[None]]).tolist()
         # a stage that nothing depends on is given zeros to pass on, which are gradients to the stages before
-        self._refuse_without_gradient(0 if numbers[3] else int(numbers[2]), float(numbers[0]))
-        return float(numbers[0]), numbers[1].sqrt()
+        self._refuse_without_gradient(0 if lost else int(gradients), loss)
+        return loss, length, norm
 
     def _refuse_without_gradient(self, number: int, loss: float) -> None:
         """Raise TrainingError where the parameters have no gradient at all, `number` of them."""
@@ -200,8 +211,7 @@ class MicroBatchEngine(ABC):
         """Apply the gradients of a mini-batch, or report why that cannot be done."""
         assert self.optimizer is not None and self.optim is not None
         metrics = sums.metrics
-        loss, norm = self._measure(sums)
-        grad_norm = float(norm)
+        loss, grad_norm, norm = self._measure(sums)
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # metrics of the step, not of a rank's rows, come from one rank

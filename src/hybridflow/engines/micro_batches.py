@@ -7,12 +7,14 @@ tokens whose outputs do not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from hybridflow.engines.base import BatchLimits
 from hybridflow.errors import HybridFlowError, TrainingError
+from hybridflow.models.transfers import all_to_device
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
 from hybridflow.protocol.packing import PackedBatch, pack, prompt_groups, share_prompts
@@ -23,18 +25,35 @@ Agree = Callable[[Sequence[int]], list[int]]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass; a dummy has none."""
+    """The rows of one forward pass; a dummy has none. It is made on the host, where reading lengths waits
+    for nothing.
+    """
 
     indices: list[int] | None
     rows: DataProto | None
     packed: PackedBatch
     """The tokens of the forward pass."""
 
+    def on(self, device: torch.device) -> MicroBatch:
+        """Return the micro-batch with its tensors on `device`, by one copy that is queued there."""
+        columns: dict[str, Tensor] = {}
+        if self.rows is not None:
+            columns = dict(self.rows.batch.items())
+        tokens = self.packed.tensors()
+        moved = all_to_device(
+            {**columns, **{f"{name} of tokens": each for name, each in tokens.items()}}, device
+        )
+        packed = replace(self.packed, **{name: moved[f"{name} of tokens"] for name in tokens})
+        rows = self.rows
+        if rows is not None:
+            rows = rows.with_tensors({name: moved[name] for name in columns})
+        return MicroBatch(self.indices, rows, packed)
+
 
 def plan(
-    batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agree | None, *, at_least: int = 0
+    batch: DataProto, limits: BatchLimits, agree: Agree | None, *, at_least: int = 0
 ) -> list[MicroBatch]:
-    """Return the micro-batches of `batch` on `device`, `at_least` so many.
+    """Return the micro-batches of `batch` on the host, `at_least` so many.
 
     With `agree`, all ranks get the same number. Raises ConfigError for a row or group above the limits; every
     other rank then raises TrainingError, so that none is left waiting.
@@ -59,18 +78,16 @@ def plan(
                 "the rows of another rank do not fit its micro-batches; its message says why"
             )
         bins = split_further(bins, lengths, groups, count)
-    found = [
-        _on_device(indices, batch.select_idxs(indices), device, limits.share_prompts) for indices in bins
-    ]
-    return found + [MicroBatch(None, None, dummy().to(device))] * (count - len(found))
+    found = [_packed(indices, batch.select_idxs(indices), limits.share_prompts) for indices in bins]
+    found += [MicroBatch(None, None, dummy()) for _ in range(count - len(found))]
+    return found
 
 
-def _on_device(indices: list[int], rows: DataProto, device: torch.device, sharing: bool) -> MicroBatch:
-    """Pack rows on the CPU, where reading lengths waits for nothing, then move them to `device`."""
+def _packed(indices: list[int], rows: DataProto, sharing: bool) -> MicroBatch:
     packed = pack(rows)
     if sharing:
         packed = share_prompts(packed)
-    return MicroBatch(indices, rows.to(device), packed.to(device))
+    return MicroBatch(indices, rows, packed)
 
 
 def _groups(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int] | None:

@@ -1,14 +1,14 @@
 """Copies between the host and a device, for which neither waits until the values are needed.
 
-    host ──to_device──► device        queued behind what the device has to do
-    device ──HostCopy──► host         queued too; `arrays` waits until that work, and no later one, is done
+    host ──to_device, all_to_device──► device    queued behind what the device has to do
+    device ──HostCopy──► host    queued too; `arrays` waits until that work, and no later one, is done
 
 On a CPU both are the tensors themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridflow.distributed.accelerators import features
+from hybridflow.distributed.accelerators import features, is_accelerator
+
+ALIGNMENT = 64
+"""Tensors that are sent together begin at multiples of so many bytes."""
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
@@ -27,26 +30,62 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors of the host on `device`, by one copy for which nobody waits; on a CPU the same ones.
+
+    They lie in one block of device memory, which is freed with the last of them.
+    """
+    if not is_accelerator(device.type):
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    starts: dict[str, int] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        starts[name] = size
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    packed = torch.empty(size, dtype=torch.uint8)
+    for name, start in starts.items():
+        _part(packed, start, tensors[name]).copy_(tensors[name])
+    moved = to_device(packed, device)
+    # by `data` each has a version of its own: autograd does not take a change of one for a change of all
+    return {name: _part(moved, start, tensors[name]).data for name, start in starts.items()}
+
+
+def _part(packed: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the bytes of `packed` [size] uint8 from `start` on as a tensor like `like`."""
+    return packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
 class HostCopy:
     """Tensors of one device on their way to the host; on a CPU they must not change meanwhile."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._event: Any = None
+        self._tensors: list[Tensor] = []
+        if tensors:
+            self.add(tensors)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Send more tensors of the same device after those that were sent."""
         device = tensors[0].device
         if not features(device.type).pins_memory:
-            self._tensors = [tensor.cpu() for tensor in tensors]
+            self._tensors += [tensor.cpu() for tensor in tensors]
             return
-        self._tensors = [
+        self._tensors += [
             torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
         module = torch.get_device_module(device)
-        self._event = module.Event()
+        if self._event is None:
+            self._event = module.Event()
         self._event.record(module.current_stream(device))  # this process may have another current device
 
-    def arrays(self) -> list[NDArray[np.generic]]:
-        """Return the values, as soon as the device has computed and copied them."""
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors on the host, as soon as the device has computed and copied them."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        return [tensor.numpy() for tensor in self._tensors]
+        return self._tensors
+
+    def arrays(self) -> list[NDArray[np.generic]]:
+        """Return the values of `tensors`."""
+        return [tensor.numpy() for tensor in self.tensors()]

@@ -505,7 +505,10 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """The same rows with tensors on `device`."""
-        tensors = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return self.with_tensors({name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> DataProto:
+        """The same rows with these tensors, one for each name, in place of their own."""
         return DataProto(TensorDict(tensors, batch_size=[len(self)]), self.non_tensor_batch, self.meta_info)
 
     # ---- what rows carry

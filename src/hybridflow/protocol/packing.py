@@ -86,13 +86,15 @@ class PackedBatch:
         """The entries [M] of a padded field [B, R] at the targets: the opposite of `unpack`."""
         return field[self.rows.to(field.device), self.columns.to(field.device)]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that a forward pass reads on its device, by name of the field."""
+        names = ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns", "routes")
+        found = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        names = ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns")
-        routes = None
-        if self.routes is not None:
-            routes = self.routes.to(device)
-        return replace(self, routes=routes, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def unpack_tokens(self, values: Tensor, attention_mask: Tensor, fill: int) -> Tensor:
         """Values [N, W] of all tokens at their places in [B, T, W], with `attention_mask` [B, T]; `fill`

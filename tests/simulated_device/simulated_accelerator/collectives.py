@@ -105,9 +105,7 @@ def _collective(name: str, operator: Any) -> Callable[..., Any]:
         timeline.work(name, blocks(flat), blocks(flat))
         low_args, low_kwargs = tree_unflatten(low, tree)
         result = operator(*low_args, **low_kwargs)
-        return tree_map(
-            lambda out: back.get(out.data_ptr(), out) if isinstance(out, Tensor) else out, result
-        )
+        return tree_map(lambda out: back.get(out.data_ptr(), out) if isinstance(out, Tensor) else out, result)
 
     return run
 

@@ -153,6 +153,8 @@ def report(most: int = 40) -> str:
     lines += [f"  waited {n:6d} {why:30s} {where}" for (why, where), n in total.waits.most_common(most)]
     lines += [f"  fault {each}" for each in faults[:most]]
     for name, each in phases.items():
-        lines.append(f"  {name}: entered {each.entered}, {each.num_waits} waits, {each.num_launches} launches")
+        lines.append(
+            f"  {name}: entered {each.entered}, {each.num_waits} waits, {each.num_launches} launches"
+        )
         lines += [f"      waited {n:5d} {why:26s} {where}" for (why, where), n in each.waits.most_common(12)]
     return "\n".join(lines)

@@ -167,7 +167,9 @@ class _Call:
         found = []
         for at in self.kind.written:
             name = self.kind.names[at]
-            value = self.kwargs[name] if name in self.kwargs else (self.args[at] if at < len(self.args) else None)
+            value = (
+                self.kwargs[name] if name in self.kwargs else (self.args[at] if at < len(self.args) else None)
+            )
             found += [each for each in tree_leaves(value) if on_device(each)]
         return found
 
@@ -207,7 +209,8 @@ def _fallback(operator: Any, *args: Any, **kwargs: Any) -> Any:
         call.take_resized()
     if isinstance(out, (list, tuple)):
         new = type(out)(
-            [call.up(each) for each in part] if isinstance(part, (list, tuple)) else call.up(part) for part in out
+            [call.up(each) for each in part] if isinstance(part, (list, tuple)) else call.up(part)
+            for part in out
         )
     else:
         new = call.up(out)
@@ -377,5 +380,3 @@ def _item(tensor: Tensor) -> Any:
     counts.copied(tensor.element_size(), to_host=True)
     timeline.work("item", blocks(tensor), [])
     return alias(tensor).item()
-
-

@@ -46,12 +46,15 @@ class Tape:
         for block in used:
             if block.storage._cdata not in self._own and id(block) not in self.outside:
                 self.outside[id(block)] = (weakref.ref(block), counts.place(1))
+
     def check(self) -> None:
         """Raise DeviceFault where memory from outside is gone."""
         for kept, where in self.outside.values():
             block = kept()
             if block is None or block.freed:
-                raise counts.fault(f"a recorded step is replayed on memory that has moved since, used at {where}")
+                raise counts.fault(
+                    f"a recorded step is replayed on memory that has moved since, used at {where}"
+                )
 
     def replay(self) -> None:
         """Run all steps once more, on the same memory."""

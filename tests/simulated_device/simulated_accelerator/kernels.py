@@ -35,7 +35,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
     ) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             out, sums = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
@@ -89,7 +95,9 @@ def _check_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, 
     for each in (query, key, value):
         _demand(each.stride(-1) == 1, "Input tensor must have contiguous last dimension")
     size = query.shape[-1]
-    _demand(size <= MOST_HEAD_SIZE, f"FlashAttention forward only supports head dimension at most 256, got {size}")
+    _demand(
+        size <= MOST_HEAD_SIZE, f"FlashAttention forward only supports head dimension at most 256, got {size}"
+    )
     _demand(size % 8 == 0, f"head_size must be a multiple of 8, got {size}")
     _demand(query.shape[-2] % key.shape[-2] == 0, "Number of heads in key/value must divide number in query")
     for each in bounds:
@@ -247,11 +255,17 @@ def _scaled_mm(
     _demand(left.stride(1) == 1, "mat1 must be row_major")
     _demand(right.stride(0) == 1, "mat2 must be col_major")
     for each in (left.shape[1], right.shape[0], right.shape[1]):
-        _demand(each % 16 == 0, f"Expected both dimensions of mat2 to be divisible by 16, got {tuple(right.shape)}")
+        _demand(
+            each % 16 == 0,
+            f"Expected both dimensions of mat2 to be divisible by 16, got {tuple(right.shape)}",
+        )
     _demand(scale_a.dtype == scale_b.dtype == torch.float32, "scales must be float32")
     rowwise = scale_a.shape == (left.shape[0], 1) and scale_b.shape == (1, right.shape[1])
     if rowwise:
-        _demand(out_dtype == torch.bfloat16, "Only bf16 high precision output types are supported for row-wise scaling")
+        _demand(
+            out_dtype == torch.bfloat16,
+            "Only bf16 high precision output types are supported for row-wise scaling",
+        )
         _demand(scale_a.is_contiguous() and scale_b.is_contiguous(), "scales must be contiguous")
     else:
         _demand(scale_a.numel() == scale_b.numel() == 1, "scales must be one number, or one for each row")
@@ -285,5 +299,3 @@ def _convolution_backward(grad: Tensor, inputs: Tensor, weight: Tensor, *how: An
 @kernel("histc")
 def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     return run("histc", lambda own: torch.histc(own.float(), bins, min, max).to(own.dtype), values)
-
-

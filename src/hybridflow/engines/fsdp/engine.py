@@ -99,12 +99,13 @@ class FSDPEngine(MicroBatchEngine):
 
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
-            yield micro, answer(self.module, micro.packed, ask)
+            yield micro, answer(self.module, micro.on(self.device).packed, ask)
         reshard(self.root)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
         load = ExpertLoad.of(self.module, micros, self.mesh)
-        for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
+        for number, planned in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
+            micro = planned.on(self.device)
             if self.mesh is not None:
                 last = number == len(micros)
                 before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)

@@ -75,7 +75,9 @@ class PipelineEngine(FSDPEngine):
         """Return a micro-batch's answers, zeros but on the last stage, and its routes in all layers."""
         packed = run.micros[number].packed
         names = [each.name for each in fields(ask) if getattr(ask, each.name) is True]
-        empty = {name: torch.zeros(len(packed.targets)) for name in names if name != "routes"}
+        empty = {
+            name: torch.zeros(len(packed.targets), device=self.device) for name in names if name != "routes"
+        }
         answers = run.answers.pop(number, empty)
         if ask.routes:
             routes = run.routes.pop(number)
@@ -129,7 +131,7 @@ class _Run:
         load: ExpertLoad | None = None,
     ) -> None:
         self.engine = engine
-        self.micros = micros
+        self.micros = [micro.on(engine.device) for micro in micros]
         self.ask = ask
         self.loss = loss
         self.sums = sums

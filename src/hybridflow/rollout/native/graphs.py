@@ -304,5 +304,6 @@ def _agree(got: Tensor, wanted: Tensor) -> bool:
 def _recorder(device):
     if device.type == "sim":
         from simulated_accelerator.graphs import SimulatedRecorder
+
         return SimulatedRecorder(device)
     return CudaRecorder(device)

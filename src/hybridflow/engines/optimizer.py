@@ -19,6 +19,7 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
 from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
 from hybridflow.errors import CheckpointError, TrainingError
+from hybridflow.models.transfers import to_device
 
 
 class MasterAdamW:
@@ -104,12 +105,17 @@ class MasterAdamW:
         piece that several ranks hold (copies of the model, parameters that tensor parallelism leaves whole)
         counts in equal parts on each.
         """
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for name, master in self.masters.items():
-            if master.grad is not None and name not in elsewhere:
-                square = torch.linalg.vector_norm(master.grad).double().square()
-                total += (square / replicas(self.parameters[name], world_size)).to(device)
-        return total
+        grads = {
+            name: master.grad
+            for name, master in self.masters.items()
+            if master.grad is not None and name not in elsewhere
+        }
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        squares = torch.stack(torch._foreach_norm(list(grads.values()))).double().square()
+        copies = [replicas(self.parameters[name], world_size) for name in grads]
+        squares = squares / to_device(torch.tensor(copies, dtype=torch.float64), squares.device)
+        return squares.cumsum(0)[-1].to(device)  # in the order of the parameters, as one by one
 
     @property
     def num_gradients(self) -> int:
@@ -122,7 +128,7 @@ class MasterAdamW:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         return norm
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from hybridflow.models.attention_kernels import Over, choose_kernel, expand_head
 from hybridflow.models.flex_kernel import FlexRows
 from hybridflow.models.scores import Scores, causal_mask, masked_attention
 from hybridflow.models.shared_tokens import SharedTokens
-from hybridflow.models.transfers import to_device
+from hybridflow.models.transfers import all_to_device, to_device
 
 if TYPE_CHECKING:
     from hybridflow.models.routing import RouteTape
@@ -242,10 +242,10 @@ class PackedLayout:
         """Return the layout of rows that share tokens: keys of every row, queries of the first only."""
         shared = SharedTokens(gather, real, device)
         unread = torch.ones(len(gather), dtype=torch.bool)
-        unread[shared.first_places.cpu()] = False
-        padding = to_device(unread.nonzero()[:, 0], device)
-        gather = to_device(gather, device)
-        layout = cls(len(shared.first_places), buckets, gather, shared.first_places, padding)
+        unread[shared.first_places] = False
+        places = {"gather": gather, "restore": shared.first_places, "padding": unread.nonzero()[:, 0]}
+        moved = all_to_device(places, device)
+        layout = cls(len(shared.first_places), buckets, moved["gather"], moved["restore"], moved["padding"])
         layout._shared = shared
         return layout
 

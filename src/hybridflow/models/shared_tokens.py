@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridflow.models.transfers import all_to_device
+
 
 class Places(NamedTuple):
     """The places of all tokens that have the same number of places."""
@@ -36,13 +38,15 @@ class SharedTokens:
         order = index[places].argsort(stable=True)
         tokens, counts = index[places][order].unique_consecutive(return_counts=True)
         first = counts.cumsum(0) - counts
-        self.first_places = places[order[first]].to(device)
-        """First place of each token in use, [tokens in use] int64, tokens ascending."""
-        self.parts: list[Places] = []
+        self.first_places = places[order[first]]
+        """First place of each token in use, [tokens in use] int64 on the host, tokens ascending."""
+        of_count: dict[str, Tensor] = {}
         for count in counts.unique().tolist():
             having = counts == count
-            where = places[order[first[having][:, None] + torch.arange(count)]]
-            self.parts.append(Places(tokens[having].to(device), where.to(device)))
+            of_count[f"tokens of {count}"] = tokens[having]
+            of_count[f"places of {count}"] = places[order[first[having][:, None] + torch.arange(count)]]
+        moved = list(all_to_device(of_count, torch.device(device)).values())
+        self.parts = [Places(*pair) for pair in zip(moved[::2], moved[1::2], strict=True)]
 
     def spread(self, tokens: Tensor, index: Tensor) -> Tensor:
         """Gather tokens [N, ...] at `index` [P] -> [P, ...]; places that do not count give no gradient."""

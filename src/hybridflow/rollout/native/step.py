@@ -17,7 +17,7 @@ from hybridflow.models.kv_cache import KVCache, LayerShape
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.routing import RouteTape, Routing
 from hybridflow.models.span_layout import SpanLayout
-from hybridflow.models.transfers import to_device
+from hybridflow.models.transfers import HostCopy, to_device
 from hybridflow.protocol.packing import PlacedMedium
 from hybridflow.protocol.prompt import Medium, make_position_ids
 from hybridflow.rollout.base import GenerationOutput
@@ -128,11 +128,15 @@ def add_routes(
     cache: KVCache, places: Sequence[int], rows: Sequence[Row], outputs: list[GenerationOutput]
 ) -> list[GenerationOutput]:
     """Return outputs with the routes of all their tokens but the last, where the cache has routes."""
-    if ROUTES not in cache.keys:
+    if ROUTES not in cache.keys or not outputs:
         return outputs
-    found = []
-    for place, row, output in zip(places, rows, outputs, strict=True):
-        length = len(row.request.prompt_token_ids) + len(output.token_ids) - 1
-        keys, _ = cache.tokens_of(ROUTES, torch.tensor([place], device=cache.device), length)
-        found.append(replace(output, routes=keys[0, 0].cpu().numpy()))
-    return found
+    lengths = [
+        len(row.request.prompt_token_ids) + len(output.token_ids) - 1
+        for row, output in zip(rows, outputs, strict=True)
+    ]
+    keys, _ = cache.tokens_of(ROUTES, to_device(list(places), cache.device), max(lengths))
+    (routes,) = HostCopy([keys[:, 0]]).arrays()  # [rows, tokens, W]: one wait for all that end together
+    return [
+        replace(output, routes=routes[place, :length].copy())
+        for place, (output, length) in enumerate(zip(outputs, lengths, strict=True))
+    ]

@@ -75,7 +75,7 @@ class BaseTrainerConfig:
     )
     nnodes: int = key(1, "Number of machines.", minimum=1)
     n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
-    device: Literal["auto", "cpu", "cuda", "npu", "sim"] = key(
+    device: Literal["auto", "cpu", "cuda", "npu"] = key(
         "auto",
         "Device that computes; auto: an accelerator where there is one, else cpu. cuda means AMD's GPUs too, "
         "with a ROCm build of torch; npu wants torch_npu.",

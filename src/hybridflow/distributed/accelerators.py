@@ -48,7 +48,6 @@ class Accelerator:
     """torch's attention over rows of any length may have a kernel there; it is tried before it is used."""
     triton: bool = False
     """Triton programs run there, Liger's kernels among them."""
-    facilities: str = ""
     logits_bytes: int = 2**30
     """Size of a chunk of logits in training. Each chunk costs a pass over the gradient of the head, and on an
     accelerator that pass costs as much as many tokens; on a CPU, chunks had better fit in its caches.
@@ -116,11 +115,3 @@ def check_package(device: str) -> None:
             f"trainer.device={device}, but {row.package} is not installed, without which torch knows no "
             f"{row.name}: install the {row.package} of this torch, or set trainer.device=auto, cuda or cpu"
         )
-
-
-try:
-    from simulated_accelerator.row import ROW
-
-    ACCELERATORS["sim"] = ROW
-except ImportError:
-    pass

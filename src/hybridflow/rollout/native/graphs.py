@@ -291,7 +291,7 @@ def graph_decoder(
     if ranks > 1:
         logger.info("generation by %d ranks together does without CUDA graphs", ranks)
         return None
-    return GraphDecoder(policy, _recorder(policy.device), sizes or capture_sizes(max_rows))
+    return GraphDecoder(policy, CudaRecorder(policy.device), sizes or capture_sizes(max_rows))
 
 
 def _agree(got: Tensor, wanted: Tensor) -> bool:
@@ -299,11 +299,3 @@ def _agree(got: Tensor, wanted: Tensor) -> bool:
     difference = (got.double() - wanted.double()).norm(dim=-1)
     bound = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.double().norm(dim=-1)
     return bool(((difference <= bound) | ~wanted.isfinite().all(-1)).all())
-
-
-def _recorder(device):
-    if device.type == "sim":
-        from simulated_accelerator.graphs import SimulatedRecorder
-
-        return SimulatedRecorder(device)
-    return CudaRecorder(device)

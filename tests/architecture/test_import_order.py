@@ -14,6 +14,7 @@ pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 LINES = [
     ["errors"],
     ["distributed.accelerators"],
+    ["distributed.facilities"],
     ["config", "protocol", "algorithms"],
     ["data", "distributed", "observability", "sandbox"],
     ["controller", "kernels", "planner", "processes"],

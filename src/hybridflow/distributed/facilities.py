@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any, NoReturn, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:  # a class of facilities brings torch where it needs it
+    import torch
+    from torch import Tensor
 
 
 class Recorder(Protocol):

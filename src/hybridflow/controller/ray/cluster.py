@@ -126,9 +126,9 @@ class Cluster:
 
         `device` is auto or a device of the table of accelerators; auto asks the cluster. A process that is
         connected to Ray already stays connected to it. A Ray of the run's own offers `further_cpus` beside
-        those of the machine, for processes that have little to do. Raises ConfigError, within seconds, where there is no such cluster,
-        where it refuses this process or has another version, where a port is in use, or where a Ray on this
-        machine would be too small.
+        those of the machine, for processes that have little to do. Raises ConfigError, within seconds, where
+        there is no such cluster, where it refuses this process or has another version, where a port is in
+        use, or where a Ray on this machine would be too small.
         """
         if ray.is_initialized():
             return cls._joined(config, device, leaves=False)

@@ -23,6 +23,7 @@ from rich.text import Text
 import hybridflow
 from hybridflow.cli import doctor_checks, doctor_facts
 from hybridflow.cli.doctor_checks import Finding
+from hybridflow.distributed.accelerators import features
 from hybridflow.observability.machine import cpu_model
 
 
@@ -220,10 +221,15 @@ def _machine(facts: Facts) -> Section:
     compilers = doctor_facts.compilers()
     rows.append(("compilers", ", ".join(compilers) or "none"))
     for index, card in enumerate(cards):
-        rows.append((f"CUDA device {index}", f"{card['name']}, {card['bytes'] / 2**30:.0f} GiB"))
+        rows.append(
+            (f"{card['device'].upper()} device {index}", f"{card['name']}, {card['bytes'] / 2**30:.0f} GiB")
+        )
     if cards:
         rows.append(("training engine", "fsdp2, bfloat16 with float32 masters"))
-        rows.append(("CUDA graphs", "decode steps are recorded, unless rollout.enforce_eager=true"))
+        graphs = "none on this kind of device"
+        if any(features(card["device"]).records_steps for card in cards):
+            graphs = "decode steps are recorded, unless rollout.enforce_eager=true"
+        rows.append(("CUDA graphs", graphs))
     else:
         rows.append(("CUDA", "none: runs use the CPU in float32"))
         rows.append(("training engine", "fsdp2, float32"))

@@ -30,6 +30,8 @@ PORTS = {
     8265: "Ray's dashboard wants it: set ray_kwargs.ray_init.dashboard_port, or `ray start --dashboard-port`",
     10001: "Ray's client server wants it: `ray start --ray-client-server-port`",
 }
+IMPORTED = ("torch", "torchvision", "torchaudio", "transformers")
+"""Packages that the probe imports; what else failed there is a kind of device."""
 TOGETHER = ("torch", "transformers", "tokenizers", "huggingface-hub", "numpy", "openai", "httpx2", "pydantic")
 """Packages about which others disagree most: only their conflicts are told."""
 
@@ -55,9 +57,11 @@ def check_imports(probe: Probe) -> Iterator[Finding]:
     elif "torch" not in probe.facts:
         todo = "try `python -c 'import torch'`: without torch nothing trains"
         yield Finding("stop", "torch", f"the process that imported it told nothing: {probe.ended}", todo)
-    if "cuda" in failed:
-        todo = "try `nvidia-smi`; until it works, trainer.device=cpu"
-        yield Finding("warn", "CUDA", failed["cuda"], todo)
+    if "accelerators" in failed:
+        yield Finding("stop", "accelerators", failed["accelerators"], "mend or uninstall that plugin")
+    for kind in failed.keys() - {*IMPORTED, "accelerators"}:
+        todo = "try `nvidia-smi`, or what its driver has; until it works, trainer.device=cpu"
+        yield Finding("warn", kind.upper(), failed[kind], todo)
     for name in ("torchvision", "torchaudio"):
         if name in failed:
             yield _misfit(name, failed)
@@ -274,7 +278,7 @@ def check_cards(probe: Probe, driver: Sequence[Mapping[str, str]]) -> Iterator[F
         todo = "install the CUDA build of torch that this driver takes, or look at CUDA_VISIBLE_DEVICES"
         yield Finding("warn", "CUDA", here, todo)
     for index, card in enumerate(probe.cards):
-        if card["major"] < 8 and not probe.facts.get("rocm_build"):
+        if (card["major"] or 8) < 8 and not probe.facts.get("rocm_build"):
             here = (
                 f"device {index} ({card['name']}) is older than Ampere: no bfloat16 units, no fused attention"
             )

@@ -54,11 +54,16 @@ if torch is not None:
     facts["rocm_build"] = torch.version.hip
     facts["threads"] = torch.get_num_threads()
     facts["vectors"] = torch.backends.cpu.get_cpu_capability()
-    def cards():
-        found = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-        every = [torch.cuda.get_device_properties(index) for index in found]
-        return [{"name": each.name, "bytes": each.total_memory, "major": each.major} for each in every]
-    facts["cards"] = attempt("cuda", cards) or []
+    facts["cards"] = []
+    tell()
+    def kinds():
+        from hybridflow.distributed.accelerators import accelerators
+        return list(accelerators())
+    def cards(kind):
+        from hybridflow.distributed.facilities import facilities
+        return [{"device": kind, **each} for each in facilities(kind).cards()]
+    for kind in attempt("accelerators", kinds) or []:
+        facts["cards"] += attempt(kind, lambda: cards(kind)) or []
     tell()
     for name in ("torchvision", "torchaudio"):
         if importlib.util.find_spec(name):
@@ -88,7 +93,9 @@ class Probe:
 
     @property
     def cards(self) -> list[dict[str, Any]]:
-        """The GPUs that torch sees: name, bytes and the first part of the compute capability."""
+        """The accelerators that torch sees: device type, name, bytes and, of CUDA, the first part of the
+        compute capability.
+        """
         return list(self.facts.get("cards", []))
 
     @property

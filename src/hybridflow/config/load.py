@@ -45,6 +45,7 @@ from hybridflow.config.tree import (
     with_values,
 )
 from hybridflow.config.verl_keys import KeyStatus, status
+from hybridflow.distributed.accelerators import device_problem
 from hybridflow.errors import ConfigError
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
@@ -128,6 +129,10 @@ def _load(
         else:
             set_path(tree, setting.path, setting.value)
     config = convert_what_fits(root, _plain(tree, problems), problems)
+    device_fault = device_problem(config.trainer.device)
+    if device_fault is not None:
+        problems.append(device_fault)
+        config = with_values(config, {"trainer.device": "auto"})
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
     return Loaded(config, notes, frozenset(given)), problems
 

@@ -10,6 +10,8 @@ from hybridflow.config.schema import key
 SECOND = (2,)
 """The steps that are recorded where none are named: the first one has what is done once."""
 ProfilerTool = Literal["phases", "torch", "torch_memory", "nsys"]
+DEVICE_TOOLS = ("torch_memory", "nsys")
+"""Tools that record a device, where its kind has them."""
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,11 @@ class BaseTrainerConfig:
     )
     nnodes: int = key(1, "Number of machines.", minimum=1)
     n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
-    device: Literal["auto", "cpu", "cuda", "npu"] = key(
+    device: str = key(
         "auto",
-        "Device that computes; auto: an accelerator where there is one, else cpu. cuda means AMD's GPUs too, "
-        "with a ROCm build of torch; npu wants torch_npu.",
+        "Device that computes: auto, cpu, cuda, npu, or one that an installed plugin adds. auto: an "
+        "accelerator where there is one, else cpu. cuda means AMD's GPUs too, with a ROCm build of torch; "
+        "npu wants torch_npu.",
     )
     num_threads: int | None = key(
         None,

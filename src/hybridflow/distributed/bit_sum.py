@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.accelerators import is_accelerator
 from hybridflow.distributed.boxes import Box
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 18
 """Elements that are widened to 64 bits at a time: few enough to stay in the CPU's cache."""
-_CUDA_CHUNKS = 16
-"""Chunks that are taken together on CUDA, where each pass costs a few kernel launches."""
+_ACCELERATOR_CHUNKS = 16
+"""Chunks that are taken together on an accelerator, where each pass costs a few kernel launches."""
 
 
 @torch.no_grad()
@@ -33,8 +34,8 @@ def bit_sum(part: Tensor, box: Box) -> Tensor:
         bits = bits.reshape(1, -1)
         factors = [torch.ones(1, dtype=torch.int64, device=part.device), *factors]
     chunk = _CHUNK
-    if part.is_cuda:
-        chunk *= _CUDA_CHUNKS
+    if is_accelerator(part.device.type):
+        chunk *= _ACCELERATOR_CHUNKS
     rows = max(1, chunk // max(1, bits[0].numel()))
     for first in range(0, bits.shape[0], rows):
         value = bits[first : first + rows].to(torch.int64, copy=True)

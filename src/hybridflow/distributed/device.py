@@ -7,25 +7,32 @@ from importlib import import_module
 
 import torch
 
-from hybridflow.distributed.accelerators import ACCELERATORS, check_package, features, is_accelerator
+from hybridflow.distributed.accelerators import (
+    accelerators,
+    check_package,
+    device_problem,
+    features,
+    is_accelerator,
+)
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the torch device that `auto`, `cpu`, `cuda` or `npu` means.
+    """Return the torch device that `auto`, or a device of the table of accelerators, means.
 
-    `auto` is the first accelerator that is here, else the CPU. A ROCm build of torch calls AMD's GPUs `cuda`.
+    `auto` is the first accelerator that is here, else the CPU. The device's package is imported. A ROCm
+    build of torch calls AMD's GPUs `cuda`.
     `local_rank` picks one of the machine's devices.
 
     Raises ConfigError for another name, and for a device that this machine or this torch does not have.
     """
-    kinds = [kind for kind in ACCELERATORS if kind != "cpu"]
-    if name not in ("auto", *ACCELERATORS):
-        known = ", ".join(["auto", *ACCELERATORS])
-        raise ConfigError(f"trainer.device={name!r} is not a device: use one of {known}")
+    problem = device_problem(name)
+    if problem is not None:
+        raise ConfigError(problem)
     if name == "auto":
+        kinds = [kind for kind in accelerators() if kind != "cpu"]
         name = next((kind for kind in kinds if _available(kind)), "cpu")
     if name == "cpu":
         return torch.device("cpu")
@@ -38,7 +45,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             f"trainer.device={name}, but no such device is usable here ({_build()}): set trainer.device=auto "
             "or cpu"
         )
-    count = getattr(torch, name).device_count()
+    count = num_devices(name)
     if not 0 <= local_rank < count:
         raise ConfigError(
             f"local rank {local_rank} has no {features(name).name}: this machine shows {count}; set "
@@ -51,6 +58,14 @@ def set_current(device: torch.device) -> None:
     """Make an accelerator the current one of this thread; nothing on a CPU."""
     if is_accelerator(device.type):
         torch.get_device_module(device).set_device(device)
+
+
+def num_devices(kind: str) -> int:
+    """Return the number of devices of a kind that this process sees; 0 where torch does not know the kind."""
+    module = getattr(torch, kind, None)
+    if module is None:
+        return 0
+    return int(module.device_count())
 
 
 def _available(kind: str) -> bool:
@@ -78,3 +93,14 @@ def set_threads(num_threads: int | None) -> int:
         torch.set_num_threads(num_threads)
     logger.debug("torch uses %d CPU threads", torch.get_num_threads())
     return torch.get_num_threads()
+
+
+def used_accelerator() -> torch.device | None:
+    """Return the accelerator that this process has used, or None where it has used none."""
+    own = torch.accelerator.current_accelerator()
+    if own is None or not is_accelerator(own.type):
+        return None
+    module = torch.get_device_module(own)
+    if module.is_available() and module.is_initialized():
+        return own
+    return None

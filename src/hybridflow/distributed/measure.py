@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from hybridflow.distributed.device import used_accelerator
+
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 _SIDE = 512
@@ -53,9 +55,11 @@ def peak_since_asked() -> int:
     """Return the most bytes that this process has had since the last call: on its accelerator where it has
     one, else in main memory; 0 where the system does not tell.
     """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    device = used_accelerator()
+    if device is not None:
+        module = torch.get_device_module(device)
+        peak = module.max_memory_allocated()
+        module.reset_peak_memory_stats()
         return int(peak)
     try:
         lines = STATUS.read_text().splitlines()

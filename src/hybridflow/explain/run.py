@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hybridflow.config.needs import longest_row, responses_per_prompt
 from hybridflow.config.preference import rows_per_item
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.device import resolve_device
 from hybridflow.explain.layout import layout_lines
 from hybridflow.explain.schedule import schedule_lines
@@ -103,10 +105,11 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Device that the run computes on; `cuda` may be planned for on a machine without."""
+        """Device that the run computes on; one that torch itself names may be planned for where it is not."""
         named = self.config.trainer.device
-        if named == "cuda":
-            return torch.device("cuda")
+        if is_accelerator(named) and features(named).package is None:
+            with suppress(RuntimeError):  # torch does not know the name
+                return torch.device(named)
         return resolve_device(named)
 
 
@@ -281,7 +284,7 @@ def peak_bytes(plan: Plan, found: Mapping[str, ModelSize]) -> int:
 def _pool_needs(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) -> dict[str, Needs]:
     """Estimate what each role of a pool needs in one of its processes."""
     needs = {
-        engine.role: engine_needs(engine, found[role], on_cpu=plan.device.type == "cpu")
+        engine.role: engine_needs(engine, found[role], device=plan.device.type)
         for role, engine in plan.engines.items()
         if role in plan.placement.roles(pool.name)
     }

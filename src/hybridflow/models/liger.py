@@ -77,7 +77,7 @@ def patch_liger(hf: PreTrainedModel) -> None:
         if now is plain:
             continue
         if isinstance(plain, FunctionType):
-            plain = _on_cuda(now, plain)
+            plain = _where_it_runs(now, plain)
         setattr(architecture, name, plain)
 
 
@@ -89,13 +89,13 @@ def has_liger(module: nn.Module) -> bool:
     )
 
 
-def _on_cuda(theirs: Callable[..., Any], plain: Any) -> Callable[..., Any]:
-    """Return a function that calls `theirs` for tensors on CUDA and `plain` for all others."""
+def _where_it_runs(theirs: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+    """Return a function that calls `theirs` for tensors where Triton runs and `plain` for all others."""
     plain = getattr(plain, "without_liger", plain)
 
     @functools.wraps(plain)
     def chosen(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if first.is_cuda:
+        if features(first.device.type).triton:
             return theirs(first, *args, **kwargs)
         return plain(first, *args, **kwargs)
 

@@ -49,7 +49,7 @@ def probe_twin(
         )
         return None
     devices = [each for each in (device,) if is_accelerator(each.type)]
-    kind = next((each.type for each in devices), "cuda")
+    kind = next((each.type for each in devices), "cpu")  # whose random state is always kept
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.manual_seed(0)
         hf = (

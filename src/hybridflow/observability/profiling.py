@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.profiler import ProfilerTool
+from hybridflow.config.profiler import DEVICE_TOOLS, ProfilerTool
+from hybridflow.distributed.accelerators import features
+from hybridflow.distributed.facilities import Facilities, facilities
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ def check_tool(tool: ProfilerTool) -> None:
     """Raise ConfigError where this process has not what a tool records, or records with."""
     import torch  # not before it is needed: timings are read where there is no torch
 
-    if tool in ("torch_memory", "nsys") and not torch.cuda.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if tool in DEVICE_TOOLS and (device is None or tool not in features(device.type).profilers):
         raise ConfigError(
             f"global_profiler.tool={tool} records CUDA, and this process has no such device: take torch or "
             "phases"
@@ -66,6 +69,15 @@ def check_tool(tool: ProfilerTool) -> None:
             "global_profiler.tool=nsys opens the range that Nsight Systems captures, and there is no nsys "
             "here: start the run by `nsys profile --capture-range=cudaProfilerApi`, or take torch or phases"
         )
+
+
+def _device_facilities() -> Facilities:
+    """Return the facilities of this process's accelerator, which it has once `check_tool` has passed."""
+    import torch
+
+    device = torch.accelerator.current_accelerator()
+    assert device is not None, "check_tool lets no process without an accelerator record one"
+    return facilities(device.type)
 
 
 class Profiler:
@@ -90,16 +102,16 @@ class Profiler:
         self._settings = settings
         if settings is None:
             return
-        import torch
-
         settings.folder.mkdir(parents=True, exist_ok=True)
         if settings.tool == "torch":
+            import torch
+
             self._torch = torch.profiler.profile(record_shapes=False, with_stack=False)
             self._torch.start()
         elif settings.tool == "torch_memory":
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            _device_facilities().start_memory_history(MOST_ALLOCATIONS)
         elif settings.tool == "nsys":
-            torch.cuda.profiler.start()
+            _device_facilities().start_capture_range()
 
     def stop(self) -> list[Span]:
         """End the recording, write this process's own files, and return the spans; none where it was off."""
@@ -116,17 +128,15 @@ class Profiler:
         settings = self._settings
         if settings is None:
             return
-        import torch
-
         if settings.tool == "torch":
             self._torch.stop()
             self._torch.export_chrome_trace(str(settings.folder / f"{settings.name}.torch.json"))
             self._torch = None
         elif settings.tool == "torch_memory":
-            torch.cuda.memory._dump_snapshot(str(settings.folder / f"{settings.name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            history = settings.folder / f"{settings.name}.memory.pickle"
+            _device_facilities().write_memory_history(str(history))
         elif settings.tool == "nsys":
-            torch.cuda.profiler.stop()
+            _device_facilities().stop_capture_range()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridflow.distributed.accelerators import GPU
 from hybridflow.errors import ConfigError
 
 MOST_DEVICES = 2048
@@ -46,6 +47,13 @@ class Hardware:
     """Seconds of a small all-reduce over nodes."""
     overlaps: bool = True
     """Whether memory and arithmetic run beside each other, so that the slower one counts."""
+
+    @property
+    def device(self) -> str:
+        """torch's device type, as `trainer.device` takes it; all rows but the CPU's are GPUs of NVIDIA."""
+        if self.name == CPU:
+            return "cpu"
+        return GPU
 
 
 _ROWS = (

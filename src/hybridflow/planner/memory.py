@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import SCALE_BLOCK, ModelConfig
-from hybridflow.distributed.accelerators import KEPT_BYTES, features
+from hybridflow.distributed.accelerators import KEPT_BYTES, features, is_accelerator
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.model_size import ModelSize
 
@@ -81,10 +81,11 @@ class Needs(NamedTuple):
     """Bytes of weights that are on the device only while the role works, else in CPU memory."""
 
 
-def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
+def engine_needs(engine: Engine, size: ModelSize, *, device: str) -> Needs:
     """Estimate weights, masters, gradients, moments and activations; on a CPU offload moves nothing."""
     fsdp = engine.fsdp
     layout = engine.layout
+    on_cpu = not is_accelerator(device)
     many = layout.world_size > 1
     wide = max(4, size.itemsize)
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
@@ -131,7 +132,7 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
             state_away,
         )
     )
-    passing, passing_parts = _pass(engine, size, on_cpu)
+    passing, passing_parts = _pass(engine, size, device)
     parts += passing_parts
     between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
     fetched = weights if weights_away and not live else 0
@@ -196,7 +197,7 @@ def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     return (root.all + 2 * block.all) * size.itemsize, (root.trained + block.trained) * reduce, how
 
 
-def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part]]:
+def _pass(engine: Engine, size: ModelSize, device: str) -> tuple[int, list[Part]]:
     """Estimate what the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
     sequence = engine.layout.cp
     tensor = engine.layout.tp
@@ -218,13 +219,13 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
         kept = size.num_layers * layer
         one = 0
         how = f"{shared} × {size.num_layers} layers × ({one_layer})"
-    chunk = features("cpu" if on_cpu else "cuda").logits_bytes
+    chunk = features(device).logits_bytes
     whole = tokens * size.vocab_size * 4
     # logits, log-probs and their gradient
     logits = 3 * min(chunk, whole) + min(KEPT_BYTES, whole)
     limits = f"three chunks of at most {chunk // 2**20} MiB, and at most {KEPT_BYTES // 2**20} MiB kept"
     parts = [Part("logits", logits, limits, False)]
-    if model.enable_activation_offload and not on_cpu:
+    if model.enable_activation_offload and is_accelerator(device):
         moved = Part("activations of a micro-batch", kept, how, False, True)
         here = Part("activations of the layer at work", layer, f"{shared} × ({one_layer})", False)
         return layer + logits, [moved, here, *parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridflow.config.roles import ROLE_KEYS, RoleKeys
-from hybridflow.planner.hardware import CPU, Cluster
+from hybridflow.planner.hardware import Cluster
 from hybridflow.planner.job import Job
 from hybridflow.planner.pools import Pool, Setting
 from hybridflow.planner.search import Plan
@@ -16,7 +16,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def overrides_of(plan: Plan, cluster: Cluster, job: Job) -> list[str]:
     """Return `key=value` for each key that the plan sets; quoted where a shell would read more into it."""
     return [
-        f"trainer.device={'cpu' if cluster.hardware.name == CPU else 'cuda'}",
+        f"trainer.device={cluster.hardware.device}",
         *_devices(plan.pools, cluster),
         *_schedule(plan, job),
         *_layouts(plan.pools),

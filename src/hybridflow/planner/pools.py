@@ -192,7 +192,7 @@ class PoolPlanner:
         seconds = calls_of(job, self.costs, role, training_of(engine, job.config), job.trained)
         lora = engine.model.lora_rank if engine.trained else 0
         size = job.shapes[role].size(trained=engine.trained, lora_rank=lora, itemsize=self.costs.itemsize)
-        return Option(setting, engine_needs(engine, size, on_cpu=self.costs.on_cpu), seconds)
+        return Option(setting, engine_needs(engine, size, device=self.costs.cluster.hardware.device), seconds)
 
     def _with_rollout(self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]) -> Pool | None:
         """Return the pool with these settings and the rollout's best, or None if they do not fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,7 +272,7 @@ def test_a_torchvision_that_cannot_be_imported_is_found(
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     probe = doctor_facts.probe(seconds=600)
     assert probe.failed["torchvision"] == "RuntimeError: operator torchvision::nms does not exist"
     (found,) = doctor_checks.check_imports(probe)

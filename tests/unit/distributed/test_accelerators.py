@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
-from hybridflow.config.trainer import BaseTrainerConfig
-from hybridflow.controller.ray.assignment import UNIT
+from hybridflow.config import SFTConfig
+from hybridflow.config.load import load_config
 from hybridflow.controller.ray.preflight import device_of
 from hybridflow.distributed import accelerators
-from hybridflow.distributed.accelerators import ACCELERATORS, check_package, features, is_accelerator
+from hybridflow.distributed.accelerators import check_package, features, is_accelerator
 from hybridflow.distributed.device import resolve_device, set_current
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import resolve_dtype
 
 
 def test_the_key_takes_every_device_of_the_table() -> None:
-    assert set(get_args(get_type_hints(BaseTrainerConfig)["device"])) == {"auto", *ACCELERATORS}
+    for name in ("auto", *accelerators.accelerators()):
+        assert load_config(SFTConfig, [f"trainer.device={name}"]).config.trainer.device == name
+    with pytest.raises(ConfigError, match=r"device: got 'cdua' .*'cuda', 'npu' \(did you mean 'cuda'\?"):
+        load_config(SFTConfig, ["trainer.device=cdua"])
 
 
 def test_what_differs() -> None:
-    assert UNIT == {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+    assert [features(kind).resource for kind in ("cpu", "cuda", "npu")] == ["CPU", "GPU", "NPU"]
     assert [features(kind).backend for kind in ("cpu", "cuda", "npu")] == ["gloo", "nccl", "hccl"]
     assert [is_accelerator(kind) for kind in ("cpu", "cuda", "npu", "meta")] == [False, True, True, False]
     assert resolve_dtype("auto", "cpu") == torch.float32 == resolve_dtype("auto", "meta")
@@ -85,7 +87,7 @@ def test_the_current_device_is_set_on_accelerators_only(monkeypatch: pytest.Monk
 
 
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="use one of auto, cpu, cuda, npu"):
+    with pytest.raises(ConfigError, match="wanted one of 'auto', 'cpu', 'cuda', 'npu'"):
         resolve_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu") == resolve_device("cpu")

@@ -271,7 +271,7 @@ def needs(tiny: Path, layout: ParallelLayout, fsdp: FSDPConfig, lora: LoraSettin
     size = size_of(
         "policy", model, dtype=dtype, device=torch.device("cpu"), lora=lora, tensor=layout.tp, blocks=many
     )
-    return engine_needs(Engine("actor", layout, fsdp, model, True, 8, 64, 512), size, on_cpu=True)
+    return engine_needs(Engine("actor", layout, fsdp, model, True, 8, 64, 512), size, device="cpu")
 
 
 def held(

@@ -14,9 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hybridflow.distributed import accelerators
+from hybridflow.distributed import accelerators, cuda
 from hybridflow.rollout.native import engine as engine_module
-from hybridflow.rollout.native import graphs
 
 ATEN = torch.ops.aten
 
@@ -66,8 +65,8 @@ class FarDevice(TorchDispatchMode):
                 device.waits.append("newest" if device.newest is self else "older")
 
         module = SimpleNamespace(Event=Event, current_stream=lambda device: ("stream of", device))
-        row = replace(accelerators.ACCELERATORS["cuda"], device="meta")
-        monkeypatch.setitem(accelerators.ACCELERATORS, "meta", row)
+        row = replace(accelerators.features("cuda"), device="meta")
+        monkeypatch.setitem(accelerators._BUILT_IN, "meta", row)
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
         monkeypatch.setattr(engine_module, "free_memory", lambda device: 2**20)
         monkeypatch.setattr(engine_module, "kernel_problem", lambda *facts: None)
@@ -82,7 +81,7 @@ class FarDevice(TorchDispatchMode):
         to_here = torch.device(kwargs.get("device") or "cpu").type == "meta"
         if not inputs and not to_here:
             return func(*args, **kwargs)
-        if graphs._waits(func, args, kwargs):
+        if cuda._waits(func, args, kwargs):
             self.waits.append(str(func))
         if not func.is_view and kind is not ATEN._unsafe_view:  # those do nothing on the device
             self.operations[str(func)] += 1

@@ -13,11 +13,11 @@ import torch
 from rollout_models import tiny_hf
 from torch import Tensor
 
+from hybridflow.distributed import cuda as room
+from hybridflow.distributed.cuda import CudaRecorder
 from hybridflow.models.kv_cache import SlotCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import layer_facts
-from hybridflow.rollout.native import graphs
-from hybridflow.rollout.native.graphs import CudaRecorder
 from hybridflow.rollout.native.step import decode_rows
 
 
@@ -54,7 +54,7 @@ class FakeCuda:
         class Graph:
             def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
                 assert (pool, capture_error_mode) == ("pool", "thread_local")
-                assert graphs._RECORDING.locked()
+                assert room._RECORDING.locked()
                 calls.append("begin")
 
             def capture_end(self) -> None:
@@ -119,7 +119,7 @@ def test_a_recording_that_fails_is_ended_and_tells_its_first_error(
     with pytest.raises(RuntimeError, match="the cause"):
         CudaRecorder(torch.device("cuda")).record(work)
     assert cuda.calls == calls
-    assert not graphs._RECORDING.locked() and not waiting_is_refused()
+    assert not room._RECORDING.locked() and not waiting_is_refused()
 
 
 def test_what_waits_for_a_device_is_refused_and_nothing_else() -> None:
@@ -154,7 +154,7 @@ def test_what_waits_for_a_device_is_refused_and_nothing_else() -> None:
         lambda: float(near.sum()),
         lambda: torch.zeros(2, device="meta").softmax(-1).topk(1),
     ]
-    with graphs._RefuseWaiting():
+    with room._RefuseWaiting():
         for call in waiting:
             with pytest.raises(RuntimeError, match="waits for the device"):
                 call()
@@ -184,7 +184,7 @@ def test_other_threads_may_wait_while_one_records(monkeypatch: pytest.MonkeyPatc
         meeting.wait()
         first.result(60)
         assert found == [False]
-        with graphs._RECORDING:
+        with room._RECORDING:
             second = pool.submit(record)
             meeting.wait()
             meeting.wait()
@@ -205,6 +205,6 @@ def test_a_decode_step_waits_for_no_device(kind: str) -> None:
     far = SlotCache(shapes, 4, 32, "meta")
     tokens = torch.zeros(4, dtype=torch.int64, device="meta")
     decode_rows(policy, far, tokens, tokens, 7, 8)  # the first one may look at its settings
-    with graphs._RefuseWaiting():  # type: ignore[no-untyped-call]
+    with room._RefuseWaiting():  # type: ignore[no-untyped-call]
         states = decode_rows(policy, far, tokens, tokens, 7, 8)
         assert states.shape == (4, 32) and states.is_meta

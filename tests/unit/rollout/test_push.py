@@ -181,7 +181,7 @@ def test_readers_are_told_of_a_bucket_when_it_is_in_the_buffer() -> None:
     assert happened[-2:] == ["end", "closed"]
 
 
-def test_a_cuda_buffer_is_settled_once_its_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_of_a_device_is_settled_once_its_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
 
     class Stream:
@@ -191,8 +191,8 @@ def test_a_cuda_buffer_is_settled_once_its_stream_is_done(monkeypatch: pytest.Mo
         def synchronize(self) -> None:
             waited.append(self.device)
 
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    writer = object.__new__(transports.CudaIpcWriter)
+    monkeypatch.setattr(torch.cpu, "current_stream", Stream)
+    writer = object.__new__(transports.DeviceMemoryWriter)
     writer.buffer = torch.empty(8, dtype=torch.uint8)
     writer.settle()
     assert waited == [torch.device("cpu")]
@@ -252,7 +252,7 @@ def test_a_process_group_that_fails_is_an_error_of_the_push(monkeypatch: pytest.
     def late(*_: Any) -> None:
         raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
 
-    monkeypatch.setattr(transports, "_group", late)
+    monkeypatch.setattr(transports.dist, "ProcessGroupGloo", late)
     writer = transports.GroupWriter(64, torch.device("cpu"), host="127.0.0.1", receivers=1, timeout=600)
     try:
         with pytest.raises(RolloutError, match="the process group of a push failed: Timed out"):

@@ -131,10 +131,11 @@ def test_steps_that_the_run_does_not_reach_are_refused() -> None:
 def test_a_tool_that_cannot_record_is_refused_before_the_first_step(
     groups: list[WorkerGroup[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(ConfigError, match="tool=torch_memory records CUDA, and this process has no such"):
         StepProfiler(ProfilerConfig("torch_memory"), groups, tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: seen)
     monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="there is no nsys here"):
         StepProfiler(ProfilerConfig("nsys"), groups, tmp_path)

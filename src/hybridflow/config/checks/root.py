@@ -35,11 +35,12 @@ from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import longest_row, needs_reference, needs_teacher
 from hybridflow.config.preference import learns_from_pairs
-from hybridflow.config.profiler import SECOND, ProfilerConfig
+from hybridflow.config.profiler import DEVICE_TOOLS, SECOND, ProfilerConfig
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, Tracker, TrainerConfig
 from hybridflow.config.tree import get_value
+from hybridflow.distributed.accelerators import features
 
 TRACKERS = get_args(Tracker)
 ACTOR = "actor_rollout_ref.actor"
@@ -315,7 +316,8 @@ def _is_web_address(text: str) -> bool:
 
 def _profiler(profiler: ProfilerConfig, trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     """Yield what cannot be recorded: by its device, or because the run ends before."""
-    if profiler.tool in ("torch_memory", "nsys") and trainer.device in ("cpu", "npu"):
+    needs_device = profiler.tool in DEVICE_TOOLS and trainer.device != "auto"
+    if needs_device and profiler.tool not in features(trainer.device).profilers:
         yield (
             f"global_profiler.tool={profiler.tool} records CUDA, and trainer.device={trainer.device}: take "
             "torch or phases"

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.distributed.accelerators import ACCELERATORS
+from hybridflow.distributed.accelerators import features
 
 MAX_TRIES = 10_000  # ways to put pools on nodes that are tried; a cluster with room needs far fewer
-UNIT = {kind: row.resource for kind, row in ACCELERATORS.items()}
-"""Ray's resource of each kind of device."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def shortage(
     pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], device: str, where: str, own: bool
 ) -> str:
     """Describe in words which devices are wanted, which there are, and what to set."""
-    unit = UNIT[device]
+    unit = features(device).resource
     wanted = sum(pool.world_size for pool in pools)
     total = sum(node.total for node in nodes)
     why = f"{where} has {total}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
+from ray._private.accelerators import get_all_accelerator_resource_names
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray import session
-from hybridflow.controller.ray.assignment import UNIT, NodeInfo, assign, describe, shortage
+from hybridflow.controller.ray.assignment import NodeInfo, assign, describe, shortage
 from hybridflow.controller.ray.preflight import (
     answers,
     check_own,
@@ -42,11 +42,14 @@ from hybridflow.controller.ray.preflight import (
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.controller.surroundings import choose_address, num_cpus
-from hybridflow.distributed.device import resolve_device
+from hybridflow.distributed.accelerators import accelerators, features
+from hybridflow.distributed.device import num_devices, resolve_device
 from hybridflow.errors import ConfigError, WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
+OWN_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+"""Resources for which Ray has options of their own."""
 SETTLE_SECONDS = 3.0  # devices of a run that has just ended become free within this time
 
 
@@ -75,13 +78,18 @@ class PlacedPool:
 
 def _takes(device: str) -> dict[str, Any]:
     """Return what a process takes of Ray: a CPU, or an accelerator and no CPU."""
-    own = {"cpu": "num_cpus", "cuda": "num_gpus"}
     takes: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-    if device in own:
-        takes[own[device]] = 1
+    unit = features(device).resource
+    if unit in OWN_OPTIONS:
+        takes[OWN_OPTIONS[unit]] = 1
     else:
-        takes["resources"] = {UNIT[device]: 1}
+        takes["resources"] = {unit: 1}
     return takes
+
+
+def _num_gpus() -> int:
+    """Return the number of this machine's devices that Ray counts as GPUs."""
+    return sum(num_devices(row.device) for row in accelerators().values() if row.resource == "GPU")
 
 
 @dataclass(eq=False)
@@ -89,7 +97,7 @@ class Cluster:
     """A Ray cluster that this run has started or joined."""
 
     device: str
-    """`cpu`, `cuda` or `npu`: the kind of device that each rank computes on."""
+    """The kind of device that each rank computes on, as the table of accelerators names it."""
     address: str
     """host:port of the cluster's control service."""
     timeline: str | None
@@ -116,11 +124,11 @@ class Cluster:
     ) -> Cluster:
         """Join the cluster whose address is set, or start one for `wanted` processes.
 
-        `device` is auto, cpu, cuda or npu; auto asks the cluster. A process that is connected to Ray already
-        stays connected to it. A Ray of the run's own offers `further_cpus` beside those of the machine, for
-        processes that have little to do. Raises ConfigError, within seconds, where there is no such cluster,
-        where it refuses this process or has another version, where a port is in use, or where a Ray on this
-        machine would be too small.
+        `device` is auto or a device of the table of accelerators; auto asks the cluster. A process that is
+        connected to Ray already stays connected to it. A Ray of the run's own offers `further_cpus` beside
+        those of the machine, for processes that have little to do. Raises ConfigError, within seconds, where
+        there is no such cluster, where it refuses this process or has another version, where a port is in
+        use, or where a Ray on this machine would be too small.
         """
         if ray.is_initialized():
             return cls._joined(config, device, leaves=False)
@@ -153,7 +161,7 @@ class Cluster:
         logger.info(
             "joined the Ray cluster at %s: %s",
             address,
-            "; ".join(f"{node} {UNIT[device]}s" for node in cluster.nodes()),
+            "; ".join(f"{node} {features(device).resource}s" for node in cluster.nodes()),
         )
         return cluster
 
@@ -163,17 +171,22 @@ class Cluster:
         cpus = given.num_cpus or num_cpus()
         num_gpus = given.num_gpus
         if num_gpus is None:
-            num_gpus = torch.cuda.device_count()
-        offered = {"cpu": cpus, "cuda": num_gpus}
-        if device not in offered:  # Ray counts those of another kind itself
-            offered[device] = torch.get_device_module(device).device_count()
-        check_own(wanted, num_nodes, offered[device], device)
+            num_gpus = _num_gpus()
+        offered = {"CPU": cpus, "GPU": num_gpus}
+        unit = features(device).resource
+        further: dict[str, Any] = {}
+        if unit not in offered:
+            offered[unit] = num_devices(device)
+            if unit not in get_all_accelerator_resource_names():  # Ray counts those itself
+                further["resources"] = {unit: offered[unit]}
+        check_own(wanted, num_nodes, offered[unit], device)
         if given.include_dashboard and given.dashboard_port is not None:
             check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
         temp_dir, dashboard = session.start(
             config,
             num_cpus=cpus + further_cpus,
             num_gpus=num_gpus,
+            **further,
             object_store_memory=given.object_store_memory,
             include_dashboard=given.include_dashboard,
             dashboard_port=given.dashboard_port,
@@ -234,7 +247,7 @@ class Cluster:
             plan = (assign([pool], list(alive.values())) or {}).get(pool.name, [])
             if not plan:
                 raise WorkerError(shortage([pool], list(alive.values()), device, self._name, self.owns))
-        bundle = {UNIT[device]: 1.0}
+        bundle = {features(device).resource: 1.0}
         groups = [
             # a group for each node, because only a whole group can be kept together on one node
             placement_group(
@@ -273,7 +286,7 @@ class Cluster:
     ) -> None:
         told = time.monotonic()
         until = told + seconds
-        unit = UNIT[self.device]
+        unit = features(self.device).resource
         waiting = list(zip(groups, pool.devices_per_node, plan))
         while waiting := [each for each in waiting if not each[0].wait(0.2)]:
             now = time.monotonic()

@@ -17,9 +17,9 @@ from typing import Any
 from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.ray.assignment import UNIT, NodeInfo
+from hybridflow.controller.ray.assignment import NodeInfo
 from hybridflow.controller.surroundings import choose_address, num_cpus
-from hybridflow.distributed.accelerators import no_accelerator
+from hybridflow.distributed.accelerators import accelerators, features, no_accelerator
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def check_port_free(port: int, key: str) -> None:
 
 def check_own(wanted: int, num_nodes: int, offered: int, device: str) -> None:
     """Raise ConfigError if a Ray on this machine alone could not offer the devices that are wanted."""
-    unit = UNIT[device]
+    unit = features(device).resource
     elsewhere = (
         "give the address of a cluster (ray_kwargs.ray_init.address or RAY_ADDRESS; docs/cluster/README.md)"
     )
@@ -240,7 +240,7 @@ def living(
         if node["Alive"] and answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
     ]
     names = [_name(node) for node in alive]
-    unit = UNIT[device]
+    unit = features(device).resource
     return [
         NodeInfo(
             id=node["NodeID"],
@@ -255,8 +255,8 @@ def living(
 
 def device_of(table: Sequence[Mapping[str, Any]]) -> str:
     """Return the first kind of accelerator that a living node of the cluster has, and cpu without any."""
-    for kind, unit in UNIT.items():
-        if kind != "cpu" and any(node["Resources"].get(unit, 0) for node in table if node["Alive"]):
+    for kind, row in accelerators().items():
+        if kind != "cpu" and any(node["Resources"].get(row.resource, 0) for node in table if node["Alive"]):
             return kind
     return "cpu"
 

@@ -32,7 +32,7 @@ from hybridflow.controller.ray.parts import Slot
 from hybridflow.controller.ray.transport import Held, Packet, decode, encode
 from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.distributed import process_group
-from hybridflow.distributed.device import set_current, set_threads
+from hybridflow.distributed.device import resolve_device, set_current, set_threads
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.protocol import DataProto
@@ -186,7 +186,7 @@ class RankProcess:
         set_threads(how.num_threads)  # in this thread, because OpenMP's number is a thread's own
         device = torch.device("cpu")
         if how.device != "cpu":
-            device = torch.device(how.device, 0)  # Ray shows each process its own one
+            device = resolve_device(how.device, 0)  # Ray shows each process its own one
             set_current(device)
         if place.world_size > 1 and how.address:
             process_group.init(place.rank, place.world_size, how.address, how.port, device, how.timeout)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.distributed.accelerators import features
 from hybridflow.engines.optimizer import MasterAdamW
 
 CPU = torch.device("cpu")
@@ -112,10 +113,9 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
         if tensor.numel() < self.smallest or _memory(tensor) in self._parameters:
             return tensor.device, tensor
-        waiting = torch.empty(
-            tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda
-        )
-        waiting.copy_(tensor, non_blocking=tensor.is_cuda)
+        pins = features(tensor.device.type).pins_memory
+        waiting = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pins)
+        waiting.copy_(tensor, non_blocking=pins)
         return tensor.device, waiting
 
     def _unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:

@@ -15,18 +15,14 @@ in chunked prefill; what comes to be there writes that position itself.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hybridflow.distributed.accelerators import features
+from hybridflow.distributed.facilities import Recorder, facilities
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.native.step import decode_rows
@@ -36,103 +32,6 @@ logger = logging.getLogger(__name__)
 LEAST_KEYS = 128
 MOST_GRAPHS = 64
 """Graphs that are kept; the least recently used one is dropped first."""
-
-_RECORDING = threading.Lock()
-"""Held while a graph is recorded: engines in other threads of the process record theirs after it."""
-_ATEN = torch.ops.aten
-_COPIES = (_ATEN._to_copy, _ATEN.copy_)
-_BY_INDEX = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
-_DATA_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-class Recorder(Protocol):
-    """Recorder of functions that work only on the device, on tensors that stay where they are."""
-
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run `run`, perhaps often; return a function that fills and returns the same tensor once more."""
-        ...
-
-    def forget(self) -> None:
-        """Free what was recorded: it is not replayed any longer."""
-        ...
-
-
-class CudaRecorder:
-    """CUDA graphs, whose memory is shared: a result is read before another graph runs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record as `torch.cuda.graph` does, without its garbage collection, which takes longer than that."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            run()  # libraries set themselves up in the first run, which a recording forbids
-            with _RefuseWaiting():  # type: ignore[no-untyped-call]
-                run()
-            with _RECORDING:
-                output = self._capture(graph, run)
-        current.wait_stream(self._stream)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Tensor]) -> Tensor:
-        # no other stream is waited for: one of another thread may be recording
-        self._stream.synchronize()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            output = run()
-        except BaseException:
-            with suppress(RuntimeError):  # the first error is the one to tell
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return output
-
-    def forget(self) -> None:
-        """The next graphs get memory of their own."""
-        self._pool = torch.cuda.graph_pool_handle()
-
-
-class _RefuseWaiting(TorchDispatchMode):
-    """RuntimeError for an operation of this thread that waits for the device.
-
-    A recording would fail there too, and leave the allocator in disorder. torch's own check, by
-    `set_sync_debug_mode`, would fail the other threads of the process as well.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if _waits(func, args, kwargs):
-            raise RuntimeError(f"{func} waits for the device")
-        return func(*args, **kwargs)
-
-
-def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the host needs values of the device, or the device such of the host, to go on."""
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    devices = {tensor.device.type for tensor in tensors}
-    kind = getattr(func, "overloadpacket", None)
-    if kind in _COPIES:
-        if kwargs.get("device") is not None:
-            devices.add(torch.device(kwargs["device"]).type)
-        return len(devices) > 1 and not kwargs.get("non_blocking", args[2:3] == (True,))
-    if devices <= {"cpu"}:
-        return False
-    if kind in _BY_INDEX:
-        # a mask becomes the places where it is true
-        return len(devices) > 1 or any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:])
-    return not _DATA_DECIDES.isdisjoint(getattr(func, "tags", ()))
 
 
 class GraphDecoder:
@@ -291,7 +190,8 @@ def graph_decoder(
     if ranks > 1:
         logger.info("generation by %d ranks together does without CUDA graphs", ranks)
         return None
-    return GraphDecoder(policy, CudaRecorder(policy.device), sizes or capture_sizes(max_rows))
+    recorder = facilities(policy.device.type).recorder(policy.device)
+    return GraphDecoder(policy, recorder, sizes or capture_sizes(max_rows))
 
 
 def _agree(got: Tensor, wanted: Tensor) -> bool:

@@ -25,7 +25,7 @@ from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
-    CudaIpcWriter,
+    DeviceMemoryWriter,
     Entry,
     GroupWriter,
     SharedMemoryWriter,
@@ -97,7 +97,7 @@ def push(
     common; without it, each makes a process group of its own. `more`: further facts for the workers, as JSON.
     Raises RolloutError where not all weights arrived as sent; then the engine has no version.
     """
-    open_writer: Callable[..., Writer] = CudaIpcWriter
+    open_writer: Callable[..., Writer] = DeviceMemoryWriter
     if transport == "process_group":
         open_writer = partial(GroupWriter, host=host, receivers=workers, timeout=timeout)
     elif transport == "shared_memory":

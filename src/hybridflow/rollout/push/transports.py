@@ -1,15 +1,14 @@
 """Ways to move the bytes of a bucket from the trainer's process to an engine's.
 
     shared_memory   a file in memory that both map; any two processes of one machine
-    cuda_ipc        a CUDA buffer that the other process opens; two processes that see the same GPU
-    process_group   a broadcast by gloo or NCCL; any machines
+    cuda_ipc        a buffer of a GPU that the other process opens; two processes that see the same GPU
+    process_group   a broadcast by the device's own group (NCCL), else by gloo; any machines
 
 Each has a writer, which owns the buffer, and a reader. A frame says which tensors lie where in it (`Entry`).
 """
 
 from __future__ import annotations
 
-import base64
 import math
 import mmap
 import os
@@ -27,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from hybridflow.distributed.accelerators import features, is_accelerator
+from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.tunnel import LOOPBACK, Tunnel, TunnelEnd
 
@@ -137,58 +138,37 @@ class SharedMemoryReader(Reader):
             self.buffer = torch.frombuffer(mmap.mmap(file.fileno(), facts["size"]), dtype=torch.uint8)
 
 
-class CudaIpcWriter(Writer):
-    """A buffer on this process's GPU."""
+class DeviceMemoryWriter(Writer):
+    """A buffer on this process's accelerator."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        if device.type != "cuda":
+        if not features(device.type).shares_memory:
             raise RolloutError(
                 f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory"
             )
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def facts(self, receiver: int) -> dict[str, Any]:
-        handle = self.buffer.untyped_storage()._share_cuda_()
-        packed = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
-        packs = [isinstance(part, bytes) for part in handle]
-        uuid = _uuid(self.buffer.device)
-        return {"kind": "cuda_ipc", "handle": packed, "bytes": packs, "uuid": uuid}
+        device = self.buffer.device.type
+        return {"kind": "cuda_ipc", "device": device, **facilities(device).share_memory(self.buffer)}
 
     def settle(self) -> None:
-        torch.cuda.current_stream(self.buffer.device).synchronize()
+        device = self.buffer.device
+        torch.get_device_module(device).current_stream(device).synchronize()
 
     def close(self) -> None:
         del self.buffer
 
 
-class CudaIpcReader(Reader):
-    """Opens the writer's buffer; RolloutError where this process does not see that GPU."""
+class DeviceMemoryReader(Reader):
+    """Opens the writer's buffer; RolloutError where this process does not see that device."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        seen = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-        if facts["uuid"] not in seen:
-            raise RolloutError(
-                "the engine does not see the GPU that the weights are on: set "
-                "actor_rollout_ref.rollout.server.transport=shared_memory"
-            )
-        handle = [
-            base64.b64decode(part) if packed else part
-            for part, packed in zip(facts["handle"], facts["bytes"])
-        ]
-        device = torch.device("cuda", seen.index(facts["uuid"]))  # it may have another number there
-        torch.cuda.init()
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle[1:])
-        self.buffer = torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
+        self.buffer = facilities(facts["device"]).open_memory(facts)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.buffer.device)  # what is read must be read before the writer lets go
+        _synchronize(self.buffer.device)  # what is read must be read before the writer lets go
         del self.buffer
-
-
-def _uuid(device: torch.device) -> str:
-    """Return the GPU's uuid, which is the same in every process."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return str(properties.uuid)
 
 
 class _GroupEnd:
@@ -196,7 +176,16 @@ class _GroupEnd:
 
     buffer: Tensor
     _group: Any
+    _by_gloo: bool
+    """Whether bytes travel in main memory, for want of a group of the device's own."""
     _tunnel: Tunnel | TunnelEnd
+
+    def _join(self, store: Any, rank: int, world: int, device: str, timeout: float) -> None:
+        own = facilities(device).process_group(store, rank, world, timeout)
+        self._by_gloo = own is None
+        self._group = own
+        if own is None:
+            self._group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
 
     def rest(self) -> None:
         """Let go of the buffer until the next push, and keep the group."""
@@ -209,7 +198,7 @@ class _GroupEnd:
 
 
 class GroupWriter(_GroupEnd, Writer):
-    """Rank 0 of a process group; gloo for CPU tensors, NCCL for CUDA tensors.
+    """Rank 0 of a process group: the device's own (NCCL for CUDA), else gloo, through main memory.
 
     The ranks find each other by a TCPStore that listens on this machine's loopback alone; readers come to it
     through a `Tunnel`, with the token that their facts hold. The group serves any number of pushes (`rest`).
@@ -252,7 +241,7 @@ class GroupWriter(_GroupEnd, Writer):
 
     def meet(self) -> None:
         with _failures_explained():
-            self._group = _group(self._store, 0, self._world, self.buffer.device.type, self._timeout)
+            self._join(self._store, 0, self._world, self.buffer.device.type, self._timeout)
 
     def reserve(self, size: int, device: torch.device) -> bool:
         self._size = max(size, self._size)
@@ -261,8 +250,11 @@ class GroupWriter(_GroupEnd, Writer):
         return device == self.buffer.device
 
     def publish(self, size: int) -> None:
+        data = self.buffer[:size]
+        if self._by_gloo:
+            data = data.cpu()
         with _failures_explained():
-            _broadcast(self._group, self.buffer[:size])
+            _broadcast(self._group, data)
 
 
 class GroupReader(_GroupEnd, Reader):
@@ -272,10 +264,7 @@ class GroupReader(_GroupEnd, Reader):
         timeout = facts["timeout"]
         self.token: str = facts["token"]
         self._tunnel = TunnelEnd(facts["host"], facts["port"], self.token, timeout)
-        device = torch.device(facts["device"])
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        kind = facts["device"]
         try:
             store = TCPStore(
                 self._tunnel.host,
@@ -284,10 +273,14 @@ class GroupReader(_GroupEnd, Reader):
                 is_master=False,
                 timeout=timedelta(seconds=timeout),
             )
-            self._group = _group(store, facts["rank"], facts["world"], device.type, timeout)
+            self._join(store, facts["rank"], facts["world"], kind, timeout)
         except BaseException:
             self._tunnel.close()
             raise
+        device = torch.device("cpu")
+        if not self._by_gloo:
+            device = torch.device(kind, torch.get_device_module(kind).current_device())
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def fetch(self, size: int) -> Tensor:
         if len(self.buffer) < size:
@@ -305,26 +298,27 @@ def _failures_explained() -> Iterator[None]:
         raise RolloutError(f"the process group of a push failed: {error}") from error
 
 
-def _group(store: Any, rank: int, world: int, device: str, timeout: float) -> Any:
-    if device == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        return dist.ProcessGroupNCCL(store, rank, world, options)
-    return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
-
-
 def _broadcast(group: Any, data: Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     group.broadcast([data], options).wait()
-    if data.is_cuda:
-        torch.cuda.synchronize(data.device)
+    _synchronize(data.device)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done all that was queued; nothing on a CPU."""
+    if is_accelerator(device.type):
+        torch.get_device_module(device).synchronize(device)
 
 
 def open_reader(facts: dict[str, Any]) -> Reader:
     """Return the reader for a writer's facts."""
-    kinds = {"shared_memory": SharedMemoryReader, "cuda_ipc": CudaIpcReader, "process_group": GroupReader}
+    kinds = {
+        "shared_memory": SharedMemoryReader,
+        "cuda_ipc": DeviceMemoryReader,
+        "process_group": GroupReader,
+    }
     return kinds[facts["kind"]](facts)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
-from hybridflow.distributed.device import set_current
+from hybridflow.distributed.accelerators import GPU, features
+from hybridflow.distributed.device import num_devices, resolve_device, set_current
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens, resolve_dtype
 from hybridflow.models.rope import longest_generated
@@ -98,10 +99,10 @@ def build_service(settings: ServeSettings) -> Service:
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
     rounds = settings.quantization is not None
-    target = torch.device(device)
+    target = served_device(device)
     policy = build_policy(
         settings.model,
-        device="cpu" if rounds else device,  # the device has rounded weights only
+        device="cpu" if rounds else target,  # the device has rounded weights only
         dtype=str(resolve_dtype(settings.dtype, target)).removeprefix("torch."),
         trust_remote_code=settings.trust_remote_code,
     )
@@ -119,6 +120,28 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
         enable_prefix_caching=settings.prefix_caching,
         rounded=rounded,
     )
+
+
+def served_device(text: str) -> torch.device:
+    """Return the device that `serve --device` names: a device of the table of accelerators, or `npu:1`.
+
+    Raises ConfigError for an unknown name, and for a device that is not here.
+    """
+    name, colon, number = text.partition(":")
+    index = 0
+    if colon:
+        if not number.isdecimal():
+            raise ConfigError(f"--device {text}: give a device and perhaps its number, for example {GPU}:1")
+        index = int(number)
+    device = resolve_device(name)
+    if device.type == "cpu":
+        return device
+    count = num_devices(device.type)
+    if index >= count:
+        raise ConfigError(
+            f"--device {text}: this machine shows {count} {features(device.type).name}s, counted from 0"
+        )
+    return torch.device(device.type, index)
 
 
 def _opener(engine: NativeEngine) -> Callable[[], EngineSession]:

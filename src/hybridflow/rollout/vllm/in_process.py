@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.distributed.device import num_devices, used_accelerator
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import advice
 from hybridflow.rollout.push.receiver import Part, Weights
@@ -160,9 +161,14 @@ def _process_as_it_was() -> Iterator[None]:
     threads = torch.get_num_threads()
     randoms = random.getstate()
     numpy_randoms = np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    used = used_accelerator()
+    kind = "cpu"  # whose random state is always kept
+    devices = range(0)
+    if used is not None:
+        kind = used.type
+        devices = range(num_devices(kind))
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices, device_type=kind):
             yield
     finally:
         torch.set_num_threads = set_threads

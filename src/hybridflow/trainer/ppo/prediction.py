@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import torch
-
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.controller import Placement
 from hybridflow.controller.worker import Worker
 from hybridflow.distributed.device import resolve_device
+from hybridflow.distributed.facilities import facilities
 from hybridflow.distributed.measure import measured_cpu
 from hybridflow.errors import ModelError
 from hybridflow.models.build import shape_of
@@ -110,9 +109,10 @@ def _device(config: PPOConfig) -> tuple[Hardware, Efficiency] | None:
     if device.type == "cpu":
         cpu = measured_cpu()
         return cpu_hardware(cpu.peak, cpu.bandwidth, cpu.memory), CPU_EFFICIENCY
-    if device.type != "cuda" or not torch.cuda.is_available():
+    card = facilities(device.type).card_name()
+    if card is None:
         return None
-    name = torch.cuda.get_device_name().replace(" ", "")
+    name = card.replace(" ", "")
     # the longest name first: GB200 before B200
     row = next((HARDWARE[key] for key in sorted(HARDWARE, key=len, reverse=True) if key in name), None)
     return None if row is None else (row, FITTED)
@@ -150,7 +150,7 @@ def make_predictor(config: PPOConfig, roles: Roles, placement: Placement) -> Pre
         if placement.pools_of(role) == actors:
             lora = engine.model.lora_rank if engine.trained else 0
             size = shape.size(trained=engine.trained, lora_rank=lora, itemsize=costs.itemsize)
-            needs[role] = engine_needs(engine, size, on_cpu=on_cpu)
+            needs[role] = engine_needs(engine, size, device=hardware.device)
     generating = len(placement.ranks("rollout"))
     (_, replicas), (_, tensor) = rollout_axes(config, generating)
     apart = placement.pools_of("rollout") != actors

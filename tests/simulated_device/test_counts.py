@@ -1,0 +1,67 @@
+"""Ceilings of what a run asks of its device, by phase: waits of the host, launches, bytes.
+
+They are the same on each machine. A wait is where the host has nothing to give the device to do: a quiet decode
+step has the one event that is taken late, a pass for log-probs and an update have one read each.
+"""
+
+from __future__ import annotations
+
+import pytest
+from counted_run import STEPS, counted_run
+from simulated_accelerator import counts
+from simulated_accelerator.counts import Counts
+
+ACTOR = "actor_rollout_ref.actor"
+COUNTED = STEPS - 1
+"""Steps that are counted."""
+
+
+def each(name: str) -> tuple[float, float]:
+    """Return waits and launches of a phase, for each time it was entered."""
+    phase = counts.phases[name]
+    return phase.num_waits / phase.entered, phase.num_launches / phase.entered
+
+
+def beside_decoding(phase: Counts) -> float:
+    """Return the waits of a step but for the event of each step of generation."""
+    events = sum(n for (_, where), n in phase.waits.items() if "native/responses.py" in where)
+    return (phase.num_waits - events) / phase.entered
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        pytest.param((), 6, id="grpo"),
+        pytest.param((f"{ACTOR}.use_kl_loss=true",), 7, id="reference"),
+        pytest.param((f"{ACTOR}.use_prefix_grouper=true",), 6, id="shared prompts"),
+        pytest.param(("actor_rollout_ref.model.lora_rank=4",), 6, id="lora"),
+        pytest.param(("algorithm.adv_estimator=gae",), 10, id="ppo with critic"),
+    ],
+)
+def test_waits_of_a_training_step(keys: tuple[str, ...], most: int) -> None:
+    counted_run(*keys)
+    assert counts.phases["training step"].entered == COUNTED
+    assert beside_decoding(counts.phases["training step"]) <= most, counts.report()
+    assert each("quiet decode step")[0] == 1
+    assert each("prefill")[0] == 0
+    assert each("rows end")[0] == 0
+    assert each("log-prob pass")[0] <= 1
+    assert each("update")[0] <= 1
+
+
+def test_an_update_waits_once_whatever_its_micro_batches() -> None:
+    counted_run(f"{ACTOR}.ppo_max_token_len_per_gpu=128", f"{ACTOR}.use_dynamic_bsz=true")
+    assert each("update")[0] == 1 and each("log-prob pass")[0] == 1
+    assert counts.phases["update"].launches["_flash_attention_backward"] == 0  # float32: no kernel for it
+    assert each("update")[1] > 1500  # there were several
+
+
+def test_launches_of_two_layers() -> None:
+    counted_run()
+    assert each("quiet decode step")[1] <= 70  # recorded: whatever the model
+    assert each("log-prob pass")[1] <= 140
+    assert each("update")[1] <= 540
+    eager = "actor_rollout_ref.rollout.enforce_eager=true"
+    counts.forget()
+    counted_run(eager)
+    assert each("quiet decode step")[1] <= 135

@@ -113,7 +113,7 @@ def token_log_probs(
     hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature)
     with z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from
     Σπ². A logit of -inf has probability 0 and adds nothing. A chunk of tokens holds at most `chunk_bytes` of
-    logits (by default what `ACCELERATORS` says of the device), as a multiple of `chunk_step` tokens, and at
+    logits (by default what the table of accelerators says), as a multiple of `chunk_step` tokens, and at
     least `chunk_step` tokens.
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"

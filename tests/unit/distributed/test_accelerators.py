@@ -14,6 +14,7 @@ from hybridflow.controller.ray.preflight import device_of
 from hybridflow.distributed import accelerators
 from hybridflow.distributed.accelerators import check_package, features, is_accelerator
 from hybridflow.distributed.device import resolve_device, set_current
+from hybridflow.distributed.facilities import Facilities, facilities
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import resolve_dtype
 
@@ -93,3 +94,35 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == torch.device("cpu") == resolve_device("cpu")
     with pytest.raises(ConfigError, match=r"trainer\.device=cuda, but no such device is usable here"):
         resolve_device("cuda")
+
+
+PROMISES = {
+    "records_steps": ("recorder",),
+    "shares_memory": ("share_memory", "open_memory"),
+    "torch_memory": ("start_memory_history", "write_memory_history"),
+    "nsys": ("start_capture_range", "stop_capture_range"),
+}
+"""Methods of the facilities by what a row promises them with."""
+
+
+@pytest.mark.parametrize("device", accelerators.accelerators())
+def test_what_a_row_promises_its_facilities_have(device: str) -> None:
+    row = features(device)
+    kind = type(facilities(device))
+    for promise, methods in PROMISES.items():
+        for method in methods:
+            has = getattr(kind, method) is not getattr(Facilities, method)
+            assert has == (getattr(row, promise, False) or promise in row.profilers), (promise, method)
+
+
+def test_a_facility_that_is_not_there_says_which_promise_was_wrong() -> None:
+    none = Facilities()
+    with pytest.raises(
+        NotImplementedError, match=r"records no steps \(Facilities\), .* must not set records_steps"
+    ):
+        none.recorder(torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="must not set shares_memory"):
+        none.open_memory({})
+    with pytest.raises(NotImplementedError, match="must not set profilers"):
+        none.stop_capture_range()
+    assert none.card_name() is None and none.cards() == [] and none.process_group(None, 0, 1, 1.0) is None

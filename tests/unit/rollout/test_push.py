@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +260,31 @@ def test_a_process_group_that_fails_is_an_error_of_the_push(monkeypatch: pytest.
             writer.meet()
     finally:
         writer.close()
+
+
+def test_a_device_without_a_group_of_its_own_sends_through_main_memory() -> None:
+    """gloo takes no tensors of other devices than the CPU."""
+    here = torch.arange(8, dtype=torch.uint8)
+    sent = []
+
+    class OnDevice:
+        def __getitem__(self, part: slice) -> OnDevice:
+            return self
+
+        def cpu(self) -> Tensor:
+            return here
+
+    class Gloo:
+        def broadcast(self, tensors: list[Tensor], options: Any) -> SimpleNamespace:
+            sent.extend(tensors)
+            return SimpleNamespace(wait=lambda: None)
+
+    writer: Any = object.__new__(transports.GroupWriter)
+    writer.buffer = OnDevice()
+    writer._group = Gloo()
+    writer._by_gloo = True
+    writer.publish(8)
+    assert sent == [here]
 
 
 def test_an_engine_that_stops_reading_has_no_version() -> None:

@@ -42,7 +42,7 @@ from hybridflow.controller.ray.preflight import (
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.controller.surroundings import choose_address, num_cpus
-from hybridflow.distributed.accelerators import accelerators, features
+from hybridflow.distributed.accelerators import GPU, features
 from hybridflow.distributed.device import num_devices, resolve_device
 from hybridflow.errors import ConfigError, WorkerError, WorkerLost
 
@@ -85,11 +85,6 @@ def _takes(device: str) -> dict[str, Any]:
     else:
         takes["resources"] = {unit: 1}
     return takes
-
-
-def _num_gpus() -> int:
-    """Return the number of this machine's devices that Ray counts as GPUs."""
-    return sum(num_devices(row.device) for row in accelerators().values() if row.resource == "GPU")
 
 
 @dataclass(eq=False)
@@ -168,12 +163,12 @@ class Cluster:
     @classmethod
     def _own(cls, config: RayConfig, device: str, wanted: int, num_nodes: int, further_cpus: int) -> Cluster:
         given = config.ray_init
+        unit = features(device).resource
         cpus = given.num_cpus or num_cpus()
         num_gpus = given.num_gpus
         if num_gpus is None:
-            num_gpus = _num_gpus()
+            num_gpus = num_devices(device if unit == "GPU" else GPU)
         offered = {"CPU": cpus, "GPU": num_gpus}
-        unit = features(device).resource
         further: dict[str, Any] = {}
         if unit not in offered:
             offered[unit] = num_devices(device)

@@ -182,7 +182,7 @@ def graph_decoder(
 ) -> GraphDecoder | None:
     """The decoder of an engine of at most `max_rows` rows; None where steps are not recorded.
 
-    That is on other devices than CUDA, where `enforce_eager` says so, and where `ranks` generate together:
+    That is on devices that record none, where `enforce_eager` says so, and where `ranks` generate together:
     what one of them fails to record, the others would wait for.
     """
     if not features(policy.device.type).records_steps or enforce_eager:

@@ -41,7 +41,7 @@ DTYPE_NAMES = {
 """The format's name for each dtype."""
 
 GROUP_BYTES = 256 * 2**20
-"""Size of the tensors that are copied from a device together, unless one of them is larger."""
+"""Size at which a group of tensors is large enough, which are copied from a device together."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

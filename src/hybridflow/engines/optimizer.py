@@ -68,7 +68,9 @@ class MasterAdamW:
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, DTensor):
             assert parameter.dtype.itemsize >= 4, "trained shards are float32 or wider"
-            return local(parameter)
+            piece = torch.empty(0, dtype=parameter.dtype, device=local(parameter).device)
+            piece.data = local(parameter)  # itself a view, which would keep the memory that the shard leaves
+            return piece
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         master = parameter.detach().to(torch.float32, copy=True)

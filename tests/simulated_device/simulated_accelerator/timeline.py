@@ -202,7 +202,7 @@ class _Same(list[Copy]):
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    return left.contiguous().view(torch.uint8).equal(right.contiguous().view(torch.uint8))
+    return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
 
 
 def send(on_host: Tensor, value: Tensor, *, to_host: bool) -> None:

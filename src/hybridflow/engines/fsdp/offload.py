@@ -88,8 +88,8 @@ class Offloader:
 
         self.module._apply(replacement)  # as `Module.to` does; FSDP takes note of it
         assert before == list(map(id, self.module.parameters())), (
-            "torch has made new parameters of those that moved, and the optimizer has the old ones, since tensors "
-            f"of {self.device.type} cannot become tensors of a CPU: set fsdp_config.param_offload=false"
+            "torch has made new parameters of those that moved, and the optimizer has the old ones: tensors "
+            f"of {self.device.type} cannot become tensors of a CPU. Set fsdp_config.param_offload=false"
         )
         if self.optimizer is not None:
             self.optimizer.refresh_shards()  # the masters of shards would keep the memory that these were in

@@ -5,9 +5,13 @@ SIMULATED_DEVICE=gpu or npu and this folder on PYTHONPATH (`make test-device`).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "engines"))  # its models and rows
 
 if "SIMULATED_DEVICE" not in os.environ:
     collect_ignore_glob = ["test_*.py"]

@@ -112,6 +112,23 @@ def test_a_pinned_source_that_changes_too_early_is_told() -> None:
     told("pinned memory was changed")
 
 
+def test_copies_of_one_stream_through_the_same_host_memory_keep_their_order() -> None:
+    device = torch.arange(4.0, device=SIM)
+    pinned = torch.zeros(4).pin_memory()
+    before = pinned.to(SIM, non_blocking=True)
+    pinned.copy_(device, non_blocking=True)
+    after = pinned[1:].to(SIM, non_blocking=True)
+    with pytest.raises(DeviceFault, match="read before the copy"):
+        pinned.numpy()
+    told("read before the copy")
+    side = torch.get_device_module(SIM).Stream()
+    with torch.get_device_module(SIM).stream(side), pytest.raises(DeviceFault, match="before the copy to it"):
+        pinned.to(SIM, non_blocking=True)
+    told("before the copy to it")
+    torch.accelerator.synchronize()
+    assert before.tolist() == [0, 0, 0, 0] and after.tolist() == [1, 2, 3] and pinned.tolist() == [0, 1, 2, 3]
+
+
 def test_streams_that_do_not_wait_for_each_other_are_told() -> None:
     module = torch.get_device_module(SIM)
     side = module.Stream()

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.shard_index import SavedTensor, read_index, stored_tensors
 from hybridflow.checkpoint.shard_storage import ShardReader, ShardWriter
 from hybridflow.checkpoint.state import State, decode_tree, encode_tree
+from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import is_absent, is_sharded
 from hybridflow.errors import CheckpointError
@@ -52,30 +54,6 @@ def save_shards(folder: Path, parts: Parts, group: dist.ProcessGroup | None = No
     is raised on all ranks and names that rank and the reason.
     """
     return _plan(folder, parts, group, None).digests
-
-
-class CpuCopies:
-    """Copies of tensors on the CPU; those of device tensors keep their page-locked memory."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a copy, which is complete only after `wait`.
-
-        The copy of a tensor on a device is valid until the next copy under the same name.
-        """
-        if tensor.device.type == "cpu":
-            return tensor.detach().clone()
-        kept = self._kept.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return kept.copy_(tensor.detach(), non_blocking=True)
-
-    def wait(self) -> None:
-        """Wait until all copies are complete."""
-        if self._kept:
-            torch.accelerator.synchronize()
 
 
 class PendingShards:
@@ -106,15 +84,15 @@ class PendingShards:
 
 
 def start_shards(
-    folder: Path, parts: Parts, copies: CpuCopies, group: dist.ProcessGroup | None = None
+    folder: Path, parts: Parts, buffers: HostBuffers, group: dist.ProcessGroup | None = None
 ) -> PendingShards:
     """Copy a state, and write it in a thread; all ranks of the group call this, as for `save_shards`.
 
-    The writing needs no other rank, so it cannot disturb the ranks' own communication. `copies` must not be
-    used again before the save is done.
+    The writing needs no other rank, so it cannot disturb the ranks' own communication. `buffers` hold the
+    copies of a device's tensors, and must not be used again before the save is done.
     """
-    writer = _plan(folder, parts, group, copies)
-    copies.wait()
+    writer = _plan(folder, parts, group, buffers)
+    buffers.wait()
     return PendingShards(writer)
 
 
@@ -150,7 +128,7 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
 
 
 def _plan(
-    folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: CpuCopies | None
+    folder: Path, parts: Parts, group: dist.ProcessGroup | None, buffers: HostBuffers | None
 ) -> ShardWriter:
     rank, world_size = rank_and_size(group)
     structure, tensors = encode_tree(dict(parts), partial=True)
@@ -161,8 +139,8 @@ def _plan(
         structure, names = box[0]
         tensors = _here({name: tensors[name] for name in names})
     writer = ShardWriter(folder, rank, world_size, structure)
-    if copies is not None:
-        writer.copy = copies.copy
+    if buffers is not None:
+        writer.copy = partial(_copy, buffers)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _explained(f"cannot save the engine's state into {folder}", f". {ROOM}"):
         if world_size > 1:
@@ -170,6 +148,13 @@ def _plan(
         else:
             _save_alone(tensors, writer, planner)
     return writer
+
+
+def _copy(buffers: HostBuffers, name: str, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in main memory; one of a device's tensor is complete after `buffers.wait`."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    return buffers.copy(name, tensor)
 
 
 def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: DefaultSavePlanner) -> None:

@@ -2,7 +2,8 @@
 
     {name: tensor on any device} ──► header, then the bytes of each tensor ──► file on the disk, FileDigest
 
-The library's own writer needs all tensors on the CPU, and a digest a second pass over its file.
+The library's own writer needs all tensors on the CPU, and a digest a second pass over its file. Tensors of a
+device come to the CPU in groups, each of which is waited for once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import FileDigest
+from hybridflow.distributed.host_buffers import HostBuffers
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -37,6 +39,9 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """The format's name for each dtype."""
+
+GROUP_BYTES = 256 * 2**20
+"""Size at which a group of tensors is large enough, which are copied from a device together."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -85,7 +90,23 @@ def _blocks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryv
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in names:
+    for tensor in _on_cpu(names, tensors):
         # as bytes through numpy, which knows no bfloat16
-        data: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         yield memoryview(data)
+
+
+def _on_cpu(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors in main memory, those of a device group by group."""
+    group: list[str] = []
+    size = 0
+    for number, name in enumerate(names, start=1):
+        group.append(name)
+        size += tensors[name].numel() * tensors[name].element_size()
+        if size >= GROUP_BYTES or number == len(names):
+            buffers = HostBuffers()
+            copies = [buffers.copy(each, tensors[each]) for each in group]
+            buffers.wait()
+            yield from copies
+            group = []
+            size = 0

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
+from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
 from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
 from hybridflow.errors import CheckpointError, TrainingError
@@ -68,7 +69,9 @@ class MasterAdamW:
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, DTensor):
             assert parameter.dtype.itemsize >= 4, "trained shards are float32 or wider"
-            return local(parameter)
+            piece = torch.empty(0, dtype=parameter.dtype, device=local(parameter).device)
+            piece.data = local(parameter)  # itself a view, which would keep the memory that the shard leaves
+            return piece
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         master = parameter.detach().to(torch.float32, copy=True)
@@ -161,18 +164,27 @@ class MasterAdamW:
         for name, master in self.masters.items():
             master.grad = self.parameters[name].grad = None
 
-    def move_masters(self, device: torch.device) -> None:
-        """Move masters that have memory of their own to `device`, and drop their gradients."""
-        for name, _ in self._apart():
-            self.masters[name].grad = None
-            self.masters[name].data = self.masters[name].data.to(device)
+    def move_masters(self, device: torch.device, buffers: HostBuffers) -> None:
+        """Move masters that have memory of their own to `device`, and drop their gradients.
 
-    def move_moments(self, device: torch.device | None) -> None:
-        """Move the moments and step counts to `device`; None means to their masters."""
-        for rule in self.rules:
-            for master, entry in rule.state.items():
-                for key, value in entry.items():
-                    entry[key] = value.to(device or master.device)
+        On a CPU they are complete after `buffers.wait`.
+        """
+        for name, _ in self._apart():
+            master = self.masters[name]
+            master.grad = None
+            master.data = buffers.move(f"master {name}", master.data, device)
+
+    def move_moments(self, device: torch.device | None, buffers: HostBuffers) -> None:
+        """Move the moments to `device`, as `move_masters` does; None means to their masters.
+
+        Step counts stay on the device: the fused AdamW reads them there, and they are one number each.
+        """
+        for name, master in self.masters.items():
+            entry = self.rule_of[master].state.get(master, {})
+            to = device or master.device
+            for key, value in entry.items():
+                if key != "step" or to.type != "cpu":
+                    entry[key] = buffers.move(f"{key} {name}", value, to)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import FileDigest
-from hybridflow.checkpoint.sharded import CpuCopies, PendingShards, load_shards, save_shards, start_shards
+from hybridflow.checkpoint.sharded import PendingShards, load_shards, save_shards, start_shards
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.process_group import gather_objects
 from hybridflow.distributed.shards import is_absent, local, placed_like
 from hybridflow.engines import TrainEngine
@@ -30,7 +31,7 @@ class StatefulWorker(Worker):
     """A worker that owns one training engine; the ranks of its role form its process group."""
 
     _saving: PendingShards | None = None
-    _copies: CpuCopies | None = None
+    _copies: HostBuffers | None = None
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
@@ -47,7 +48,7 @@ class StatefulWorker(Worker):
     def start_save(self, folder: str, parts: Sequence[str]) -> None:
         """Copy the state as `save` does, and let a thread write the copy."""
         assert self._saving is None, f"{self.role} is saving: call finish_save first"
-        self._copies = self._copies or CpuCopies()
+        self._copies = self._copies or HostBuffers()
         self._saving = start_shards(Path(folder), self._parts(parts), self._copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -360,17 +360,15 @@ def _to_host(source: Tensor, target: Tensor, non_blocking: bool) -> None:
 def _from_host(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     if timeline.tape() is not None:
         raise counts.fault("a copy from the host in a recording: a replay would copy what is there then")
-    late = timeline.on_the_way(source)
-    if late is not None:
-        raise counts.fault(f"host memory is read before the copy to it has arrived, asked for at {late}")
+    value = timeline.as_copied_now(source)
     counts.launched("copy from host")
     counts.copied(target.numel() * target.element_size(), to_host=False)
     timeline.work("copy from host", [], blocks(target))
     if non_blocking and source.is_pinned():
-        timeline.send(source, source.clone(), to_host=False)
+        timeline.send(source, value.clone(), to_host=False)
     else:
         timeline.wait("copy from pageable memory" if non_blocking else "copy from host")
-    alias(target).copy_(source)
+    alias(target).copy_(value)
 
 
 @kernel("_local_scalar_dense")

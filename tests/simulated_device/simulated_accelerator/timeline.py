@@ -202,14 +202,65 @@ class _Same(list[Copy]):
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    return left.contiguous().view(torch.uint8).equal(right.contiguous().view(torch.uint8))
+    return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
 
 
 def send(on_host: Tensor, value: Tensor, *, to_host: bool) -> None:
     """Note a copy that the current stream was given and the host does not wait for."""
     with _lock:
         stream = current()
+        if to_host:
+            _end_copies_from(on_host, stream)
         _copies.append(Copy(stream.stream_id, stream.number, on_host, value, to_host, counts.place()))
+
+
+def _end_copies_from(on_host: Tensor, stream: Stream) -> None:
+    """Check and forget earlier copies from memory that the stream writes next: they are done by then."""
+    known = stream.known()
+    for copy in _of_memory(on_host, to_host=False):
+        if known.get(copy.stream, 0) < copy.number:
+            raise counts.fault(
+                f"a copy to host memory that another stream still reads, asked for at {copy.where}"
+            )
+        if not _of_memory(on_host, to_host=True) and not _same(copy.on_host, copy.value):
+            raise counts.fault(
+                f"pinned memory was changed while a copy of it was on its way, asked for at {copy.where}"
+            )
+        _copies[:] = [each for each in _copies if each is not copy]
+
+
+def as_copied_now(on_host: Tensor) -> Tensor:
+    """Return host memory as the next copy of the current stream finds it, with what arrives before it."""
+    with _lock:
+        coming = _of_memory(on_host, to_host=True)
+        known = current().known()
+        for copy in coming:
+            if known.get(copy.stream, 0) < copy.number:
+                raise counts.fault(
+                    f"host memory is read before the copy to it has arrived, asked for at {copy.where}"
+                )
+        if not coming:
+            return on_host
+        whole = torch.empty(0, dtype=torch.uint8).set_(on_host.untyped_storage()).clone().untyped_storage()
+        for copy in coming:
+            _at(copy.on_host, whole).copy_(copy.value)
+        return _at(on_host, whole)
+
+
+def _at(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return a tensor at the same place in another storage."""
+    with torch.no_grad():
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+
+
+def _of_memory(on_host: Tensor, *, to_host: bool) -> list[Copy]:
+    first = on_host.untyped_storage().data_ptr()
+    return [
+        copy
+        for copy in _copies
+        if copy.to_host == to_host and copy.on_host.untyped_storage().data_ptr() == first
+    ]
 
 
 def on_the_way(tensor: Tensor) -> str | None:

@@ -19,7 +19,8 @@ from hybridflow.checkpoint import sharded
 from hybridflow.checkpoint.layout import SHARDS, shard_file
 from hybridflow.checkpoint.manifest import FileDigest, file_digest
 from hybridflow.checkpoint.shard_index import read_index, read_tensors
-from hybridflow.checkpoint.sharded import CpuCopies, load_shards, save_shards, start_shards
+from hybridflow.checkpoint.sharded import load_shards, save_shards, start_shards
+from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.errors import CheckpointError
 from ranks import Ranks
 
@@ -213,7 +214,7 @@ def test_all_ranks_are_told_which_one_could_not_write(two_ranks: Ranks, tmp_path
 def start_at_two(rank: int, folder: str) -> bool:
     """The state changes while it is written, and the ranks talk to each other."""
     live = state(rows_of_two)
-    pending = start_shards(Path(folder), live, CpuCopies())
+    pending = start_shards(Path(folder), live, HostBuffers())
     for _ in range(20):
         for tensor in live["model"].values():
             tensor.add_(1.0)
@@ -236,7 +237,7 @@ def test_a_thread_that_cannot_write_says_so_when_asked(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("hybridflow.checkpoint.shard_storage.write_tensors", full_disk)
-    pending = start_shards(tmp_path, {"model": {"w": torch.ones(2)}}, CpuCopies())
+    pending = start_shards(tmp_path, {"model": {"w": torch.ones(2)}}, HostBuffers())
     with pytest.raises(CheckpointError, match=r"No space left on device.*model_world_size_1_rank_0"):
         pending.wait()
     with pytest.raises(CheckpointError, match=r"cannot save .*No space left"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +64,8 @@ class Moves(nn.Module):
         super().__init__()
         self.sent: list[str] = []
 
-    def to(self, device: torch.device) -> Moves:  # type: ignore[override]
-        self.sent.append(str(device))
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Moves:
+        self.sent.append(fn(torch.empty(1)).device.type)
         return self
 
 
@@ -114,11 +115,11 @@ def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
     # there is no second device to compute on: what would move says where it is
     engine.offloader.device = torch.device("meta")
     where = {"masters": "cpu", "moments": "cpu"}
-    monkeypatch.setattr(optimizer, "move_masters", lambda device: where.update(masters=str(device)))
+    monkeypatch.setattr(optimizer, "move_masters", lambda device, _: where.update(masters=str(device)))
     monkeypatch.setattr(
         optimizer,
         "move_moments",
-        lambda device: where.update(moments=where["masters"] if device is None else str(device)),
+        lambda device, _: where.update(moments=where["masters"] if device is None else str(device)),
     )
     at: dict[str, list[dict[str, str]]] = {"backward": [], "step": []}
     optimizer.rules[0].register_step_pre_hook(lambda *_: at["step"].append(dict(where)))

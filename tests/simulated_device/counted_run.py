@@ -1,6 +1,6 @@
 """A run on the simulated device whose figures are counted: GRPO of the tiny recipe, after its first step.
 
-    python tests/simulated_device/counted_run.py KEY=VALUE ...        prints the figures of such a run
+python tests/simulated_device/counted_run.py KEY=VALUE ...        prints the figures of such a run
 """
 
 from __future__ import annotations

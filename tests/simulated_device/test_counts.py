@@ -1,6 +1,6 @@
 """Ceilings of what a run asks of its device, by phase: waits of the host, launches, bytes.
 
-They are the same on each machine. A wait is where the host has nothing to give the device to do: a quiet decode
+They are the same on each machine. At a wait the host has nothing to give the device to do: a quiet decode
 step has the one event that is taken late, a pass for log-probs and an update have one read each.
 """
 

@@ -133,9 +133,9 @@ def test_streams_that_do_not_wait_for_each_other_are_told() -> None:
     module = torch.get_device_module(SIM)
     side = module.Stream()
     device = torch.ones(4, device=SIM)
-    with pytest.raises(DeviceFault, match=r"aten::mul.* reads memory on a stream that has not waited"):
-        with module.stream(side):
-            device * 2
+    not_waited = pytest.raises(DeviceFault, match=r"aten::mul.* reads memory on a stream that has not waited")
+    with not_waited, module.stream(side):
+        device * 2
     told("reads memory")
     side.wait_stream(module.current_stream())
     with module.stream(side):

@@ -15,19 +15,23 @@ import simulated_accelerator  # noqa: F401  (registers the device)
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "trainer")]
 
-from picture_models import picture_model  # noqa: E402
 from tiny_trainer import TIMINGS, build, ppo_config, sft_config, tiny_model  # noqa: E402
 
 from hybridflow.config import PPOConfig  # noqa: E402
 from hybridflow.config.load import prepare_config  # noqa: E402
 from hybridflow.observability.trackers.jsonl import read_metrics  # noqa: E402
+from picture_models import picture_model  # noqa: E402
 
 ROUNDING = 2e-5
 """Most of the difference of a metric, relative to it where it is above 1."""
 EAGER = "actor_rollout_ref.rollout.exact=false"
 GRPO = (EAGER, "algorithm.adv_estimator=grpo")
 ACTOR = "actor_rollout_ref.actor"
-ASYNC = (*GRPO, "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=true")
+ASYNC = (
+    *GRPO,
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor_rollout_ref.rollout.calculate_log_probs=true",
+)
 
 PATHS: dict[str, tuple[str, ...]] = {
     "grpo": (*GRPO,),

@@ -121,8 +121,9 @@ class MicroBatchEngine(ABC):
 
     @abstractmethod
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
-        """Yield each micro-batch as it was given, on the host, with its answers on the device, [M] each; called
-        without gradients.
+        """Yield each micro-batch as it was given, on the host, with its answers on the device, [M] each.
+
+        It is called without gradients.
         """
 
     @abstractmethod
@@ -173,8 +174,8 @@ class MicroBatchEngine(ABC):
     def _measure(self, sums: Accumulated) -> tuple[float, float, Tensor]:
         """Return the mini-batch's loss and its gradient norm, also as a tensor (0-d), the same on every rank.
 
-        The host waits once, for all of the numbers. Raises TrainingError on all ranks where no parameter has a
-        gradient. One of zeros is a gradient.
+        The host waits once, for all of the numbers. Raises TrainingError on all ranks where no parameter has
+        a gradient. One of zeros is a gradient.
         """
         assert self.optimizer is not None
         if self.mesh is None:

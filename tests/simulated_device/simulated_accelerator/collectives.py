@@ -75,8 +75,8 @@ def _compare(name: str, group: Any, tensors: list[Tensor]) -> None:
         other = store.get(f"simulated/{number}/{rank}").decode()
         if other != own:
             raise counts.fault(
-                f"call {number} of the group {group.group_name}: rank {group.rank()} makes {own}, rank {rank} "
-                f"makes {other}"
+                f"call {number} of the group {group.group_name}: rank {group.rank()} makes {own}, "
+                f"rank {rank} makes {other}"
             )
 
 

@@ -192,8 +192,8 @@ def _fallback(operator: Any, *args: Any, **kwargs: Any) -> Any:
     if call.on_host:
         if kind.name not in BY_INDEX:
             message = (
-                f"{kind.name}: Expected all tensors to be on the same device, but found at least two devices, "
-                f"sim:0 and cpu! (at {counts.place()})"
+                f"{kind.name}: Expected all tensors to be on the same device, but found at least two "
+                f"devices, sim:0 and cpu! (at {counts.place()})"
             )
             raise RuntimeError(message)
         if kind.name not in COUNTED_BEFORE:
@@ -248,7 +248,7 @@ def kernel(name: str, key: str = "PrivateUse1") -> Callable[[Callable[..., Any]]
     return register
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
+# ---- memory
 
 
 @kernel("empty.memory_format")
@@ -323,7 +323,7 @@ for _key in ("PrivateUse1", "CPU"):
     _aten.impl("_has_compatible_shallow_copy_type", lambda left, right: True, _key)
 
 
-# --- copies ---------------------------------------------------------------------------------------------------
+# ---- copies
 
 
 @kernel("_copy_from")

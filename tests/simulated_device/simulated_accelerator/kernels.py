@@ -27,7 +27,7 @@ def _demand(holds: bool, demand: str) -> None:
         raise RuntimeError(f"{demand} (at {counts.place()})")
 
 
-# --- attention of equal lengths ---------------------------------------------------------------------------------
+# ---- attention of equal lengths
 
 
 class _Attention(torch.autograd.Function):
@@ -84,7 +84,7 @@ for _key in ("AutogradPrivateUse1", "PrivateUse1"):
     _aten.impl("scaled_dot_product_attention", _attention, _key)
 
 
-# --- attention over rows of any length ------------------------------------------------------------------------
+# ---- attention over rows of any length
 
 
 def _check_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, ...], table: Any) -> None:
@@ -95,9 +95,7 @@ def _check_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, 
     for each in (query, key, value):
         _demand(each.stride(-1) == 1, "Input tensor must have contiguous last dimension")
     size = query.shape[-1]
-    _demand(
-        size <= MOST_HEAD_SIZE, f"FlashAttention forward only supports head dimension at most 256, got {size}"
-    )
+    _demand(size <= MOST_HEAD_SIZE, f"FlashAttention only supports head dimension at most 256, got {size}")
     _demand(size % 8 == 0, f"head_size must be a multiple of 8, got {size}")
     _demand(query.shape[-2] % key.shape[-2] == 0, "Number of heads in key/value must divide number in query")
     for each in bounds:
@@ -221,7 +219,7 @@ def _varlen_backward(
     return tuple(run("_flash_attention_backward", back, grad, query, key, value, query_bounds, key_bounds))
 
 
-# --- products -------------------------------------------------------------------------------------------------
+# ---- products
 
 
 @kernel("_grouped_mm")
@@ -257,14 +255,14 @@ def _scaled_mm(
     for each in (left.shape[1], right.shape[0], right.shape[1]):
         _demand(
             each % 16 == 0,
-            f"Expected both dimensions of mat2 to be divisible by 16, got {tuple(right.shape)}",
+            f"dimensions of mat2 must be divisible by 16, got {tuple(right.shape)}",
         )
     _demand(scale_a.dtype == scale_b.dtype == torch.float32, "scales must be float32")
     rowwise = scale_a.shape == (left.shape[0], 1) and scale_b.shape == (1, right.shape[1])
     if rowwise:
         _demand(
             out_dtype == torch.bfloat16,
-            "Only bf16 high precision output types are supported for row-wise scaling",
+            "Only bf16 output is supported for row-wise scaling",
         )
         _demand(scale_a.is_contiguous() and scale_b.is_contiguous(), "scales must be contiguous")
     else:
@@ -277,7 +275,7 @@ def _scaled_mm(
     return run("_scaled_mm", product, left, right, scale_a, scale_b, bias)
 
 
-# --- what the CPU has otherwise -------------------------------------------------------------------------------
+# ---- what the CPU has otherwise
 
 
 @kernel("convolution_overrideable")

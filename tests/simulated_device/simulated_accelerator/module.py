@@ -1,4 +1,4 @@
-"""The module `torch.sim`: what torch and the product ask of a device's module. Importing it registers `sim`."""
+"""The module `torch.sim`: what torch and the product ask of a device's module. Importing it registers it."""
 
 from __future__ import annotations
 

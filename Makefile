@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes row-stores exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes device-counts test-device row-stores exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -76,6 +76,12 @@ bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; 
 
 driver-bytes: setup  ## bytes that pass the driver in a step, by call and response length; writes benchmarks/results/driver_bytes.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/driver_bytes.py
+
+device-counts: setup  ## waits, launches and bytes of a run by phase, on the simulated accelerator; writes benchmarks/results/device_counts.md
+	SIMULATED_DEVICE=gpu PYTHONPATH=tests/simulated_device OMP_NUM_THREADS=1 $(BIN)/python benchmarks/device_counts.py
+
+test-device: setup  ## every path of a run on the simulated accelerator, as CUDA and as a device that has none of its features
+	for kind in gpu npu; do SIMULATED_DEVICE=$$kind PYTHONPATH=tests/simulated_device OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/simulated_device || exit 1; done
 
 row-stores: setup  ## rows through Ray's object store and through TransferQueue; writes benchmarks/results/row_stores.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/row_stores.py

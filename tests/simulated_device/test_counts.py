@@ -1,7 +1,7 @@
 """Ceilings of what a run asks of its device, by phase: waits of the host, launches, bytes.
 
-They are the same on each machine. At a wait the host has nothing to give the device to do: a quiet decode
-step has the one event that is taken late, a pass for log-probs and an update have one read each.
+They are the same on each machine. At a wait the host has nothing to give the device to do: a quiet
+decode step has the one event that is taken late, a pass for log-probs and an update have one read each.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ PAGE = """# What a run asks of its accelerator
 {date} · `make device-counts` · simulated accelerator of the kind `{kind}`
 
 Written by benchmarks/device_counts.py; do not edit. Figures of the tiny recipe (8 prompts of 8 responses a
-step, two updates, a model of 2 layers in float32) on the simulated accelerator, for each time that a phase was
+step, two updates, a model of 2 layers in float32) on the simulated accelerator, for each time a phase was
 entered in steps 2 and 3. A wait is where the host stops until the device has done what it was given; launches
 are operators (a recorded step is one). They do not depend on the machine. What they do not say: seconds,
 the kernels' own numerics, NCCL.

@@ -269,7 +269,7 @@ REFUSED: list[Case] = [
         ("model",),
     ),
     ("weights that are not finite", model_with(not_finite), ("not finite", "weights")),
-    ("checkpoint of another model", other_size, ("in the checkpoint",)),
+    ("checkpoint of another model", other_size, ("made with another model", "actor_rollout_ref.model.path")),
     (
         "sampler gives rows that are not there",
         plugin("data.sampler.class_path", "Sampler"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import STRUCTURE, TRAINER
-from hybridflow.checkpoint.manifest import folders_by_age
+from hybridflow.checkpoint.manifest import folders_by_age, read_manifest
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.errors import CheckpointError
@@ -100,8 +100,9 @@ def check_models(saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: b
 def check_resume(config: PPOConfig | SFTConfig) -> None:
     """Raise CheckpointError where the checkpoint that a run would go on from belongs to another one.
 
-    Neither torch nor a model is loaded, and no digest is compared: of a checkpoint that is damaged nothing is
-    said here, and nothing of one that has to be fetched first.
+    Neither torch nor a model is loaded, and of the files only the driver's own are read: where those are
+    damaged, the checkpoint before it is looked at, as when it is loaded. Nothing is said of one that has to
+    be fetched first.
     """
     trainer = config.trainer
     folders = folders_by_age(Path(trainer.default_local_dir).expanduser())[::-1]
@@ -111,8 +112,10 @@ def check_resume(config: PPOConfig | SFTConfig) -> None:
         folders = [Path(str(trainer.resume_from_path)).expanduser()]
     for folder in folders:
         try:
+            if read_manifest(folder).damage(folder, below=TRAINER) is not None:
+                continue
             state = json.loads((folder / TRAINER / STRUCTURE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+        except (CheckpointError, OSError, ValueError, RecursionError):
             continue
         check_belongs({TRAINER: state}, kind=kind_of_run(config), seed=trainer.seed)
         check_models(state, model_facts(config), allowed=trainer.resume_other_model, path=folder)

@@ -19,7 +19,7 @@ from hybridflow.config.model import ModelConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import local
 from hybridflow.engines.build import build_engine
-from hybridflow.errors import ModelError
+from hybridflow.errors import ConfigError
 from hybridflow.explain.run import explain_run
 from hybridflow.models.build import build_policy
 from hybridflow.models.lora import LoraSettings
@@ -235,7 +235,7 @@ def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
         said["actor rows per process and mini-batch, about"] == "32"
         and said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"
     )
-    with pytest.raises(ModelError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
         shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4")
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hybridflow.errors import DataError, WorkerError, WorkerLost, WorkerTraceback
-from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.command import NOTE_LENGTH, ends_in_status
 
 
 def ending(error: BaseException | None) -> int:
@@ -63,7 +63,7 @@ def test_of_a_users_mistake_in_a_rank_the_notes_of_others_are_short(
     assert ending(error) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["DataError: no rows", "in actor.update, rank 1"] and lines[3] == "stack:"
-    assert len(lines) == 4 and lines[2].endswith("x …") and len(lines[2]) < 400
+    assert len(lines) == 4 and lines[2].endswith("x …") and len(lines[2]) == NOTE_LENGTH + 2
 
 
 def test_the_traceback_of_a_worker_comes_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,9 +195,12 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
     """Read the tokens of an answer.
 
     `units` are runs of letters that are a word, and no product, though they are short. `thousands` says
-    whether the comma of `1,234` parts thousands; else it parts two numbers.
+    whether the comma of `1,234` parts thousands; else it parts two numbers. Raises Unreadable for a text that
+    is longer than MAX_LENGTH.
     """
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
+    if len(text) > MAX_LENGTH:  # one character may stand for many
+        raise Unreadable("too long")
     text = _INCHES.sub(" inches", _BOLD.sub("", text.strip("`")))
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)

@@ -167,6 +167,12 @@ def _binomial(above: Fraction, below: Fraction) -> Fraction:
     return Fraction(math.comb(whole, chosen))
 
 
+def _multiple(*values: Fraction) -> Fraction:
+    if len(values) > 64:
+        raise NoValue("a multiple of too many numbers")
+    return Fraction(math.lcm(*(_whole(value, 1 << 1024) for value in values)))
+
+
 _EXACT: dict[str, Callable[..., Fraction]] = {
     "+": lambda *terms: sum(terms, Fraction(0)),
     "*": _product,
@@ -176,7 +182,7 @@ _EXACT: dict[str, Callable[..., Fraction]] = {
     "binom": _binomial,
     "mod": lambda value, modulus: value % modulus,
     "gcd": lambda *values: Fraction(math.gcd(*(_whole(value, 1 << MAX_BITS) for value in values))),
-    "lcm": lambda *values: Fraction(math.lcm(*(_whole(value, 1 << 1024) for value in values[:64]))),
+    "lcm": _multiple,
     "abs": abs,
     "floor": lambda value: Fraction(math.floor(value)),
     "ceil": lambda value: Fraction(math.ceil(value)),

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hybridflow.api.build import load_trained
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.report import write_report
+from hybridflow.observability.report.files import read_yaml
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.stopping import newest_checkpoint
 
@@ -62,8 +61,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """All keys that the run had, nested."""
-        config: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        return config
+        return read_yaml(self.folder / "config.yaml")
 
     @property
     def metrics(self) -> list[dict[str, float]]:

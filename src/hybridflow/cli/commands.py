@@ -100,34 +100,39 @@ def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
     return [each.config for each in prepared]
 
 
+def _resolved(options: argparse.Namespace, root: type[Any], **choices: Any) -> Any:
+    """Show the notes of a configuration for a command that starts no run, and return it.
+
+    `choices` are those of `prepare_config`.
+    """
+    from hybridflow.config.load import prepare_config
+    from hybridflow.trainer.fallback import fallback
+
+    prepared = prepare_config(
+        root, options.overrides, recipe=options.recipe, runs=False, fallback=fallback, **choices
+    )
+    _show_notes(prepared.notes)
+    return prepared.config
+
+
 def config(options: argparse.Namespace) -> int:
     """Print the resolved configuration as YAML, or what follows from it; without words, the defaults."""
     from hybridflow.config import RUNS
-    from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml
 
     root = RUNS[options.run]
     if not (options.recipe or options.overrides or options.explain or options.changed):
         print(to_yaml(root()), end="")
         return 0
-    from hybridflow.trainer.fallback import fallback
     from hybridflow.trainer.main import missing_libraries
 
-    prepared = prepare_config(
-        root,
-        options.overrides,
-        recipe=options.recipe,
-        runs=False,
-        missing=missing_libraries,
-        fallback=fallback,
-    )
-    _show_notes(prepared.notes)
+    resolved = _resolved(options, root, missing=missing_libraries)
     if options.explain:
         from hybridflow.cli.explain_view import show_explanation
 
-        show_explanation(prepared.config)
+        show_explanation(resolved)
     else:
-        print(to_yaml(prepared.config, only_changed=options.changed), end="")
+        print(to_yaml(resolved, only_changed=options.changed), end="")
     return 0
 
 
@@ -135,20 +140,8 @@ def explain(options: argparse.Namespace) -> int:
     """Print the formulas of a run with its numbers."""
     from hybridflow.cli.algorithm_view import show_algorithm
     from hybridflow.config import PPOConfig
-    from hybridflow.config.load import prepare_config
-    from hybridflow.trainer.fallback import fallback
 
-    prepared = prepare_config(
-        PPOConfig,
-        options.overrides,
-        recipe=options.recipe,
-        runs=False,
-        needs_model=False,
-        needs_files=False,
-        fallback=fallback,
-    )
-    _show_notes(prepared.notes)
-    show_algorithm(prepared.config)
+    show_algorithm(_resolved(options, PPOConfig, needs_model=False, needs_files=False))
     return 0
 
 
@@ -212,22 +205,11 @@ def reward_test(options: argparse.Namespace) -> int:
     """Score the first rows of the training data; only answers of the model need a model."""
     from hybridflow.cli.reward_view import GENERATE, show_reward_test
     from hybridflow.config import PPOConfig
-    from hybridflow.config.load import prepare_config
     from hybridflow.observability.logging_setup import setup_logging
-    from hybridflow.trainer.fallback import fallback
 
     setup_logging()
-    generates = options.response == GENERATE
-    prepared = prepare_config(
-        PPOConfig,
-        options.overrides,
-        recipe=options.recipe,
-        runs=False,
-        needs_model=generates,
-        fallback=fallback,
-    )
-    _show_notes(prepared.notes)
-    return show_reward_test(prepared.config, rows=options.rows, response=options.response)
+    resolved = _resolved(options, PPOConfig, needs_model=options.response == GENERATE)
+    return show_reward_test(resolved, rows=options.rows, response=options.response)
 
 
 def try_environment(options: argparse.Namespace) -> int:

@@ -277,7 +277,8 @@ def _whole_list(path: str) -> str:
 
 def _entry_of_a_list(root: type[Any], path: str) -> str:
     """Return the line for a key that means one entry of a list, such as data.train_files.0; else none."""
-    keys, parts = keys_of(root), path.split(".")
+    keys = keys_of(root)
+    parts = path.split(".")
     for place, part in enumerate(parts):
         info = keys.get(".".join(parts[:place]))
         if info is not None and part.isdigit() and "list" in type_name(info.type):

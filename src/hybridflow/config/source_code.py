@@ -1,4 +1,4 @@
-"""What a user's source says of its functions and classes, read without running it.
+"""The functions and classes of a user's source, read without running it.
 
 "path/to/file.py:name", "package.module:name" ──define──► Definition: its signature, its methods, or its fault
 
@@ -31,7 +31,7 @@ TOO_DEEP = (RecursionError, MemoryError)
 
 @dataclass(frozen=True)
 class Definition:
-    """What is known of an object that a user's source defines."""
+    """An object that a user's source defines, as far as it is known."""
 
     kind: Kind
     """`unknown`: nothing is known; `missing`: the source has no such name; `broken`: it is no Python."""

@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a function gave."""
+    """The result of a function on the rows, and the checks of it."""
 
     summary: str
     columns: dict[str, list[str]]

@@ -56,7 +56,7 @@ def program_of_asserts(solution: str, asserts: Sequence[Any], max_cases: int) ->
     statements = _of_a_script(parsed)
     checking = {each.name for each in statements if isinstance(each, ast.FunctionDef) and _asserts(each.body)}
     is_case = [_is_case(each, checking) for each in statements]
-    for call, case in _calls_of_tests(statements, checking):
+    for call, case in list(_calls_of_tests(statements, checking)):
         statements += ast.parse(call).body
         is_case.append(case)
     places = [place for place, case in enumerate(is_case) if case][:max_cases]
@@ -183,7 +183,7 @@ def _nodes(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
 
 
 class _Names:
-    """Whose the names in the tests are: the tests' own, those of Python, or the solution's."""
+    """The names in the tests, by whose they are: the tests' own, those of Python, or the solution's."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements

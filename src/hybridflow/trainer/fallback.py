@@ -1,4 +1,4 @@
-"""What a run falls back to where this machine lacks what its keys ask for: `trainer.on_missing=fallback`.
+"""Values that a run falls back to where this machine lacks what it asks for: `trainer.on_missing=fallback`.
 
     keys of a cluster ──fallback──► the values that this machine has, and a line for each that another one had
 

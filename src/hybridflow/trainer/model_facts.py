@@ -1,4 +1,4 @@
-"""What a checkpoint means nothing without: the models it was made with, their adapters, and the tokenizer.
+"""The models, adapters and tokenizer that a checkpoint was made with, without which it means nothing.
 
 config ──model_facts──► {key: identity or value}      kept in every checkpoint
 facts of a checkpoint, facts of a run ──changed_facts──► a line for each that differs

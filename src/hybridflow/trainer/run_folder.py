@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hybridflow.checkpoint.durable import locked
 from hybridflow.config.checks.paths import unwritable
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observability.machine import machine_facts
 from hybridflow.observability.report import write_report
+from hybridflow.observability.report.files import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +85,19 @@ class RunFolder:
         return self.path / "failures.json"
 
     def write_config(self, text: str) -> list[str]:
-        """Write the resolved configuration; gives what differs from the file there, as `key: old → new`."""
+        """Write the resolved configuration, and return what differs from the file there, as `key: old → new`.
+
+        A file there that cannot be read is replaced, with a warning.
+        """
         path = self.path / "config.yaml"
         before: dict[str, Any] = {}
         if path.is_file():
-            before = dict(flatten(_read(path.read_text(encoding="utf-8")) or {}))
+            try:
+                before = dict(flatten(read_yaml(path)))
+            except ValueError as error:
+                logger.warning("%s could not be read and is written anew: %s", path, error)
         path.write_text(text, encoding="utf-8")
-        now = dict(flatten(_read(text)))
+        now = dict(flatten(read_yaml(path)))
         return [
             f"{key}: {before[key]} → {value}"
             for key, value in now.items()
@@ -130,8 +135,3 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the run's closing numbers."""
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-
-
-def _read(text: str) -> Any:
-    """The content of a YAML text, by libyaml where PyYAML has it: that is ten times as fast."""
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

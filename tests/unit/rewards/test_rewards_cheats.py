@@ -94,6 +94,8 @@ def score_of_service(score: Score) -> Iterator[Score]:
         # a set of these would compare each with each
         json.dumps({"set": [number * sys.hash_info.modulus for number in range(1000)]}),
         json.dumps({"dict": [[number * sys.hash_info.modulus, 0] for number in range(1000)]}),
+        # and so would one of which half do
+        json.dumps({"set": [*range(1, 1002), *(number * sys.hash_info.modulus for number in range(1000))]}),
     ],
     ids=lambda text: text[:20],
 )

@@ -120,6 +120,8 @@ HOSTILE = {
     "bars": "|" * 3900,
     "units": "5" + r"\text{m}" * 400 + "^2" * 400,
     "odd characters": "\x00\ud800٣²\u200b",
+    "characters for two digits": "⑳" * 3000,
+    "a subscript of such": "x_{" + "⑳" * 3000 + "} = 1, x_2 = 2",
     "repeated digits": r"0.\overline{" + "3" * 3800 + "}",
 }
 TRUTHS = ("5.5", r"\{1, x^2+1, \pi\}")

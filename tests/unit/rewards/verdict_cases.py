@@ -285,6 +285,7 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         (r"1.6\times 10^{-19}", r"9.1\times 10^{-31}"),
         (r"1.6\times 10^{-19}", "1.6"),
         (r"1.6\times 10^{-19}", "0"),
+        ("1", r"\operatorname{lcm}(" + "1," * 64 + "2)"),
         (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
         (r"\frac{1}{2^{99}}", "0"),
         ("0", r"\frac{1}{2^{99}}"),

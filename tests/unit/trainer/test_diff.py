@@ -16,6 +16,7 @@ from hybridflow.checkpoint.manifest import read_manifest, write_manifest
 from hybridflow.cli.main import main
 from hybridflow.trainer.replay.diff import diff_runs
 from hybridflow.trainer.replay.kept_rows import KeptRows
+from hybridflow.trainer.run_folder import RunFolder
 
 PLANTED_REWARD = """
 import os
@@ -155,3 +156,14 @@ def test_a_folder_that_is_no_run_is_status_2(
 ) -> None:
     assert main(["diff", str(run), str(tmp_path)]) == 2
     assert "is no run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, "- " * 60_000, "? " * 60_000, "{a: " * 500 + "1" + "}" * 500])
+def test_a_configuration_that_is_nested_too_deeply_ends_no_process(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert main(["diff", str(run), str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    assert RunFolder(tmp_path).write_config("seed: 1\n") == []
+    assert RunFolder(tmp_path).write_config("seed: 2\n") == ["seed: 1 → 2"]

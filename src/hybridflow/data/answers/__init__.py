@@ -1,4 +1,4 @@
-"""What an answer says, and whether it is the ground truth: one rule for all rewards of mathematics.
+"""The answer that a text states, and whether it is the ground truth: one rule for all rewards of mathematics.
 
     response ──stated.py──► answer ──verdict.py──► right, wrong, or not read here
 

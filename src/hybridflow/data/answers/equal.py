@@ -61,19 +61,15 @@ def same_value(first: Expression, second: Expression) -> bool:
     if first == second:
         return True
     try:
-        return _same_value(first, second)
+        steps = [step_of(expression) for expression in (first, second)]
+        if not letters_of(first) | letters_of(second):
+            exact = [fraction_of(expression) for expression in (first, second)]
+            if exact[0] is not None and exact[1] is not None:
+                return same_number(exact[0], exact[1], *steps)
+        step = max((step for step in steps if step is not None), default=None)
+        verdicts = [_close(values, error, step) for values, error in _at_points(first, second)]
     except NoValue:
         return False
-
-
-def _same_value(first: Expression, second: Expression) -> bool:
-    steps = [step_of(expression) for expression in (first, second)]
-    if not letters_of(first) | letters_of(second):
-        exact = [fraction_of(expression) for expression in (first, second)]
-        if exact[0] is not None and exact[1] is not None:
-            return same_number(exact[0], exact[1], *steps)
-    step = max((step for step in steps if step is not None), default=None)
-    verdicts = [_close(values, error, step) for values, error in _at_points(first, second)]
     return bool(verdicts) and all(verdicts)
 
 

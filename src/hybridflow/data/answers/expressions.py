@@ -48,6 +48,10 @@ Expression = Constant | Variable | Operation
 _CLOSING = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil"}
 _ROUNDED = {"lfloor": "floor", "lceil": "ceil"}
 _NAMES = GREEK | {"pi"}
+_STARTS = _NAMES | FUNCTIONS | {"frac", "sqrt", "binom", "lfloor", "lceil", "infty", "sum", "prod"}
+"""Commands with which an operand begins."""
+_INVERTED = frozenset({"sin", "cos", "tan", "cot", "sinh", "cosh", "tanh"})
+"""Functions whose power -1 is the inverse function."""
 _OPENING = ("(", "[", "{")
 
 
@@ -142,7 +146,7 @@ class _Parser:
             elif self.is_sign("/"):
                 self.take()
                 factors.append(Operation("inverse", (self.signed(self.factor),)))
-            elif self.kind == "letter" and self.text == "x" and self._times_a_power_of_ten():
+            elif self.kind == "letter" and self.is_power_of_ten_behind_x():
                 self.take()
                 factors.append(self.factor())
             elif self.is_command("bmod", "mod"):
@@ -156,18 +160,17 @@ class _Parser:
             else:
                 return _product(factors)
 
-    def _times_a_power_of_ten(self) -> bool:
+    def is_power_of_ten_behind_x(self) -> bool:
         """Whether the letter x stands for a times sign, as in 1.6 x 10^{-19}."""
-        after = [token.text for token in self.tokens[self.place + 1 : self.place + 3]]
-        return self.tokens[self.place - 1].kind == "number" and after == ["10", "^"]
+        around = self.tokens[self.place - 1 : self.place + 3]
+        return around[0].kind == "number" and [token.text for token in around[1:]] == ["x", "10", "^"]
 
     def starts_operand(self) -> bool:
         if self.kind in ("number", "letter"):
             return True
         if self.kind == "sign":
             return self.text in _OPENING or (self.text == "|" and not self.bars)
-        known = _NAMES | FUNCTIONS | {"frac", "sqrt", "binom", "lfloor", "lceil", "infty", "sum", "prod"}
-        return self.kind == "command" and self.text in known
+        return self.is_command(*_STARTS)
 
     def factor(self) -> Expression:
         base = self.operand()
@@ -243,7 +246,12 @@ class _Parser:
         if self.is_sign(*_OPENING):
             return self.bracketed()
         if self.is_sign("|"):
-            return self.absolute()
+            self.take()
+            self.bars += 1
+            inside = self.sum()
+            self.bars -= 1
+            self.take("|")
+            return Operation("abs", (inside,))
         if self.kind != "command":
             raise Unreadable(f"no operand: {self.text!r}")
         if self.text in _ROUNDED:
@@ -265,14 +273,6 @@ class _Parser:
         if command in ("sum", "prod"):
             return self.repeated(command)
         raise Unreadable(f"no operand: {command!r}")
-
-    def absolute(self) -> Expression:
-        self.take("|")
-        self.bars += 1
-        inside = self.sum()
-        self.bars -= 1
-        self.take("|")
-        return Operation("abs", (inside,))
 
     def number(self) -> Expression:
         """Read a number, or a mixed number such as 3 1/2."""
@@ -304,20 +304,14 @@ class _Parser:
         if self.is_sign("_"):
             self.take()
             start = self.place
-            self.skip_group()
+            depth = 0
+            while self.place == start or depth > 0:  # one token, or a group
+                depth += {"{": 1, "}": -1}.get(self.take(), 0)
             inside = [token for token in self.tokens[start : self.place] if token.text not in "{}"]
             name = f"{name}_{written(inside)}"
         while self.is_sign("'"):
             name += self.take()
         return Variable(name)
-
-    def skip_group(self) -> None:
-        depth = 0
-        while True:
-            text = self.take()
-            depth += {"{": 1, "}": -1}.get(text, 0)
-            if depth <= 0:
-                return
 
     def root(self) -> Expression:
         index: Expression = Constant(Fraction(2))
@@ -344,16 +338,7 @@ class _Parser:
             if name != "log":
                 raise Unreadable(f"{name} with a subscript")
             arguments.append(base)
-        inverse = power == Constant(Fraction(-1)) and name in (
-            "sin",
-            "cos",
-            "tan",
-            "cot",
-            "sinh",
-            "cosh",
-            "tanh",
-        )
-        if inverse:
+        if power == Constant(Fraction(-1)) and name in _INVERTED:
             return Operation(f"arc{name}", tuple(arguments))
         call = Operation(name, tuple(arguments))
         return call if power is None else Operation("^", (call, power))

@@ -204,8 +204,6 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
     trimmed = list(tokens)
     while trimmed and trimmed[-1].kind == "sign" and trimmed[-1].text in (".", ",", ";", "\\\\"):
         del trimmed[-1]
-    if not trimmed:
-        raise Unreadable("nothing")
     for _ in range(MAX_LEVELS):
         if not trimmed or trimmed[0].text != "{" or _match(trimmed) != len(trimmed) - 1:
             break
@@ -243,30 +241,30 @@ def _choice(tokens: list[Token], level: int) -> Choice | None:
 
 def _bracketed(tokens: list[Token], level: int) -> Form | None:
     """Read brackets or a matrix around all tokens; None where there are none."""
-    if [token.text for token in tokens] == ["reals"]:
+    names = [token.text for token in tokens]
+    if names == ["reals"]:
         infinity = Token("command", "infty")
         return Bracketed("(", (value_of([Token("sign", "-"), infinity]), value_of([infinity])), ")")
-    if [token.text for token in tokens] == ["emptyset"]:
+    if names == ["emptyset"]:
         return EMPTY_SET
     if _match(tokens) != len(tokens) - 1 or len(tokens) < 2:
         return None
     first = tokens[0]
     if first.kind == "begin" and first.text in _MATRICES:
         return _grid(tokens[1:-1], level, system=first.text == "cases")
-    opening, closing = first.text, tokens[-1].text
-    if opening not in ("(", "[", "\\{", "langle"):
-        return None
     inside = tokens[1:-1]
-    if opening == "\\{":
+    if first.text == "\\{":
         return _set(inside, level)
+    if first.text not in ("(", "[", "langle"):
+        return None
     parts = [part for part in split(inside, (",", ";"))[0] if part]
     if len(parts) > MAX_ITEMS or not parts:
         raise Unreadable("brackets around nothing, or around too much")
-    if len(parts) == 1 and (opening == "(" or any(token.kind == "begin" for token in inside)):
+    if len(parts) == 1 and (first.text == "(" or any(token.kind == "begin" for token in inside)):
         return read(inside, level + 1)
     ends = {"langle": "(", "rangle": ")"}
     items = tuple(read(part, level + 1) for part in parts)
-    return Bracketed(ends.get(opening, opening), items, ends.get(closing, closing))
+    return Bracketed(ends.get(names[0], names[0]), items, ends.get(names[-1], names[-1]))
 
 
 def _set(inside: list[Token], level: int) -> Form:

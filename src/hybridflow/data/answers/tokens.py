@@ -171,14 +171,20 @@ _TOKEN = re.compile(
     |(?P<repeating>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?
     |(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?![\dA-Za-z]))?)
     |(?P<letters>[A-Za-z]+)
-    |(?P<ellipsis>\.\.\.+)
-    |(?P<relation>[<>!:]=|==)
-    |(?P<power>\*\*)
+    |(?P<joined>\.\.\.+|[<>!:=]=|\*\*)
     |(?P<sign>.)
     """,
     re.VERBOSE | re.DOTALL,
 )
-_RELATIONS = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", ":=": "=", "==": "="}
+_JOINED: dict[str, tuple[Kind, str]] = {
+    "<=": ("command", "le"),
+    ">=": ("command", "ge"),
+    "!=": ("command", "ne"),
+    "...": ("command", "ldots"),
+    ":=": ("sign", "="),
+    "==": ("sign", "="),
+    "**": ("sign", "^"),
+}
 _IN_WORDS = re.compile(
     r"(?P<space>\s+)|(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<letters>[^\W\d_]+(?:['’-][^\W\d_]+)*)|(?P<sign>.)",
     re.DOTALL,
@@ -189,9 +195,12 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
     """Read the tokens of an answer.
 
     `units` are runs of letters that are a word, and no product, though they are short. `thousands` says
-    whether the comma of `1,234` parts thousands; else it parts two numbers.
+    whether the comma of `1,234` parts thousands; else it parts two numbers. Raises Unreadable for a text that
+    is longer than MAX_LENGTH.
     """
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
+    if len(text) > MAX_LENGTH:  # one character may stand for many
+        raise Unreadable("too long")
     text = _INCHES.sub(" inches", _BOLD.sub("", text.strip("`")))
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
@@ -216,51 +225,35 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
 
 def _tokens(found: re.Match[str], spaced: bool, units: frozenset[str]) -> list[Token]:
     """Return the tokens of one match outside of `\\text`: none, one, or one for each letter of a product."""
-    if found["begin"] is not None:
-        return [Token("begin" if found["begin"] == "begin" else "end", found["environment"], spaced)]
-    if found["set"] is not None:
-        return [Token("command", "reals" if found["set"] == "R" else f"set {found['set']}", spaced)]
-    if found["command"] is not None:
-        return _command(found["command"], spaced)
-    if found["newline"] is not None:
-        return [Token("sign", "\\\\", spaced)]
-    if found["escaped"] is not None:
-        escaped = found["escaped"]
-        if escaped in "{}$":
-            return [Token("sign", f"\\{escaped}", spaced)]
-        if escaped in "%_&#|":
-            return [Token("sign", escaped, spaced)]
-        return []  # \( \) \[ \] begin and end a formula
-    if found["repeating"] is not None:
-        return [Token("number", f"{found['repeating']}({found['period']})", spaced)]
-    if found["number"] is not None:
-        return [Token("number", found["number"], spaced)]
-    if found["letters"] is not None:
-        return _letters(found["letters"], spaced, units)
-    if found["ellipsis"] is not None:
-        return [Token("command", "ldots", spaced)]
-    if found["relation"] is not None:
-        return _relation(_RELATIONS[found["relation"]], spaced)
-    if found["power"] is not None:
-        return [Token("sign", "^", spaced)]
-    if found["sign"] is None or found["sign"] == "$":
+    group = found.lastgroup
+    if group is None:  # a bracket that is not printed
         return []
-    return [Token("sign", found["sign"], spaced)]
-
-
-def _relation(text: str, spaced: bool) -> list[Token]:
-    if text.startswith("\\"):
-        return [Token("command", text[1:], spaced)]
-    return [Token("sign", text, spaced)]
-
-
-def _command(name: str, spaced: bool) -> list[Token]:
-    name = _SAME.get(name, name)
-    if name in _LEFT_OUT:
-        return []
-    if name in _SIGNS:
-        return [Token("sign", _SIGNS[name], spaced)]
-    return [Token("command", name, spaced)]
+    text = found[group]
+    if group == "environment":
+        return [Token("begin" if found["begin"] == "begin" else "end", text, spaced)]
+    if group == "set":
+        return [Token("command", "reals" if text == "R" else f"set {text}", spaced)]
+    if group == "period":
+        return [Token("number", f"{found['repeating']}({text})", spaced)]
+    if group == "number":
+        return [Token("number", text, spaced)]
+    if group == "letters":
+        return _letters(text, spaced, units)
+    if group == "command":
+        name = _SAME.get(text, text)
+        if name in _LEFT_OUT:
+            return []
+        if name in _SIGNS:
+            return [Token("sign", _SIGNS[name], spaced)]
+        return [Token("command", name, spaced)]
+    if group == "joined":
+        kind, name = _JOINED[text[:3]]
+        return [Token(kind, name, spaced)]
+    if group == "escaped":
+        if text not in "{}$%_&#|":  # \( \) \[ \] begin and end a formula
+            return []
+        return [Token("sign", f"\\{text}" if text in "{}$" else text, spaced)]
+    return [] if text == "$" else [Token("sign", text, spaced)]
 
 
 def _letters(run: str, spaced: bool, units: frozenset[str]) -> list[Token]:

@@ -1,4 +1,4 @@
-"""What an expression is worth: a fraction where it can be one, else a number of as many digits as it takes.
+"""The value of an expression: a fraction where it can be one, else a number of as many digits as it takes.
 
 Work is bounded by the size of numbers and the count of operations, and not by a clock: `9^{9^{9^9}}` is
 refused before it is computed.
@@ -64,7 +64,10 @@ class Fractions:
         operands = [self.value(operand, variables) for operand in expression.operands]
         if expression.name not in _EXACT:
             raise NoFraction(f"{expression.name} gives no fraction")
-        result = _EXACT[expression.name](*operands)
+        try:
+            result = _EXACT[expression.name](*operands)
+        except ZeroDivisionError as error:
+            raise NoValue("a division by zero") from error
         self.work += _bits(result) + 64
         if self.work > MAX_WORK:
             raise WorkSpent("too much work")
@@ -103,13 +106,6 @@ def _whole(value: Fraction, limit: int) -> int:
     return int(value)
 
 
-def _sum(*terms: Fraction) -> Fraction:
-    total = Fraction(0)
-    for term in terms:
-        total += term
-    return total
-
-
 def _product(*factors: Fraction) -> Fraction:
     total = Fraction(1)
     for factor in factors:
@@ -117,12 +113,6 @@ def _product(*factors: Fraction) -> Fraction:
             raise NoValue("a number beyond all bounds")
         total *= factor
     return total
-
-
-def _inverse(value: Fraction) -> Fraction:
-    if value == 0:
-        raise NoValue("a division by zero")
-    return 1 / value
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -168,10 +158,6 @@ def _whole_root(value: int, order: int) -> int:
         guess = better
 
 
-def _factorial(value: Fraction) -> Fraction:
-    return Fraction(math.factorial(_whole(value, 10_000)))
-
-
 def _binomial(above: Fraction, below: Fraction) -> Fraction:
     whole = _whole(above, 10**9)
     chosen = _whole(below, 10**9)
@@ -181,29 +167,21 @@ def _binomial(above: Fraction, below: Fraction) -> Fraction:
     return Fraction(math.comb(whole, chosen))
 
 
-def _modulo(value: Fraction, modulus: Fraction) -> Fraction:
-    if modulus == 0:
-        raise NoValue("a division by zero")
-    return value % modulus
-
-
-def _divisor(*values: Fraction) -> Fraction:
-    return Fraction(math.gcd(*(_whole(value, 1 << MAX_BITS) for value in values)))
-
-
 def _multiple(*values: Fraction) -> Fraction:
-    return Fraction(math.lcm(*(_whole(value, 1 << 1024) for value in values[:64])))
+    if len(values) > 64:
+        raise NoValue("a multiple of too many numbers")
+    return Fraction(math.lcm(*(_whole(value, 1 << 1024) for value in values)))
 
 
 _EXACT: dict[str, Callable[..., Fraction]] = {
-    "+": _sum,
+    "+": lambda *terms: sum(terms, Fraction(0)),
     "*": _product,
-    "inverse": _inverse,
+    "inverse": lambda value: 1 / value,
     "^": _power,
-    "!": _factorial,
+    "!": lambda value: Fraction(math.factorial(_whole(value, 10_000))),
     "binom": _binomial,
-    "mod": _modulo,
-    "gcd": _divisor,
+    "mod": lambda value, modulus: value % modulus,
+    "gcd": lambda *values: Fraction(math.gcd(*(_whole(value, 1 << MAX_BITS) for value in values))),
     "lcm": _multiple,
     "abs": abs,
     "floor": lambda value: Fraction(math.floor(value)),
@@ -358,8 +336,12 @@ class Digits:
                 part = abs(operand - context.nint(context.re(operand)))
                 if abs(operand) > _MAX_GAMMA or 0 < part < 1e-20:
                     raise NoValue("a factorial that takes too long")
-        if name not in _NUMERIC or (operands[0] and context.mag(operands[0]) > _MAX_ANGLE * 3.4):
+        if operands[0] and context.mag(operands[0]) > _MAX_ANGLE * 3.4:
             raise NoValue(f"{name} is not computed for this number")
+        if name in _IN_MPMATH:
+            return getattr(context, _IN_MPMATH[name])(*operands)
+        if name not in _NUMERIC:
+            raise NoValue(f"{name} is not computed")
         return _NUMERIC[name](context, *operands)
 
     def power(self, base: Any, exponent: Expression, variables: Mapping[str, Fraction]) -> Any:
@@ -402,34 +384,21 @@ def _context() -> Any:
 
 
 _OF_REALS = frozenset({"mod", "max", "min", "floor", "ceil"})
+_IN_MPMATH = {name: name for name in ("floor", "ceil", "exp", "sin", "cos", "tan", "sinh", "cosh", "tanh")}
+_IN_MPMATH |= {f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
+_IN_MPMATH |= {"binom": "binomial", "ln": "log"}
+"""Functions that mpmath has, by their names there."""
 _NUMERIC: dict[str, Callable[..., Any]] = {
     "!": lambda context, x: context.gamma(x + 1),
-    "binom": lambda context, n, k: context.binomial(n, k),
     "mod": lambda context, x, y: x - y * context.floor(x / y),
     "abs": lambda context, x: abs(x),
-    "floor": lambda context, x: context.floor(x),
-    "ceil": lambda context, x: context.ceil(x),
     "max": lambda context, *values: max(values),
     "min": lambda context, *values: min(values),
-    "exp": lambda context, x: context.exp(x),
-    "ln": lambda context, x: context.log(x),
     "log": lambda context, x: context.log(x) / context.log(10),
     "lg": lambda context, x: context.log(x) / context.log(10),
-    "sin": lambda context, x: context.sin(x),
-    "cos": lambda context, x: context.cos(x),
-    "tan": lambda context, x: context.tan(x),
     "sec": lambda context, x: 1 / context.cos(x),
     "csc": lambda context, x: 1 / context.sin(x),
     "cot": lambda context, x: context.cos(x) / context.sin(x),
-    "arcsin": lambda context, x: context.asin(x),
-    "arccos": lambda context, x: context.acos(x),
-    "arctan": lambda context, x: context.atan(x),
     "arccot": lambda context, x: context.pi / 2 - context.atan(x),
-    "sinh": lambda context, x: context.sinh(x),
-    "cosh": lambda context, x: context.cosh(x),
-    "tanh": lambda context, x: context.tanh(x),
     "coth": lambda context, x: 1 / context.tanh(x),
-    "arcsinh": lambda context, x: context.asinh(x),
-    "arccosh": lambda context, x: context.acosh(x),
-    "arctanh": lambda context, x: context.atanh(x),
 }

@@ -141,40 +141,38 @@ def _is_unclear(form: Form) -> bool:
 
 def _same(truth: Form, answer: Form) -> bool:
     """Whether two forms are the same answer. The truth decides where the two sides differ in form."""
-    if isinstance(truth, Choice) or isinstance(answer, Choice):
-        return _same_choice(truth, answer)
-    if isinstance(truth, Relation) and isinstance(answer, Relation):
-        return _same_relations(truth, answer)
-    if isinstance(truth, SetUnion) or isinstance(answer, SetUnion):
-        return _same_parts(truth, answer)
-    if isinstance(truth, Relation):
-        return any(_same(value, answer) for value in _stated(truth, sums=False)) or _same_parts(truth, answer)
-    if isinstance(answer, Relation):
-        return any(_same(truth, value) for value in _stated(answer, sums=True)) or _same_parts(truth, answer)
-    if isinstance(truth, Proportion) or isinstance(answer, Proportion):
-        return _same_proportion(truth, answer)
-    if isinstance(truth, Grid) or isinstance(answer, Grid):
-        return _same_grid(truth, answer)
-    if isinstance(truth, Value) and isinstance(answer, Value):
-        return _same_values(truth, answer)
+    match truth, answer:
+        case Choice(letter, content), Choice(other, said):
+            return letter == other and _same(content, said)
+        case Choice(letter, content), _:  # the letter, or what it stands for
+            return _is_letter(answer, letter) or _same(content, answer)
+        case _, Choice(letter, content):
+            return _is_letter(truth, letter) or _same(truth, content)
+        case Relation() as wanted, Relation() as given:
+            return _same_relations(wanted, given)
+        case (SetUnion(), _) | (_, SetUnion()):
+            return _same_parts(truth, answer)
+        case Relation() as wanted, _:
+            values = _stated(wanted, sums=False)
+            return any(_same(value, answer) for value in values) or _same_parts(truth, answer)
+        case _, Relation() as given:
+            values = _stated(given, sums=True)
+            return any(_same(truth, value) for value in values) or _same_parts(truth, answer)
+        case Proportion() as wanted, Proportion() as given:
+            return _same_proportions(wanted, given)
+        case (Proportion() as ratio, Value() as value) | (Value() as value, Proportion() as ratio):
+            return _is_quotient(value, ratio)
+        case (Proportion(), _) | (_, Proportion()):
+            return False
+        case (Grid(), _) | (_, Grid()):
+            return _same_grid(truth, answer)
+        case Value() as wanted, Value() as given:
+            return _same_values(wanted, given)
     return _same_collections(truth, answer)
 
 
-def _same_choice(truth: Form, answer: Form) -> bool:
-    """Compare a lettered choice with its letter, with what it says, or with another choice."""
-    if isinstance(truth, Choice) and isinstance(answer, Choice):
-        return truth.letter == answer.letter and _same(truth.content, answer.content)
-    choice = truth
-    other = answer
-    if isinstance(answer, Choice):
-        choice = answer
-        other = truth
-    assert isinstance(choice, Choice), "one of the two is"
-    if isinstance(other, Value) and other.text.casefold() == choice.letter:
-        return True
-    if isinstance(answer, Choice):
-        return _same(truth, answer.content)
-    return _same(choice.content, answer)
+def _is_letter(form: Form, letter: str) -> bool:
+    return isinstance(form, Value) and form.text.casefold() == letter
 
 
 # Values, and their units
@@ -184,8 +182,10 @@ def _same_values(truth: Value, answer: Value) -> bool:
     if not _units_agree(truth.unit, answer.unit):
         return False
     if truth.base is not None and answer.base is not None:
-        values = [_in_base(value) for value in (truth, answer)]
-        return values[0] is not None and values[0] == values[1]
+        try:
+            return int(truth.text, truth.base) == int(answer.text, answer.base)
+        except ValueError:  # no digits of the base
+            return False
     if truth.text == answer.text and (truth.unit is None or answer.unit is None or truth.unit == answer.unit):
         return True
     if len(truth.text) == len(answer.text) == 1 and truth.text.isalpha():
@@ -234,14 +234,6 @@ def _times(expression: Expression, factor: Fraction) -> Expression:
     return Operation("*", (expression, Constant(factor)))
 
 
-def _in_base(value: Value) -> int | None:
-    assert value.base is not None, "asked for a value with a base"
-    try:
-        return int(value.text, value.base)
-    except ValueError:
-        return None
-
-
 # Lists, sets, tuples and intervals
 
 
@@ -252,21 +244,21 @@ def _same_collections(truth: Form, answer: Form) -> bool:
         return _same(wanted[0], answer)
     if len(given) == 1 and isinstance(truth, Value):
         return _same(truth, given[0])
-    tuples = [isinstance(form, Bracketed) and form.opening != "\\{" for form in (truth, answer)]
-    if all(tuples):
-        return _same_ends(truth, answer) and _in_order(wanted, given)
-    if any(tuples):
-        other = truth if tuples[1] else answer
-        bracketed = answer if tuples[1] else truth
-        closed = isinstance(bracketed, Bracketed) and bracketed.opening + bracketed.closing != "()"
-        if isinstance(other, Bracketed) or (closed and len(_items(bracketed)) == 2):
+    brackets = [_brackets(truth), _brackets(answer)]
+    if all(brackets):  # which ones matters for intervals only
+        return (brackets[0] == brackets[1] or len(wanted) != 2) and _in_order(wanted, given)
+    if any(brackets):
+        other = answer if brackets[0] else truth
+        closed = "()" not in brackets
+        if isinstance(other, Bracketed) or (closed and len(wanted if brackets[0] else given) == 2):
             return False  # a set has no order, and a closed interval is no pair
         return _in_order(_bare(wanted)[1], _bare(given)[1])
     wanted_names, wanted = _bare(wanted)
     given_names, given = _bare(given)
     if wanted_names and given_names:
         return _matched(_items(truth), _items(answer))
-    if _ordered(wanted_names or given_names) or any(map(_is_ellipsis, wanted + given)):
+    has_ellipsis = any(isinstance(item, Value) and item.text == "\\ldots" for item in wanted + given)
+    if has_ellipsis or _ordered(wanted_names or given_names):
         return _in_order(wanted, given)
     return _matched(wanted, given)
 
@@ -277,11 +269,11 @@ def _items(form: Form) -> tuple[Form, ...]:
     return (form,)
 
 
-def _same_ends(truth: Form, answer: Form) -> bool:
-    """Whether two tuples have the same brackets, which matters for intervals only."""
-    assert isinstance(truth, Bracketed) and isinstance(answer, Bracketed), "both are tuples"
-    ends = [(form.opening, form.closing) for form in (truth, answer)]
-    return ends[0] == ends[1] or len(truth.items) != 2
+def _brackets(form: Form) -> str:
+    """Return the brackets of a tuple or an interval; "" for another form, also a set."""
+    if isinstance(form, Bracketed) and form.opening != "\\{":
+        return form.opening + form.closing
+    return ""
 
 
 def _bare(items: tuple[Form, ...]) -> tuple[list[str], tuple[Form, ...]]:
@@ -326,10 +318,6 @@ def _ordered(names: list[str]) -> bool:
     heads = {match[1] for match in numbered if match}
     numbers = [int(match[2]) for match in numbered if match]
     return not (len(heads) == 1 and numbers == list(range(1, len(names) + 1)))
-
-
-def _is_ellipsis(form: Form) -> bool:
-    return isinstance(form, Value) and form.text == "\\ldots"
 
 
 def _in_order(wanted: tuple[Form, ...], given: tuple[Form, ...]) -> bool:
@@ -538,34 +526,34 @@ def _same_sides(truth: Relation, answer: Relation) -> bool:
 # Ratios, times of day, and matrices
 
 
-def _same_proportion(truth: Form, answer: Form) -> bool:
-    if isinstance(truth, Proportion) and isinstance(answer, Proportion):
-        clocks = [_clock(truth), _clock(answer)]
-        if clocks[0] and clocks[1]:
-            return _same_time(clocks[0], clocks[1])
-        if len(truth.parts) != len(answer.parts):
-            return False
-        if any(token.text == "ldots" for part in truth.parts + answer.parts for token in part):
-            return all(map(lambda a, b: written(a) == written(b), truth.parts, answer.parts))
-        try:
-            wanted = [parse(part) for part in truth.parts]
-            given = [parse(part) for part in answer.parts]
-        except Unreadable:
-            return False
-        cross = [
-            same_value(Operation("*", (wanted[0], b)), Operation("*", (given[0], a)))
-            for a, b in zip(wanted, given)
-        ]
-        return all(cross)
-    pair, other = (truth, answer) if isinstance(truth, Proportion) else (answer, truth)
-    assert isinstance(pair, Proportion), "one of the two is"
-    if len(pair.parts) != 2 or not isinstance(other, Value) or other.expression is None:
+def _same_proportions(truth: Proportion, answer: Proportion) -> bool:
+    clocks = [_clock(truth), _clock(answer)]
+    if clocks[0] and clocks[1]:
+        return _same_time(clocks[0], clocks[1])
+    if len(truth.parts) != len(answer.parts):
         return False
+    if any(token.text == "ldots" for part in truth.parts + answer.parts for token in part):
+        return list(map(written, truth.parts)) == list(map(written, answer.parts))
     try:
-        above, below = [parse(part) for part in pair.parts]
+        wanted = [parse(part) for part in truth.parts]
+        given = [parse(part) for part in answer.parts]
     except Unreadable:
         return False
-    return same_value(Operation("*", (above, Operation("inverse", (below,)))), other.expression)
+    return all(
+        same_value(Operation("*", (wanted[0], b)), Operation("*", (given[0], a)))
+        for a, b in zip(wanted, given)
+    )
+
+
+def _is_quotient(value: Value, ratio: Proportion) -> bool:
+    """Whether a value is what a ratio of two numbers is worth."""
+    if len(ratio.parts) != 2 or value.expression is None:
+        return False
+    try:
+        above, below = [parse(part) for part in ratio.parts]
+    except Unreadable:
+        return False
+    return same_value(Operation("*", (above, Operation("inverse", (below,)))), value.expression)
 
 
 def _clock(ratio: Proportion) -> tuple[int, str, str] | None:
@@ -597,8 +585,8 @@ def _same_grid(truth: Form, answer: Form) -> bool:
             if len(form.rows) > 1 and any(len(row) > 1 for row in form.rows):
                 return False
             vectors.append(tuple(cell for row in form.rows for cell in row))
-        elif isinstance(form, Bracketed) and form.opening != "\\{":
-            vectors.append(form.items)
+        elif _brackets(form):
+            vectors.append(_items(form))
         else:
             return False
     return _in_order(vectors[0], vectors[1])

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hybridflow.observability.report.rows import brief, is_shown, number
 
 _HEAD = 128  # bytes at the beginning of a file by which one that was written anew is known
 _MAX_DEPTH = 100  # lists and objects within each other; Python's own functions end far beyond it
+_MANY_LISTS = 2_000  # in a YAML text
 _MAX_STEP = 2**53  # what the page's numbers hold exactly
 
 Fingerprint = tuple[int, int, int]
@@ -137,6 +140,27 @@ def _object(text: bytes) -> dict[str, Any] | None:
     return {name: number(value) if name in huge else value for name, value in line.items()}
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, by libyaml where PyYAML has it: that is ten times as fast.
+
+    Raises OSError, and ValueError for a text that is no YAML, is nested too deeply or holds something else.
+    libyaml ends the process where lists stand within each other in thousands; PyYAML's own reader raises.
+    """
+    text = path.read_text(encoding="utf-8")
+    loader: Any = yaml.SafeLoader
+    if sum(map(text.count, ("[", "{", "- ", "? "))) < _MANY_LISTS:
+        loader = getattr(yaml, "CSafeLoader", loader)
+    try:
+        content = yaml.load(text, loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content or {}, dict):
+        raise ValueError("it holds no mapping")
+    if _is_deeper(content, _MAX_DEPTH):
+        raise ValueError("its values are nested too deeply")
+    return content or {}
+
+
 def read_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, or None for one that is none or whose values are nested too deeply."""
     try:
@@ -151,7 +175,7 @@ def read_json(text: str | bytes) -> Any:
 
 def _is_deeper(value: Any, most: int) -> bool:
     """Return whether more than `most` lists and objects stand within each other."""
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside: list[Any] = []
         for each in level:

@@ -21,14 +21,13 @@ from typing import Any
 import yaml
 
 from hybridflow.observability.glossary import MetricEntry, find
-from hybridflow.observability.report.files import Fingerprint, Folder, Lines, fingerprint
+from hybridflow.observability.report.files import Fingerprint, Folder, Lines, fingerprint, read_yaml
 from hybridflow.observability.report.findings import Findings
 from hybridflow.observability.report.rows import detail, digests, finite, number, take_pictures
 from hybridflow.observability.run_log import LOG_FILE
 
 MAX_POINTS = 3000  # steps of a curve
 MAX_ROLLOUTS = 50_000  # rows of the table, the newest ones
-_MANY_LISTS = 2_000  # in a YAML text
 MAX_LOG = 32_768  # bytes of the log, its end
 
 SAMPLES = "samples"
@@ -212,7 +211,7 @@ class RunFollower:
         if seen is not None:
             try:
                 loaded = finite(parse(path))
-            except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 complaint = f"{name} could not be read: {error}"
         if not isinstance(loaded, dict):
             loaded = None
@@ -236,18 +235,6 @@ class RunFollower:
         return seen[2] / 1e9
 
 
-def _yaml(path: Path) -> Any:
-    """Return the content of a YAML file, by libyaml where PyYAML has it: that is ten times as fast.
-
-    libyaml ends the process where lists stand within each other in thousands, and PyYAML's own reader raises.
-    """
-    text = path.read_text(encoding="utf-8")
-    loader: Any = yaml.SafeLoader
-    if sum(map(text.count, ("[", "{", "- "))) < _MANY_LISTS:
-        loader = getattr(yaml, "CSafeLoader", loader)
-    return yaml.load(text, Loader=loader)
-
-
 def _json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -264,7 +251,7 @@ def _end_of_log(path: Path) -> dict[str, str]:
 
 
 _SMALL: dict[str, Callable[[Path], Any]] = {
-    "config.yaml": _yaml,
+    "config.yaml": read_yaml,
     "summary.json": _json,
     "machine.json": _json,
     "failures.json": _json,

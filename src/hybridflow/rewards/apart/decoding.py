@@ -1,16 +1,19 @@
 """Data of a solution as values: plain ones, whose operators are those of Python, or an error.
 
 Whoever wrote the data may want to hold up who reads it. The time is linear in the length of the text: depth
-is bounded, integers are hexadecimal, and sets whose items share their hashes are refused.
+is bounded, integers are hexadecimal, and sets in which many items share a hash are refused.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_DEPTH = 200
+MAX_OF_A_HASH = 256
+"""Items of a set that may share a hash, as tuples of -1 and -2 do."""
 ERRORS = (ValueError, TypeError, LookupError, OverflowError, RecursionError, AttributeError, MemoryError)
 """What reading or comparing such data may raise."""
 
@@ -33,8 +36,8 @@ def decode(data: Any, builders: Mapping[str, Callable[[Any], Any]], depth: int =
 
 
 def _hashed(items: list[Any]) -> list[Any]:
-    """Return the items, whose hashes must differ, or a set of them would take quadratic time."""
-    if 2 * len(set(map(hash, items))) < len(items):
+    """Return the items, of which few may share a hash, or a set of them would take quadratic time."""
+    if max(Counter(map(hash, items)).values(), default=0) > MAX_OF_A_HASH:
         raise ValueError("many items share a hash")
     return items
 

@@ -52,7 +52,7 @@ STOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 @dataclass
 class Facts:
-    """What is known of an object of the solution.
+    """Facts about an object of the solution.
 
     `standing` is `built` for what the tests have made by calling a class, whose name has a capital;
     `derived` for what an operator of such objects returns; `mixed` where its other operand was a plain

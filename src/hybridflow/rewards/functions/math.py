@@ -73,7 +73,7 @@ def compute_score(
 
 
 class _Spent(BaseException):
-    """The calls are spent. No library catches it, as it is no Exception."""
+    """The calls are spent. It is no Exception, so that libraries which catch those let it through."""
 
 
 def _same_by_math_verify(truth: str, answer: str) -> bool:

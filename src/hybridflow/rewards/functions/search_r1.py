@@ -25,8 +25,8 @@ def compute_score(
     """Score 1.0 if the last answer is one of the right ones, `format_score` for another, 0.0 without one.
 
     Letter case, punctuation, articles and runs of white space do not count; a number keeps its sign and its
-    point. The ground truth is a text, a
-    list of texts, or an object with them under `target`. Source: arXiv 2503.09516, section 3.4.
+    point. The ground truth is a text, a list of texts, or an object with them under `target`. Source: arXiv
+    2503.09516, section 3.4.
     """
     answer = last_tagged(solution_str, "answer")
     truths = required(ground_truth)

@@ -1,4 +1,4 @@
-"""What all formats of tool calls have in common: text in, plain text and whole calls out, in their order.
+"""The common part of all formats of tool calls: text in, plain text and whole calls out, in their order.
 
 text ─► thinking set apart ─► a tag that begins a call ─► the format's own reader ─┬► calls
                           └► plain text, at once                                   └► plain text, the reason

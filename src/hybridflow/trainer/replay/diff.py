@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hybridflow.checkpoint.layout import step_folders, step_of
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.glossary import find
+from hybridflow.observability.report.files import read_yaml
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
 from hybridflow.trainer.replay.compare_checkpoints import checkpoint_differences
 from hybridflow.trainer.replay.compare_rows import row_differences
@@ -118,12 +117,10 @@ def metric_differences(
 
 
 def _config(run: Path) -> dict[str, Any]:
-    path = run / "config.yaml"
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return dict(flatten(read_yaml(run / "config.yaml")))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{run} is no run folder (trainer.default_local_dir of a run): {error}") from error
-    return dict(flatten(content or {}))
 
 
 def _config_differences(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Difference]:

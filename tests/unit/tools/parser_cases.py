@@ -605,6 +605,13 @@ OTHERS = [
     ),
     reads(
         "hermes",
+        "two objects on two lines, without spaces",
+        '<tool_call>\n{"name":"f","arguments":{"a":1}}\n{"name":"g","arguments":{"b":2}}\n</tool_call>',
+        F,
+        read("g", b=2),
+    ),
+    reads(
+        "hermes",
         "a list of calls",
         '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>',
         F,

@@ -602,6 +602,24 @@ def gradient_of(config: ActorConfig) -> Tensor:
     return torch.autograd.grad(loss, x)[0]
 
 
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "reinforce"])
+def test_where_all_scores_are_equal_nothing_but_the_kl_term_is_learned(name: str) -> None:
+    x = (0.1 * torch.arange(1.0, 13.0).reshape(4, 3)).requires_grad_()
+    batch = rows(old_log_probs=torch.full((4, 3), -1.0), ref_log_prob=torch.full((4, 3), -1.5))
+    batch.batch["token_level_rewards"] = field((0, 1, 0), (0, 0, 1), (0, 0, 1), (0, 0, 1))
+    batch |= advantages_of(batch, AlgorithmConfig(adv_estimator="grpo"))
+    found = []
+    for term in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.0}, {"use_kl_loss": True, "kl_loss_coef": 0.5}):
+        config = loss_config(name, term)
+        loss, metrics = policy_loss(config, LossScale.count(MASK), find_policy_loss(config))(
+            {"log_probs": -1 - x}, batch
+        )
+        found.append((torch.autograd.grad(loss, x)[0], metrics.to_floats()))
+    (without, none), (zero, weightless), (pulled, told) = found
+    assert not without.any() and not zero.any() and bool((pulled[MASK] != 0).all())
+    assert "actor/kl_loss" not in none and told["actor/kl_loss"] == weightless["actor/kl_loss"] > 0
+
+
 def loss_config(name: str, changes: dict[str, Any]) -> ActorConfig:
     own = {key: value for key, value in changes.items() if key in vars(PolicyLossConfig())}
     others = {key: value for key, value in changes.items() if key not in own}

@@ -612,6 +612,12 @@ OTHERS = [
     ),
     reads(
         "hermes",
+        "arguments that end in many braces",
+        '<tool_call>{"name": "f", "arguments": {"a": {"b": {"c": 1}}}}</tool_call>',
+        read("f", a={"b": {"c": 1}}),
+    ),
+    reads(
+        "hermes",
         "a list of calls",
         '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>',
         F,

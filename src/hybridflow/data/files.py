@@ -89,7 +89,7 @@ class Rows(Sequence[Row]):
         """Rows of an Arrow table; `number` is the number of the first of them in this sequence."""
         try:
             rows: list[Row] = table.slice(start, count).to_pylist()
-            return [{name: without_fills(value) for name, value in row.items()} for row in rows]
+            return [{name: without_fills(value, name) for name, value in row.items()} for row in rows]
         except _UNREADABLE as error:
             for place in range(start, min(start + count, len(table))):
                 if reason := _why_unreadable(table, place):

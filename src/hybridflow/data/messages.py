@@ -33,6 +33,9 @@ ROLES = {
 }
 """Roles by the names that ShareGPT's `from` may have."""
 
+KEYWORDS = ("tools_kwargs", "interaction_kwargs")
+"""Columns, or entries of extra_info, with keyword arguments: of each tool, and of the user who is played."""
+
 MEDIA = ("images", "videos", "image", "video")
 """Columns of data sets that are not text alone."""
 
@@ -96,12 +99,17 @@ def check_tools(tools: object) -> list[dict[str, Any]]:
     return list(tools)
 
 
-def without_fills(value: Any) -> Any:
-    """A value of a columnar file; its tool calls and schemas of tools without what is null.
+def without_fills(value: Any, name: str = "") -> Any:
+    """A value of a columnar file; its tool calls, schemas of tools and arguments of tools without nulls.
 
-    All structs of a column have the same keys there: a call has the arguments of all others, as nulls. An
+    All structs of a column have the same keys there: a call has the arguments of all others, as nulls, and a
+    row the tools of all others in its `tools_kwargs`, which is the column's name or an entry of the value. An
     argument that is to be null needs a file of JSON, or `arguments` as JSON text.
     """
+    if name in KEYWORDS:
+        return _without_nulls(value)
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) if key in KEYWORDS else each for key, each in value.items()}
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         return value
     if any("function" in each for each in value):

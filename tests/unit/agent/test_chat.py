@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spoken_engine import LIMITS, client_of, episode, says
+from spoken_engine import LIMITS, FakeSession, client_of, episode, says
 
 from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
+from hybridflow.agent.collate import collate
 from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.conversation import Conversation
 from hybridflow.agent.hosted_environment import EnvironmentSpec
@@ -224,6 +225,75 @@ def test_an_environment_that_fails_fails_its_trajectory_only(
     assert sorted(str(one.outcome.cause) for one in found) == sorted([cause, "None", "None"])
     (failed,) = [one for one in found if one.failed]
     assert failed.lineages == () and failed.reward is None
+
+
+class Spelled:
+    """The tokenizer, whose model writes some texts a letter at a time, as no tokenizer of it would."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [self.inner.convert_tokens_to_ids(letter) for letter in text]}
+
+
+@pytest.mark.parametrize(
+    "observation", ["lower", "\n<information>5</information>\n", " = 7", "#### 4", " ", "\n", "é \ufffd"]
+)
+def test_sampled_ids_stay_where_tokenising_their_text_would_give_fewer(
+    observation: str, hosts: Hosts, tmp_path: Path
+) -> None:
+    """The answer ends in letters that a tokenizer joins to one token, with what follows as well."""
+    text = "user + 1 ="
+    ids = Spelled(TOKENIZER)(text)["input_ids"]
+    assert len(TOKENIZER(text, add_special_tokens=False)["input_ids"]) < len(ids)
+    (tmp_path / "says.py").write_text(
+        "from hybridflow.environments import Environment, Step\n"
+        f"class Says(Environment):\n    def reset(self, row): return 'go'\n"
+        f"    def step(self, text): return Step({observation!r}, reward=1.0)\n"
+    )
+    asked: list[tuple[int, ...]] = []
+
+    def script(request: Any) -> list[int]:
+        if request.prompt_token_ids not in asked:
+            asked.append(request.prompt_token_ids)
+        return ids
+
+    spec = EnvironmentSpec.of(f"{tmp_path}/says.py:Says", {})
+    two = MultiTurnConfig(max_assistant_turns=2)
+    parts = ChatParts(
+        *(TOKENIZER, ChatTemplate(TOKENIZER, {}), "hermes", Toolset(), hosts, two),
+        AgentConfig(retries=RetriesConfig(0, 0, 0)),
+    )
+    runner = Runner(
+        lambda _: ChatAgent(parts, spec), TOKENIZER, LIMITS, parts.agent, hosts=hosts, limit=Limit()
+    )
+    told: dict[int, Trajectory] = {}
+
+    async def work() -> None:
+        with client_of(FakeSession(script, end=END)) as client:
+            await runner.run(client, [episode()], told.__setitem__)
+
+    asyncio.run(work())
+    (row,) = told[0].lineages
+    first = TOKENIZER.apply_chat_template([{"role": "user", "content": "go"}], add_generation_prompt=True)
+    assert list(asked[0]) == list(row.prompt.token_ids) == list(getattr(first, "input_ids", first))
+    sampled = [list(each.token_ids) for each in row.segments if each.sampled]
+    given = [list(each.token_ids) for each in row.segments if not each.sampled]
+    assert sampled == [[*ids, END]] * 2
+    assert TOKENIZER.decode(given[0]) == TOKENIZER.decode(
+        TOKENIZER(f"\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    )
+    assert list(asked[1]) == [*row.prompt.token_ids, *sampled[0], *given[0]], "the engine reads the row"
+    batch = collate([told[0]], 0).batch
+    mask = batch["response_mask"][0].tolist()
+    assert mask == [True] * len(sampled[0]) + [False] * len(given[0]) + [True] * len(sampled[1])
+    assert batch["responses"].shape == batch["rollout_log_probs"].shape == batch["response_mask"].shape
+    assert batch["responses"][0].tolist() == [*sampled[0], *given[0], *sampled[1]]
+    assert (batch["rollout_log_probs"][0] != 0).tolist() == mask
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -58,6 +58,57 @@ def test_files_of_different_kinds_join(tmp_path: Path) -> None:
     assert [row["n"] for row in rows.take([4, 0, 1, 3])] == [4, 0, 1, 3]
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_a_list_of_objects_keeps_its_length_where_a_field_is_null(tmp_path: Path, suffix: str) -> None:
+    rows = [{"x": [{"b": None}, {"g": "x"}]}, {"x": [{"b": None}]}, {"x": []}]
+    found = load_rows(write(tmp_path / f"a{suffix}", rows))
+    assert [[each.get("g") for each in row["x"]] for row in found] == [[None, "x"], [None], []]
+    assert all(each.get("b") is None for row in found for each in row["x"])
+    says = {"role": "user", "content": "a", "name": None}
+    messages = [{"messages": [says, {**says, "role": "assistant"}], "tools_kwargs": None}] * 2
+    found = load_rows(write(tmp_path / f"b{suffix}", messages))
+    assert [[each["role"] for each in row["messages"]] for row in found] == [["user", "assistant"]] * 2
+    assert [row["tools_kwargs"] for row in found] == [None, None]
+
+
+SEARCH, CALCULATE = {"search": {"create_kwargs": {"q": 1}}}, {"calc": {"create_kwargs": {"a": 2}}}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [SEARCH, CALCULATE],
+        [SEARCH, {"search": {"create_kwargs": {"r": 2}}}],
+        [SEARCH, {"search": {"execute_kwargs": {"q": 2}}}, {**SEARCH, **CALCULATE}],
+        [{"search": {"create_kwargs": {"where": [{"a": 1}, {"b": "x"}]}}}],
+    ],
+)
+def test_arguments_of_tools_are_those_of_their_row(
+    tmp_path: Path, suffix: str, given: list[dict[str, object]]
+) -> None:
+    """Arrow fills a row with the tools and the arguments of all others, as nulls."""
+    rows = [{"prompt": "q", "extra_info": {"index": 0, "tools_kwargs": each}} for each in given]
+    found = load_rows(write(tmp_path / f"a{suffix}", rows))
+    assert [row["extra_info"]["tools_kwargs"] for row in found] == given
+    assert [found[at]["extra_info"]["tools_kwargs"] for at in range(len(given))] == given
+    for name in ("tools_kwargs", "interaction_kwargs"):
+        found = load_rows(write(tmp_path / f"{name}{suffix}", [{name: each} for each in given]))
+        assert [row[name] for row in found] == given
+    mixed = [{"interaction_kwargs": {"name": "user", "query": "2?"}}, {"interaction_kwargs": {"name": "b"}}]
+    rows = [{"extra_info": each} for each in [*mixed, {"index": 3}]]
+    found = load_rows(write(tmp_path / f"b{suffix}", rows))
+    assert [row["extra_info"].get("interaction_kwargs") for row in found] == [
+        *(each["interaction_kwargs"] for each in mixed),
+        None,
+    ]
+
+
+def test_a_null_argument_of_a_file_of_json_is_an_argument(tmp_path: Path) -> None:
+    row = {"extra_info": {"tools_kwargs": {"search": {"create_kwargs": {"q": None}}}}}
+    assert list(load_rows(write(tmp_path / "a.jsonl", [row]))) == [row]
+
+
 def test_a_changed_row_does_not_change_the_table(tmp_path: Path) -> None:
     rows = load_rows(write(tmp_path / "a.json", ROWS))
     rows[0]["n"] = 99

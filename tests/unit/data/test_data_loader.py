@@ -81,6 +81,27 @@ def test_resume_goes_on_exactly_from_every_step(num_workers: int, drop_last: boo
         assert epochs(again, 3 - again.epoch) == whole[stop:], f"stopped after {stop} batches"
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_resume_in_the_second_epoch_goes_on_in_the_order_of_the_second(drop_last: bool) -> None:
+    """Ten rows in batches of three, stopped after five batches."""
+
+    def loader() -> StatefulLoader[int]:
+        rows = ROWS[:10]
+        return StatefulLoader(rows, ShuffledSampler(rows, 0), 3, drop_last=drop_last)
+
+    whole = epochs(loader(), 3)
+    first, state, done = loader(), {}, 0
+    while done < 5:
+        for _ in first:
+            state, done = first.state_dict(), done + 1
+            if done == 5:
+                break
+    again = loader()
+    again.load_state_dict(json.loads(json.dumps(state)))
+    found = next(iter(again))
+    assert found == whole[5] and found not in whole[:5]
+
+
 def test_an_abandoned_epoch_goes_on_in_the_next_loop() -> None:
     loader, whole = shuffled(), list(shuffled())
     for _ in loader:

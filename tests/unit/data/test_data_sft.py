@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pyarrow as pa
@@ -15,9 +16,10 @@ from hybridflow.data.files import Rows
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sft import SFTDataset, SFTRow
 from hybridflow.data.tasks import ArithmeticChain
-from hybridflow.data.tokenizer import encode_rendered
+from hybridflow.data.tokenizer import encode_rendered, text_of
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.trainer.sft.source import conversation_rows
 
 CHAT = [
     {"role": "system", "content": "s"},
@@ -45,6 +47,81 @@ def test_every_assistant_turn_and_its_end_token_are_learned(
         row.input_ids
         == tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False).input_ids
     )
+
+
+def test_the_mask_of_two_turns_begins_with_the_first_word_and_ends_with_the_end_of_the_turn(
+    characters: PreTrainedTokenizerFast,
+) -> None:
+    (row,) = list(SFTDataset([{"messages": CHAT[1:]}], characters, SFTDataConfig()))
+    runs = [(kept, len(list(same))) for kept, same in itertools.groupby(row.loss_mask)]
+    assert [kept for kept, _ in runs] == [0, 1, 0, 1] + [0] * (len(runs) == 5)
+    assert [size for kept, size in runs if kept] == [len("2") + 1, len("no more") + 1]
+    opener = characters("<|im_start|>assistant\n", add_special_tokens=False).input_ids
+    first = row.loss_mask.index(1)
+    assert row.input_ids[first - len(opener) : first] == opener
+    assert characters.decode(row.input_ids[first : first + 2]) == "2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("qwen2.5", "<|im_end|>"), ("llama3.1", "<|eot_id|>"), ("mistral", "</s>"), ("kimi-k2", "<|im_end|>"),
+     ("deepseek", "<｜end▁of▁sentence｜>"), ("glm4.5", ""), ("gpt-oss", "<|call|>")],
+)  # fmt: skip
+def test_a_turn_that_calls_a_tool_is_learned_up_to_its_own_end(name: str, end: str) -> None:
+    family = FAMILIES[name]
+    arguments: object = '{"a": "1"}' if name == "deepseek" else {"a": "1"}
+    number = "functions.add:0" if name == "kimi-k2" else "000000000"
+    call = {"id": number, "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        CHAT[1],
+        {"role": "assistant", "content": None if name == "deepseek" else "", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "name": "add", "tool_call_id": number},
+        CHAT[2],
+    ]
+    (row,) = list(SFTDataset([{"messages": messages}], family.tokenizer(), SFTDataConfig()))
+    pairs = list(zip(row.input_ids, row.loss_mask, strict=True))
+    turns = [
+        [token for token, _ in run] for kept, run in itertools.groupby(pairs, lambda pair: pair[1]) if kept
+    ]
+    first, second = (text_of(family.tokenizer(), turn) for turn in turns)
+    assert "add" in first and first.endswith(end) and "2" in second and "7" not in first + second
+
+
+def test_the_end_of_a_turn_is_learned_where_it_is_the_padding_too(
+    characters: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = with_template(characters, str(characters.chat_template))
+    tokenizer.pad_token = tokenizer.eos_token
+    end = int(tokenizer.eos_token_id)
+    dataset = SFTDataset([{"messages": CHAT}, {"messages": CHAT[1:3]}], tokenizer, SFTDataConfig())
+    assert tokenizer.pad_token_id == end
+    rows = conversation_rows(list(dataset), pad_id=end)
+    for number, row in enumerate(dataset):
+        attended = rows.batch["attention_mask"][number].bool()
+        assert rows.batch["input_ids"][number][attended].tolist() == row.input_ids, "ends in the middle too"
+        taught = rows.batch["responses"][number][rows.batch["loss_mask"][number]].tolist()
+        assert taught.count(end) == sum(
+            message["role"] == "assistant" for message in CHAT[: 5 if number == 0 else 3]
+        )
+        assert taught[-1] == end
+
+
+def test_a_thought_of_an_earlier_turn_is_learned_where_it_was_written() -> None:
+    talk = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "<think>x</think>1"},
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "content": "<think>y</think>2"},
+    ]
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    (row,) = list(SFTDataset([{"messages": talk}], tokenizer, SFTDataConfig()))
+    assert "<think>x" not in tokenizer.apply_chat_template(talk, tokenize=False), "the template drops it"
+    assert learned(tokenizer, row) == "<think>x</think>1<|im_end|><think>y</think>2<|im_end|>"
+    template = ChatTemplate(tokenizer)
+    answers = [encode_rendered(tokenizer, f"{talk[at]['content']}<|im_end|>") for at in (1, 3)]
+    stop = answers[0][-1]
+    rollout = template.begin(talk[:1]) + answers[0] + template.after_answer(stop, talk[2:3]) + answers[1]
+    assert row.input_ids[: len(rollout)] == rollout, "what was sampled stays as it was sampled"
 
 
 def test_templated_prompt_and_response(characters: PreTrainedTokenizerFast) -> None:

@@ -161,3 +161,41 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
                 [tested.forward(rows.select_idxs([row]), ask, WHOLE)[key] for row in range(len(rows))]
             )
             assert (values - alone).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_packed_row_does_not_see_its_neighbour(engine: str) -> None:
+    """Other tokens in one row change no bit of what is computed for the others in the same pass."""
+    made = ENGINES[engine](tiny_policy(torch.float32), None)
+    rows, other = training_rows(dtype=torch.float32), training_rows(dtype=torch.float32)
+    for name in ("input_ids", "responses"):
+        first = other.batch[name][0]
+        other.batch[name][0] = torch.where(first > 2, 3 + (first + 7) % 60, first)
+    ask = Ask(log_probs=True, entropy=True)
+    before, after = (made.forward(each, ask, WHOLE) for each in (rows, other))
+    for name in ("log_probs", "entropy"):
+        assert torch.equal(after[name][1:], before[name][1:])
+        assert not torch.equal(after[name][0], before[name][0])
+        assert after[name].shape == rows.batch["responses"].shape, "of the response, and of no prompt"
+
+
+def of_lengths(*lengths: int) -> DataProto:
+    """Copies of one row, with so many tokens to learn."""
+    rows = training_rows(extra_response=3).select_idxs([3] * len(lengths))
+    mask = rows.batch["response_mask"]
+    rows.batch["loss_mask"] = mask & (mask.cumsum(-1) <= torch.tensor(lengths)[:, None])
+    assert rows.batch["loss_mask"].sum(-1).tolist() == list(lengths)
+    return rows
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_rows_of_few_and_many_tokens_weigh_the_same_in_passes_of_1_2_and_4(engine: str, mode: str) -> None:
+    case = actor_case(replace(BASE, loss_agg_mode=mode))
+    rows = of_lengths(1, 2, 3, 7, 0)
+    whole = train_once(ENGINES[engine], case, rows, WHOLE)
+    without = train_once(ENGINES[engine], case, of_lengths(1, 2, 3, 7), WHOLE)
+    cuts = [train_once(ENGINES[engine], case, rows, BatchLimits(1000, max_rows=size)) for size in (1, 2, 4)]
+    for other in (without, *cuts):
+        assert largest_difference(other.gradients, whole.gradients) < TOLERANCE
+        assert other.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=TOLERANCE)

@@ -180,6 +180,24 @@ def balanced(rank: int, run: Run, world_size: int, routes: Tensor | None) -> dic
     }
 
 
+def test_the_auxiliary_loss_weighs_the_same_in_one_pass_and_in_four(run: Run) -> None:
+    """Of equal rows, since what it says of a pass depends on the tokens of that pass."""
+
+    def trained(limits: BatchLimits, coef: float) -> dict[str, Tensor]:
+        engine = build(replace(run, grad_clip=None), 1)
+        engine.policy.follow_routes().balance_coef = coef
+        rows = training_rows(dtype=run.dtype).select_idxs([0, 0, 0, 0])
+        metrics = engine.train_mini_batch(rows, Ask(log_probs=True, entropy=True), loss_of(run, rows), limits)
+        assert metrics.to_floats()["actor/num_updates"] == 1.0
+        return gradients(engine)
+
+    one, four = BatchLimits(1000), BatchLimits(1000, max_rows=1)
+    whole, cut, without = trained(one, 0.5), trained(four, 0.5), trained(one, 0.0)
+    for name, gradient in whole.items():
+        assert (cut[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-8, name
+    assert any((without[name] - gradient).norm() > 1e-2 * gradient.norm() for name, gradient in whole.items())
+
+
 @pytest.mark.parametrize(("attends", "replay"), [("ulysses", False), ("ulysses", True), ("ring", False)])
 def test_ranks_that_share_rows_have_the_load_of_one_process(
     two_ranks: Ranks, run: Run, routes: Tensor, attends: Any, replay: bool

@@ -48,6 +48,15 @@ def test_jsonl_is_exact_and_joins_what_one_step_logs_twice(tmp_path: Path) -> No
     assert written[2]["a"] == 5e-324
 
 
+@pytest.mark.parametrize("rate", [1e-6, 5e-7, 3.3333333333333335e-08, 1e-12])
+def test_a_small_learning_rate_is_not_rounded_to_zero(tmp_path: Path, rate: float) -> None:
+    tracker = JsonlTracker(RunInfo(tmp_path))
+    tracker.log({"actor/lr": rate}, 1)
+    tracker.close()
+    assert lines(tmp_path / "metrics.jsonl")[0]["actor/lr"] == rate
+    assert repr(rate) in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_jsonl_after_a_resume_holds_each_step_once(tmp_path: Path) -> None:
     first = JsonlTracker(RunInfo(tmp_path))
     for step in (1, 2, 3, 4):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from verdict_cases import DIFFERENT, EQUAL, MATH_ONLY, RESPONSES, UNDECIDED
+from verdict_cases import DIFFERENT, EQUAL, IN_DOLLARS, MATH_ONLY, RESPONSES, UNDECIDED
 
 from hybridflow.data.answers.stated import after_answer, last_boxed, unboxed_answer
 from hybridflow.data.answers.verdict import one_spelling, same_answer
@@ -39,6 +39,17 @@ def test_answers(reward: str, right: bool, table: dict[str, list[tuple[str, str]
         for kind, pairs in table.items()
         for truth, answer in pairs
         if (compute_score("x", form.format(answer), truth)["acc"] == 1.0) != right
+    ]
+    assert not misjudged
+
+
+@pytest.mark.parametrize("reward", ALIKE)
+def test_answers_between_dollars(reward: str) -> None:
+    compute_score, form = REWARDS[reward]
+    misjudged = [
+        (truth, answer)
+        for truth, answer, right in IN_DOLLARS
+        if (compute_score("x", form.format(f"${answer}$"), f"${truth}$")["acc"] == 1.0) != right
     ]
     assert not misjudged
 

@@ -30,6 +30,7 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
     "fractions and decimals": [
         (r"\frac{1}{2}", "1/2"),
         ("1/2", r"\frac12"),
+        ("1/2", r"\frac{1}{2}"),
         (r"\frac{1}{2}", r"\dfrac{1}{2}"),
         (r"\frac{1}{2}", r"\tfrac12"),
         (r"\frac{1}{2}", "0.5"),
@@ -293,6 +294,7 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         (r"\frac{2^{2005}+1}{3\cdot 2^{2006}}", r"\frac{1}{3\cdot 2^{2006}}"),
         ("0.0000001", "0.0000002"),
         (r"\frac{1}{10^7}", r"\frac{1}{2 \cdot 10^7}"),
+        (r"\frac{1}{10^7}", r"\frac{1}{2\cdot 10^7}"),
         ("10^{-7}", r"2\cdot 10^{-7}"),
         ("2^{1000}", "2^{1000}+1"),
         ("2^{1000}", "2^{1001}"),
@@ -373,6 +375,7 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         ("-2, 1", "2, 1"),
         ("n=2,3,4", "n=1,2,3"),
         ("19, 46, 82", "21, 36, and 82"),
+        (r"19, 46, \text{ and } 82", "21, 36, and 82"),
         (r"\pm 2021", "2021"),
         ("2021", r"\pm 2021"),
         (r"1 \pm \sqrt{19}", r"1 + \sqrt{19}"),
@@ -413,6 +416,7 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
     ],
     "equations and inequalities": [
         ("3x+4y+14=0", "3x-y+13=0"),
+        ("3x-y+13=0", "3x+4y+14=0"),
         ("3*x-1*y+13=0", "3x+4y+14=0"),
         ("3x+4y+14=0", "0"),
         ("0", "3x+4y+14=0"),
@@ -493,6 +497,25 @@ MATH_ONLY: list[tuple[str, str, bool]] = [
     (r"\frac{1}{2}\begin{pmatrix}2\\4\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
 ]
 """Ground truth, answer and verdict for `math` alone, which leaves them to math-verify."""
+
+IN_DOLLARS: list[tuple[str, str, bool]] = [
+    (r"1-\frac{1}{\mathrm{e}}", r"1+\frac{1}{\mathrm{e}}", False),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}", False),
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", False),
+    ("n=2,3,4", "n=1,2,3", False),
+    ("D=(0,1)", "D=(0,1.5)", False),
+    (r"\pm 2021", "2021", False),
+    ("12:00", "1:00", False),
+    (r"19, 46, \text{ and } 82", "21, 36, and 82", False),
+    (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1", False),
+    (r"1:2:3:\ldots", r"1:4:9:\ldots", False),
+    (r"\frac{2^{2005}+1}{3\cdot 2^{2006}}", r"\frac{1}{3\cdot 2^{2006}}", False),
+    ("3*x-1*y+13=0", "3x+4y+14=0", False),
+    (r"\sqrt{\frac{1}{n}}", r"\frac{1}{\sqrt{n}}", True),
+    ("1/2", r"\frac{1}{2}", True),
+    ("-2, 1", r"a=1 \text{ or } a=-2", True),
+]
+"""Pairs of public bug reports, as they stand there: each between dollars."""
 
 RESPONSES: dict[str, list[tuple[str, str, bool]]] = {
     "math": [

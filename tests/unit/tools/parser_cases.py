@@ -605,6 +605,19 @@ OTHERS = [
     ),
     reads(
         "hermes",
+        "two objects on two lines, without spaces",
+        '<tool_call>\n{"name":"f","arguments":{"a":1}}\n{"name":"g","arguments":{"b":2}}\n</tool_call>',
+        F,
+        read("g", b=2),
+    ),
+    reads(
+        "hermes",
+        "arguments that end in many braces",
+        '<tool_call>{"name": "f", "arguments": {"a": {"b": {"c": 1}}}}</tool_call>',
+        read("f", a={"b": {"c": 1}}),
+    ),
+    reads(
+        "hermes",
         "a list of calls",
         '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>',
         F,

@@ -127,6 +127,32 @@ def test_groups_are_numbered_in_order_of_appearance() -> None:
     assert group_ids(rows("xyxz")).tolist() == [0, 1, 0, 2]
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["7", "7", "9", "9"],
+        ["7", "7", "07", "07"],
+        [-1, -1, 3, 3],
+        [1.0000001, 1.0000001, 1.0, 1.0],
+        [2**63, 2**63, -1, -1],
+        [("a", 1), ("a", 1), ("a", 2), ("a", 2)],
+        ["", "", " ", " "],
+        [True, True, "True", "True"],
+    ],
+)
+def test_labels_of_groups_are_told_apart_as_they_are(labels: list[Any]) -> None:
+    """Any labels that can be keys: none is read as a number, and none is rounded."""
+
+    def advantages(uids: list[Any]) -> Tensor:
+        batch = rows(token_level_rewards=SCORES)
+        batch.non_tensor_batch["uid"] = np.fromiter(uids, dtype=object, count=4)
+        return advantages_of(batch, AlgorithmConfig(adv_estimator="grpo")).batch["advantages"]
+
+    wanted = advantages([*"aabb"])
+    assert torch.equal(advantages(labels), wanted) and wanted.any()
+    assert torch.equal(advantages([labels[at] for at in (0, 2, 0, 2)]), advantages([*"abab"]))
+
+
 def test_grpo_by_hand() -> None:
     """Row 2 has no sampled token: it is no part of its group, so row 3 is alone there."""
     batch = rows("aabb", token_level_rewards=field((1, 1, NAN), (0, NAN, 4), (9, 9, 9), (1, 1, 1)))
@@ -548,6 +574,112 @@ def test_the_positive_example_term() -> None:
     found = metrics.to_floats()
     assert found["actor/positive_lm_loss"] == pytest.approx(0.2), "the mean over the tokens of right rows"
     assert float(value) == pytest.approx(found["actor/pg_loss"] + 0.1)
+
+
+def gradient_of(config: ActorConfig) -> Tensor:
+    """The gradient of the actor's loss in a number of each token, on which log-prob and entropy depend.
+
+    The first mini-batch of a step has ratios of 1; here some are far from it, on both sides.
+    """
+    far = field((-1.5, 0.4, 0), (0.3, 0, -0.9), (0, 0, 0), (1.6, -0.2, 0.5))
+    positive = torch.tensor([True, False, True, False])
+    batch = rows(
+        old_log_probs=-1 - far,
+        ref_log_prob=-1 + 0.5 * far,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        advantages=field((1, 0.5, 1), (-1, -1, -2), (1, 1, 1), (-1, 1, -1)),
+        positive=positive,
+    )
+    x = (0.1 * torch.arange(1.0, 13.0).reshape(4, 3)).requires_grad_()
+    outputs = {"log_probs": -1 - 0.1 * x.square()}
+    base = find_policy_loss(config)
+    if base.select is not None:
+        batch |= select_tokens(batch, config, base, outputs["log_probs"].detach(), generator(0, "x"))
+    scale = LossScale.count(batch.batch["loss_mask"], positive)
+    if config.entropy_coeff:
+        outputs["entropy"] = x.sin()
+    loss, _ = policy_loss(config, scale, base)(outputs, batch)
+    return torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "reinforce"])
+def test_where_all_scores_are_equal_nothing_but_the_kl_term_is_learned(name: str) -> None:
+    x = (0.1 * torch.arange(1.0, 13.0).reshape(4, 3)).requires_grad_()
+    batch = rows(old_log_probs=torch.full((4, 3), -1.0), ref_log_prob=torch.full((4, 3), -1.5))
+    batch.batch["token_level_rewards"] = field((0, 1, 0), (0, 0, 1), (0, 0, 1), (0, 0, 1))
+    batch |= advantages_of(batch, AlgorithmConfig(adv_estimator="grpo"))
+    found = []
+    for term in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.0}, {"use_kl_loss": True, "kl_loss_coef": 0.5}):
+        config = loss_config(name, term)
+        loss, metrics = policy_loss(config, LossScale.count(MASK), find_policy_loss(config))(
+            {"log_probs": -1 - x}, batch
+        )
+        found.append((torch.autograd.grad(loss, x)[0], metrics.to_floats()))
+    (without, none), (zero, weightless), (pulled, told) = found
+    assert not without.any() and not zero.any() and bool((pulled[MASK] != 0).all())
+    assert "actor/kl_loss" not in none and told["actor/kl_loss"] == weightless["actor/kl_loss"] > 0
+
+
+def loss_config(name: str, changes: dict[str, Any]) -> ActorConfig:
+    own = {key: value for key, value in changes.items() if key in vars(PolicyLossConfig())}
+    others = {key: value for key, value in changes.items() if key not in own}
+    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name, **own), **others)
+
+
+TERMS = (
+    {"entropy_coeff": 0.1},
+    {"use_kl_loss": True, "kl_loss_coef": 0.5},
+    {"positive_lm_loss_coef": 0.5},
+)
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: next(iter(term)))
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_each_term_of_the_loss_moves_the_gradient_of_every_policy_loss(
+    name: str, term: dict[str, Any]
+) -> None:
+    plain, moved = (gradient_of(loss_config(name, changes)) for changes in ({}, term))
+    assert float((moved - plain).abs().max()) > 1e-4 and not (moved - plain)[~MASK].any()
+
+
+NORM = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+WIDE = {"clip_cov_ratio": 1.0, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("vanilla", {}, {"clip_ratio": 3.0}),
+        ("vanilla", {}, {"clip_ratio_low": 0.9}),
+        ("vanilla", {}, {"clip_ratio_high": 3.0}),
+        ("vanilla", {}, {"clip_ratio_c": 1.1}),
+        ("vanilla", {}, {"loss_agg_mode": "seq-mean-token-mean"}),
+        ("vanilla", {**NORM, "loss_scale_factor": 4.0}, {**NORM, "loss_scale_factor": 8.0}),
+        ("gspo", {"clip_ratio": 3.0}, {"clip_ratio": 0.01}),
+        ("cispo", {}, {"clip_ratio_high": 3.0}),
+        ("geo_mean", {"clip_ratio": 3.0}, {"clip_ratio": 0.01}),
+        ("sapo", {}, {"tau_pos": 3.0}),
+        ("sapo", {}, {"tau_neg": 3.0}),
+        ("clip_cov", WIDE, {**WIDE, "clip_cov_ratio": 0.0}),
+        ("clip_cov", WIDE, {**WIDE, "clip_cov_lb": 8.0}),
+        ("clip_cov", WIDE, {**WIDE, "clip_cov_ub": -8.0}),
+        ("kl_cov", {"kl_cov_ratio": 0.3}, {"kl_cov_ratio": 0.9}),
+        ("kl_cov", {"kl_cov_ratio": 0.9}, {"kl_cov_ratio": 0.9, "ppo_kl_coef": 1.0}),
+        ("dppo_tv", {}, {"clip_ratio": 0.9}),
+        ("dppo_kl", {}, {"clip_ratio": 0.9}),
+        ("dro", {}, {"dro_beta": 1.0}),
+        ("dpo", {}, {"dpo_beta": 1.0}),
+        ("dpo", {}, {"dpo_loss": "ipo"}),
+        ("dpo", {}, {"dpo_label_smoothing": 0.3}),
+        ("vanilla", {"use_kl_loss": True, "kl_loss_coef": 1.0},
+         {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "k2"}),
+    ],
+)  # fmt: skip
+def test_a_key_of_the_loss_moves_its_gradient(
+    name: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    first, second = (gradient_of(loss_config(name, changes)) for changes in (before, after))
+    assert float((first - second).abs().max()) > 1e-5
 
 
 def test_options_that_a_loss_does_not_take_are_refused() -> None:

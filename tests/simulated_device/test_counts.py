@@ -10,6 +10,9 @@ import pytest
 from counted_run import STEPS, counted_run
 from simulated_accelerator import counts
 from simulated_accelerator.counts import Counts
+from simulated_accelerator.row import KIND
+
+pytestmark = pytest.mark.skipif(KIND != "gpu", reason="a device without pinned memory waits at each copy")
 
 ACTOR = "actor_rollout_ref.actor"
 COUNTED = STEPS - 1

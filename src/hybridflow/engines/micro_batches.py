@@ -7,7 +7,7 @@ tokens whose outputs do not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,17 +36,16 @@ class MicroBatch:
 
     def on(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with its tensors on `device`, by one copy that is queued there."""
-        columns: dict[str, Tensor] = {}
+        tensors = {f"tokens: {name}": each for name, each in self.packed.tensors().items()}
         if self.rows is not None:
-            columns = dict(self.rows.batch.items())
-        tokens = self.packed.tensors()
-        moved = all_to_device(
-            {**columns, **{f"{name} of tokens": each for name, each in tokens.items()}}, device
-        )
-        packed = replace(self.packed, **{name: moved[f"{name} of tokens"] for name in tokens})
-        rows = self.rows
-        if rows is not None:
-            rows = rows.with_tensors({name: moved[name] for name in columns})
+            tensors |= {f"rows: {name}": each for name, each in self.rows.tensors().items()}
+        moved = all_to_device(tensors, device)
+
+        def of(kind: str) -> dict[str, Tensor]:
+            return {name.removeprefix(kind): each for name, each in moved.items() if name.startswith(kind)}
+
+        packed = self.packed.with_tensors(of("tokens: "))
+        rows = None if self.rows is None else self.rows.with_tensors(of("rows: "))
         return MicroBatch(self.indices, rows, packed)
 
 

@@ -98,7 +98,8 @@ class DataProto:
             if len(column) != len(self):
                 raise BatchError(f"field {name!r} has {len(column)} rows but the batch has {len(self)}")
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all fields that are tensors, by name."""
         return cast("dict[str, Tensor]", dict(self.batch.items()))
 
     # ---- making
@@ -182,7 +183,7 @@ class DataProto:
             if odd:
                 raise BatchError(f"cannot concatenate: parts 0 and {index} do not both have {sorted(odd)}")
         return cls.from_dict(
-            {name: join(name, [part.batch[name] for part in filled]) for name in filled[0]._tensors()},
+            {name: join(name, [part.batch[name] for part in filled]) for name in filled[0].tensors()},
             {
                 name: np.concatenate([part.non_tensor_batch[name] for part in filled])
                 for name in filled[0].non_tensor_batch
@@ -207,7 +208,7 @@ class DataProto:
         clash = sorted(self.meta_info.keys() & set(self.names()))
         if clash:
             raise BatchError(f"meta_info and the fields both have {clash}: rename one")
-        found = TensorDict(self._tensors(), batch_size=[len(self)])
+        found = TensorDict(self.tensors(), batch_size=[len(self)])
         for name, column in self.non_tensor_batch.items():
             found[name] = NonTensorStack(*column.tolist()) if len(self) else NonTensorStack.from_list([])
         for name, value in self.meta_info.items():
@@ -217,7 +218,7 @@ class DataProto:
     def get_data_info(self) -> str:
         """Return a text with a line for each field: shape, dtype and device, or the types of its values."""
         lines = ["batch"]
-        lines += [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in self._tensors().items()]
+        lines += [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in self.tensors().items()]
         for title, values in (("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)):
             lines.append(title)
             for name, value in values.items():
@@ -227,7 +228,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Log how many bytes the tensors take, and how many values the columns of objects have."""
-        size = sum(tensor.element_size() * tensor.numel() for tensor in self._tensors().values())
+        size = sum(tensor.element_size() * tensor.numel() for tensor in self.tensors().values())
         number = len(self) * len(self.non_tensor_batch)
         text = f"{size / 2**30:.6f} GiB of tensors and {number} Python values"
         logger.info("%s", ", ".join(filter(None, (prefix, text))))
@@ -257,7 +258,7 @@ class DataProto:
             return self.select_idxs(item)
         row = int(row_indices([int(item)], len(self))[0])
         return DataProtoItem(
-            {name: tensor[row] for name, tensor in self._tensors().items()},
+            {name: tensor[row] for name, tensor in self.tensors().items()},
             {name: column[row] for name, column in self.non_tensor_batch.items()},
             deepcopy(self.meta_info),
         )
@@ -267,7 +268,7 @@ class DataProto:
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor) -> DataProto:
         """The rows at `idxs`, in that order; a boolean mask keeps the rows where it is true."""
         index = row_indices(idxs, len(self))
-        tensors = {name: tensor[index.to(tensor.device)] for name, tensor in self._tensors().items()}
+        tensors = {name: tensor[index.to(tensor.device)] for name, tensor in self.tensors().items()}
         columns = {name: column[index.numpy()] for name, column in self.non_tensor_batch.items()}
         return DataProto(TensorDict(tensors, batch_size=[len(index)]), columns, self.meta_info)
 
@@ -276,7 +277,7 @@ class DataProto:
         if step is not None and step < 1:
             return self.select_idxs(range(*slice(start, end, step).indices(len(self))))
         where = slice(start, end, step)
-        tensors = {name: tensor[where] for name, tensor in self._tensors().items()}
+        tensors = {name: tensor[where] for name, tensor in self.tensors().items()}
         columns = {name: column[where] for name, column in self.non_tensor_batch.items()}
         return DataProto(
             TensorDict(tensors, batch_size=[len(range(len(self))[where])]), columns, self.meta_info
@@ -421,7 +422,7 @@ class DataProto:
         """Return the named fields only; None keeps all of a kind. With `deepcopy` the Python values are
         copies. Raises BatchError for a missing field.
         """
-        tensors = _pick("tensor field", self._tensors(), batch_keys)
+        tensors = _pick("tensor field", self.tensors(), batch_keys)
         columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = _pick("meta_info entry", self.meta_info, meta_info_keys)
         if deepcopy:
@@ -455,7 +456,7 @@ class DataProto:
             raise BatchError(f"cannot rename {old} to {new}: missing {missing}, already there {taken}")
         names = dict(zip(old, new, strict=True))
         self.batch = TensorDict(
-            {names.get(name, name): tensor for name, tensor in self._tensors().items()},
+            {names.get(name, name): tensor for name, tensor in self.tensors().items()},
             batch_size=[len(self)],
         )
         self.non_tensor_batch = {
@@ -505,7 +506,7 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """The same rows with tensors on `device`."""
-        return self.with_tensors({name: tensor.to(device) for name, tensor in self._tensors().items()})
+        return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> DataProto:
         """The same rows with these tensors, one for each name, in place of their own."""
@@ -544,7 +545,7 @@ class DataProto:
         JSON cannot hold.
         """
         columns = {name: column.tolist() for name, column in self.non_tensor_batch.items()}
-        storage.write(Path(folder), self._tensors(), columns, self.meta_info, len(self))
+        storage.write(Path(folder), self.tensors(), columns, self.meta_info, len(self))
 
     @classmethod
     def load_from_disk(cls, folder: str | Path) -> DataProto:
@@ -556,7 +557,7 @@ class DataProto:
 
 
 def _fields(data: DataProto) -> dict[str, Tensor | ObjectArray]:
-    return {**data._tensors(), **data.non_tensor_batch}
+    return {**data.tensors(), **data.non_tensor_batch}
 
 
 def _pick(what: str, fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:

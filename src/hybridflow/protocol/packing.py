@@ -7,8 +7,9 @@ right-padded). `pack` turns those columns into the tokens of a forward pass, wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +93,14 @@ class PackedBatch:
         found = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> PackedBatch:
+        """The same batch with these in place of its `tensors`, by the same names."""
+        changes: dict[str, Any] = dict(tensors)
+        return replace(self, **changes)
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def unpack_tokens(self, values: Tensor, attention_mask: Tensor, fill: int) -> Tensor:
         """Values [N, W] of all tokens at their places in [B, T, W], with `attention_mask` [B, T]; `fill`

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,7 +136,8 @@ def add_routes(
         for row, output in zip(rows, outputs, strict=True)
     ]
     keys, _ = cache.tokens_of(ROUTES, to_device(list(places), cache.device), max(lengths))
-    (routes,) = HostCopy([keys[:, 0]]).arrays()  # [rows, tokens, W]: one wait for all that end together
+    (whole,) = HostCopy([keys[:, 0]]).arrays()  # [rows, tokens, W]: one wait for all that end together
+    routes = whole.astype(np.int16, copy=False)
     return [
         replace(output, routes=routes[place, :length].copy())
         for place, (output, length) in enumerate(zip(outputs, lengths, strict=True))

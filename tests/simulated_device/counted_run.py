@@ -16,13 +16,19 @@ from simulated_accelerator import counts
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
 
 STEPS = 3
 
 
-def counted_run(*overrides: str, model: Path | None = None, recipe: str = "tiny/grpo") -> None:
-    """Train three steps of 8 prompts and two updates; leave the figures of the last two in `counts`."""
+def counted_run(
+    *overrides: str, model: Path | None = None, recipe: str = "tiny/grpo"
+) -> tuple[PPOConfig, dict[str, float]]:
+    """Train three steps of 8 prompts and two updates; leave the figures of the last two in `counts`.
+
+    Return the configuration, and the metrics of the last step.
+    """
     product_phases.install()
     with tempfile.TemporaryDirectory(prefix="counted-") as name:
         folder = Path(name)
@@ -45,7 +51,8 @@ def counted_run(*overrides: str, model: Path | None = None, recipe: str = "tiny/
             "reward.num_workers=0",
             *overrides,
         ]
-        with build(prepare_config(PPOConfig, keys, recipe).config) as trainer:
+        config = prepare_config(PPOConfig, keys, recipe).config
+        with build(config) as trainer:
 
             def after(step: int, logged: object) -> bool:
                 if step == 1:  # what is done once, such as the first step of an engine, is not counted
@@ -53,6 +60,7 @@ def counted_run(*overrides: str, model: Path | None = None, recipe: str = "tiny/
                 return False
 
             trainer.fit(after)
+        return config, read_metrics(folder / "run" / "metrics.jsonl")[STEPS]
 
 
 if __name__ == "__main__":

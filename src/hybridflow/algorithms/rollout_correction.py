@@ -108,6 +108,7 @@ def correction_metrics(
     keep: Tensor | None = None,
     level: str = "token",
     bounds: Bounds = (None, 2.0),
+    spread: bool = True,
 ) -> dict[str, Ratio | float]:
     """How far training and rollout are apart: `rollout_corr/*`, also where nothing is corrected (weights,
     keep None).
@@ -121,7 +122,8 @@ def correction_metrics(
     the ρ above hi and below lo; of a number u only the high ones are cut, and lo is 1/u.
     `rollout_rs_masked_fraction`: part of the tokens rejected; `rollout_rs_seq_masked_fraction`: part of the
     rows that lost some token. Everything in float64. (numerator, denominator) where parts of a batch can be
-    added up, else a float; 0 where there are no tokens.
+    added up, else a float; 0 where there are no tokens. Without `spread` the floats are left out (`std`,
+    `min`, `max`, `eff_sample_size`), for which the host would wait for the device.
     """
     old = zero_outside(old_log_prob, mask).detach().double()
     rollout = zero_outside(rollout_log_prob, mask).detach().double()
@@ -154,7 +156,8 @@ def correction_metrics(
     found["rollout_is_ratio_fraction_high"] = _mean(ratios > high, units)
     found["rollout_is_ratio_fraction_low"] = _mean(ratios < (1.0 / high if low is None else low), units)
     found["rollout_is_mean"] = _mean(applied, units)
-    found |= _spread(applied, units)
+    if spread:
+        found |= _spread(applied, units)
     return {f"rollout_corr/{name}": value for name, value in found.items()}
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from hybridflow.data.mrope import grid_positions
 from hybridflow.errors import ModelError
+from hybridflow.models.transfers import to_device
 from hybridflow.protocol.packing import PlacedMedium
 from hybridflow.protocol.prompt import Medium
 
@@ -74,8 +75,8 @@ class Family:
 def _read_patches(base: Any, media: Sequence[Medium]) -> list[Features]:
     """Read media as flat patches [patches, values], which Qwen's towers take for all media at once."""
     device = next(base.visual.parameters()).device
-    pixels = torch.cat([medium.values["pixel_values"] for medium in media]).to(device)
-    grids = torch.stack([medium.values["grid_thw"] for medium in media]).to(device)
+    pixels = to_device(torch.cat([medium.values["pixel_values"] for medium in media]), device)
+    grids = to_device(torch.stack([medium.values["grid_thw"] for medium in media]), device)
     read = base.get_image_features(pixels, grids, return_dict=True)
     tokens = read.pooler_output
     lengths = [len(each) for each in tokens]
@@ -117,7 +118,7 @@ def _read_crops(base: Any, media: Sequence[Medium]) -> list[Features]:
         sizes.setdefault(medium.values["pixel_values"].shape, []).append(number)
     for numbers in sizes.values():
         pixels, masks = (
-            torch.stack([media[number].values[name] for number in numbers])[None].to(device)
+            to_device(torch.stack([media[number].values[name] for number in numbers])[None], device)
             for name in ("pixel_values", "pixel_attention_mask")
         )
         read = base.get_image_features(pixels, masks, return_dict=True)
@@ -263,7 +264,7 @@ class Vision:
                 )
         ordered = sorted(media, key=lambda each: each.place)
         places = torch.cat([torch.arange(each.place, each.place + each.count) for each in ordered])
-        places = places.to(embeds.device)
+        places = to_device(places, embeds.device)
         parts = [by_digest[each.medium.digest] for each in ordered]
         spans = [slice(each.first, each.first + each.count) for each in ordered]
         tokens = torch.cat([part.tokens[span] for part, span in zip(parts, spans)])

@@ -150,9 +150,9 @@ def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     log_probs, rollout_log_probs [B, R] float, nats; mask [B, R] bool.
     """
     metrics = Metrics()
-    for name, value in correction_metrics(log_probs, rollout_log_probs, mask).items():
-        if isinstance(value, tuple):
-            metrics.add_mean(name, *value)
+    for name, value in correction_metrics(log_probs, rollout_log_probs, mask, spread=False).items():
+        assert isinstance(value, tuple), f"{name} is no mean"
+        metrics.add_mean(name, *value)
     return metrics
 
 

@@ -105,9 +105,9 @@ def check_resume(config: PPOConfig | SFTConfig) -> None:
     be fetched first.
     """
     trainer = config.trainer
-    folders = folders_by_age(Path(trainer.default_local_dir).expanduser())[::-1]
     if trainer.resume_mode == "disable":
         return
+    folders = folders_by_age(Path(trainer.default_local_dir).expanduser())[::-1]
     if trainer.resume_mode == "resume_path":
         folders = [Path(str(trainer.resume_from_path)).expanduser()]
     for folder in folders:

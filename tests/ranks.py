@@ -98,10 +98,13 @@ def _be_command(module: str, arguments: list[str], log: str, environment: dict[s
 class Ranks:
     """`world_size` processes in one gloo group; a call that fails or hangs on a rank ends them all, and the
     next call starts new ones.
+
+    `device`: kind of accelerator whose tensors their group takes too, by the table of accelerators.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -147,19 +150,22 @@ class Ranks:
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            given = (rank, self.world_size, port, theirs, self.device)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    import torch.distributed as dist
+
+    from hybridflow.distributed import process_group
+    from hybridflow.distributed.device import resolve_device
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    process_group.init(rank, world_size, "127.0.0.1", port, resolve_device(device), DEADLINE_S)
     while True:
         try:
             function, args = pipe.recv()

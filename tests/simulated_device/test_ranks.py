@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "unit" / "engines"), str(TESTS / "unit" / "trainer")]
 
-from sharded_runs import Run, build, save_tiny, train  # noqa: E402
+from sharded_runs import Run, save_tiny, train  # noqa: E402
 from test_expert_parallel import step  # noqa: E402
 from test_paths import GRPO, numbers  # noqa: E402
 from test_paths import compare as compare_runs  # noqa: E402

@@ -96,7 +96,7 @@ class Stream:
         self.clock: Clock = {}
         self.number = 0
         self.given_back: list[tuple[int, Clock, str]] = []
-        """Memory of its pool that other streams may still use: bytes, by whom it is used, where it was made."""
+        """Memory of its pool that others may still use: bytes, by whom it is used, where it was made."""
         _streams.append(self)
 
     def known(self) -> Clock:
@@ -279,8 +279,8 @@ def check_pool(size: int) -> None:
         if again is not None:
             stream.given_back.remove(again)
             raise counts.fault(
-                f"memory made at {again[2]} was given back, and is taken again while another stream may still "
-                "use it: record_stream was not called"
+                f"memory made at {again[2]} was given back, and is taken again while another stream may "
+                "still use it: record_stream was not called"
             )
 
 

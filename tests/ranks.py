@@ -19,10 +19,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -116,24 +117,34 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
-        failures = []
-        for rank, pipe in enumerate(self._pipes):
-            # a rank that failed leaves the others waiting for it: after the first failure they get a moment,
-            # not the whole deadline
-            if not pipe.poll(5.0 if failures else deadline):
-                failures.append(f"rank {rank} did not answer")
-                continue
-            try:
-                done, result = pipe.recv()
-            except EOFError:
-                done = False
-                result = "its process died"
-            (results if done else failures).append(result if done else f"rank {rank}: {result}")
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        missing = dict(zip(self._pipes, range(self.world_size)))
+        until = time.monotonic() + deadline
+        while missing:
+            ready = wait(list(missing), max(0.0, until - time.monotonic()))
+            if not ready:
+                failures |= {rank: f"rank {rank} did not answer" for rank in missing.values()}
+                break
+            for pipe in ready:
+                rank = missing.pop(pipe)
+                try:
+                    done, result = pipe.recv()
+                except EOFError:
+                    done = False
+                    result = "its process died"
+                if done:
+                    results[rank] = result
+                    continue
+                failures[rank] = f"rank {rank}: {result}"
+                # a rank that failed leaves the others waiting for it: they get a moment, not all the time
+                until = min(until, time.monotonic() + 5.0)
         if failures:
             self.stop()
-            raise RuntimeError("\n".join(sorted(failures, key=lambda text: "did not answer" in text)))
-        return results
+            raise RuntimeError(
+                "\n".join(sorted(failures.values(), key=lambda text: ("did not answer" in text, text)))
+            )
+        return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
         """End the processes."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from simulated_accelerator import counts
 from transformers.integrations import moe
 

@@ -19,10 +19,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,13 @@ def _be_command(module: str, arguments: list[str], log: str, environment: dict[s
 class Ranks:
     """`world_size` processes in one gloo group; a call that fails or hangs on a rank ends them all, and the
     next call starts new ones.
+
+    `device`: kind of accelerator whose tensors their group takes too, by the table of accelerators.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -113,24 +117,34 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
-        failures = []
-        for rank, pipe in enumerate(self._pipes):
-            # a rank that failed leaves the others waiting for it: after the first failure they get a moment,
-            # not the whole deadline
-            if not pipe.poll(5.0 if failures else deadline):
-                failures.append(f"rank {rank} did not answer")
-                continue
-            try:
-                done, result = pipe.recv()
-            except EOFError:
-                done = False
-                result = "its process died"
-            (results if done else failures).append(result if done else f"rank {rank}: {result}")
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        missing = dict(zip(self._pipes, range(self.world_size)))
+        until = time.monotonic() + deadline
+        while missing:
+            ready = wait(list(missing), max(0.0, until - time.monotonic()))
+            if not ready:
+                failures |= {rank: f"rank {rank} did not answer" for rank in missing.values()}
+                break
+            for pipe in ready:
+                rank = missing.pop(pipe)
+                try:
+                    done, result = pipe.recv()
+                except EOFError:
+                    done = False
+                    result = "its process died"
+                if done:
+                    results[rank] = result
+                    continue
+                failures[rank] = f"rank {rank}: {result}"
+                # a rank that failed leaves the others waiting for it: they get a moment, not all the time
+                until = min(until, time.monotonic() + 5.0)
         if failures:
             self.stop()
-            raise RuntimeError("\n".join(sorted(failures, key=lambda text: "did not answer" in text)))
-        return results
+            raise RuntimeError(
+                "\n".join(sorted(failures.values(), key=lambda text: ("did not answer" in text, text)))
+            )
+        return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
         """End the processes."""
@@ -147,19 +161,22 @@ class Ranks:
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            given = (rank, self.world_size, port, theirs, self.device)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    import torch.distributed as dist
+
+    from hybridflow.distributed import process_group
+    from hybridflow.distributed.device import resolve_device
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    process_group.init(rank, world_size, "127.0.0.1", port, resolve_device(device), DEADLINE_S)
     while True:
         try:
             function, args = pipe.recv()

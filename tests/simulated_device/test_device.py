@@ -149,15 +149,21 @@ def test_streams_that_do_not_wait_for_each_other_are_told() -> None:
     assert double.sum().item() == 8
 
 
-def test_memory_that_another_stream_uses_is_not_given_back() -> None:
+def test_memory_that_another_stream_uses_is_not_taken_again() -> None:
     module = torch.get_device_module(SIM)
     side = module.Stream()
-    device = torch.ones(4, device=SIM)
-    side.wait_stream(module.current_stream())
-    with module.stream(side):
-        device * 2
-    del device
-    told("given back while another stream may still use it: record_stream was not called")
+    for waits in (True, False):
+        device = torch.ones(4, device=SIM)
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            device * 2
+        del device
+        if waits:
+            module.current_stream().wait_stream(side)
+            torch.ones(4, device=SIM)
+    with pytest.raises(DeviceFault, match="is taken again while another stream may still use it"):
+        torch.ones(4, device=SIM)
+    told("record_stream was not called")
 
 
 def test_a_recorded_step_runs_on_the_same_memory_and_refuses_what_a_graph_refuses() -> None:

@@ -8,6 +8,8 @@ so a box that arrived in the wrong place is found too, which a plain sum of bits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,11 @@ def bit_sum(part: Tensor, box: Box) -> Tensor:
             value = value.mul_(factor).sum(-1)
         total += (value * factors[0][first : first + rows]).sum()
     return total
+
+
+def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the checksums of whole tensors of one device, [len(tensors)] int64 on that device."""
+    return torch.stack([bit_sum(tensor, Box.whole(tensor.shape)) for tensor in tensors])
 
 
 def _odd(dim: int, start: int, stop: int, device: torch.device) -> Tensor:

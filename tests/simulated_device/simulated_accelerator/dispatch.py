@@ -343,6 +343,19 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+_to_copy = torch.ops.aten._to_copy.default
+_COMPOSITE = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+@kernel("_to_copy")
+def _moved(tensor: Tensor, *, device: Any = None, non_blocking: bool = False, **how: Any) -> Tensor:
+    if not (non_blocking and device is not None and torch.device(device).type == "cpu"):
+        return _to_copy.redispatch(_COMPOSITE, tensor, device=device, non_blocking=non_blocking, **how)
+    # torch makes pinned memory for it; the copy arrives when the host has waited
+    out = torch.empty(tensor.shape, dtype=how.get("dtype") or tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)
+
+
 def _to_host(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     timeline.refuse_in_recording("copy to the host")
     counts.launched("copy to host")

@@ -74,6 +74,7 @@ class Block:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.size = -(-storage.nbytes() // ROUND) * ROUND
         self.freed = True
+        timeline.check_pool(self.size)
         _take(self.size)
         self.storage = storage
         self.freed = False
@@ -104,7 +105,7 @@ class Block:
     def __del__(self) -> None:
         if not self.freed:
             _give(self.size)
-            timeline.check_freed(self)
+            timeline.give_back(self)
 
 
 def make(cpu: Tensor, into: Tensor | None = None) -> Tensor:

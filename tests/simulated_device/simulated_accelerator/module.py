@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
+
+DEVICES = int(os.environ.get("SIMULATED_DEVICES", "1"))
+"""Number of devices that the machine shows. A process computes on the first, as where Ray shows it one."""
 
 
 class DeviceModule:
@@ -22,7 +26,7 @@ class DeviceModule:
         pass
 
     def device_count(self) -> int:
-        return 1
+        return DEVICES
 
     def current_device(self) -> int:
         return 0

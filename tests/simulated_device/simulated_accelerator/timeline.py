@@ -95,7 +95,8 @@ class Stream:
         self.stream_id = next(_numbers)
         self.clock: Clock = {}
         self.number = 0
-        self._before: Stream | None = None
+        self.given_back: list[tuple[int, Clock, str]] = []
+        """Memory of its pool that others may still use: bytes, by whom it is used, where it was made."""
         _streams.append(self)
 
     def known(self) -> Clock:
@@ -127,12 +128,12 @@ class Stream:
         return True
 
     def __enter__(self) -> Stream:
-        self._before = current()
+        _local.before = [*getattr(_local, "before", []), current()]  # it may be entered within itself
         _local.stream = self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _local.stream = self._before
+        _local.stream = _local.before.pop()
 
 
 _local = threading.local()
@@ -301,8 +302,8 @@ def _ordered(name: str, does: str, earlier: tuple[int, int, str] | None, stream:
         )
 
 
-def check_freed(block: Block) -> None:
-    """Note a fault where memory is given back while another stream may still use it."""
+def give_back(block: Block) -> None:
+    """Note memory that goes back to its stream's pool while another stream may still use it."""
     if len(_streams) == 1:
         return
     own = next((each for each in _streams if each.stream_id == block.stream), None)
@@ -311,10 +312,29 @@ def check_freed(block: Block) -> None:
     used = dict(block.readers)
     if block.writer is not None:
         used[block.writer[0]] = max(used.get(block.writer[0], 0), block.writer[1])
-    for stream, number in used.items():
-        known = max(own.clock.get(stream, 0), host.get(stream, 0))
-        if stream != block.stream and stream not in block.noted and known < number:
-            counts.faults.append(
-                f"memory made at {block.where} was given back while another stream may still use it: "
-                "record_stream was not called"
+    for stream in (block.stream, *block.noted):
+        used.pop(stream, None)
+    if _missing(used, own):
+        own.given_back.append((block.size, used, block.where))
+
+
+def check_pool(size: int) -> None:
+    """Raise DeviceFault where new memory may be such that another stream still uses."""
+    stream = current()
+    if not stream.given_back:
+        return
+    with _lock:
+        merge(stream.clock, host)
+        stream.given_back = [each for each in stream.given_back if _missing(each[1], stream)]
+        again = next((each for each in stream.given_back if each[0] >= size), None)
+        if again is not None:
+            stream.given_back.remove(again)
+            raise counts.fault(
+                f"memory made at {again[2]} was given back, and is taken again while another stream may "
+                "still use it: record_stream was not called"
             )
+
+
+def _missing(used: Clock, stream: Stream) -> bool:
+    """Return whether neither a stream nor the host has waited for all that `used` names."""
+    return any(max(stream.clock.get(key, 0), host.get(key, 0)) < number for key, number in used.items())

@@ -200,14 +200,14 @@ def test_a_buffer_of_a_device_is_settled_once_its_stream_is_done(monkeypatch: py
 
 
 def test_a_changed_byte_is_found(engine: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = sending._fill
+    fill = sending.Bucket.fill
 
-    def flipping(buffer: Tensor, bucket: Any) -> Any:
-        entries = fill(buffer, bucket)
+    def flipping(bucket: sending.Bucket, buffer: Tensor) -> Any:
+        entries = fill(bucket, buffer)
         buffer[5] ^= 1
         return entries
 
-    monkeypatch.setattr(sending, "_fill", flipping)
+    monkeypatch.setattr(sending.Bucket, "fill", flipping)
     with pytest.raises(
         RolloutError,
         match=r"version 6 did not reach the engine: RolloutError: a did not arrive as it was sent",

@@ -4,13 +4,12 @@ checksums and keeps their version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.bit_sum import bit_sums
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel
 from hybridflow.rollout.push.transports import Entry, GroupReader, Reader, open_reader, unpack
@@ -24,8 +23,8 @@ Part = Literal["whole", "base", "adapters"]
 Weights = Iterable[tuple[str, Tensor]]
 """Weights by the names of the model's files."""
 
-Summed = Iterable[tuple[str, Tensor, int]]
-"""Weights with the checksums that their sender computed."""
+Summed = Iterable[Sequence[tuple[str, Tensor, int]]]
+"""Buckets of weights of one device, each with the checksum that its sender computed."""
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """Function that loads weights into the engine's model, and reads its argument to the end."""
@@ -84,15 +83,16 @@ class Receiver:
             self.version = version
 
     def _compared(self, weights: Summed, part: Part) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor, sent in weights:
-            here = int(bit_sum(tensor, Box.whole(tensor.shape)))
-            if here != sent:
-                raise RolloutError(
-                    f"{name} did not arrive as it was sent: its checksum was {sent % 2**64:016x} and is "
-                    f"{here % 2**64:016x}"
-                )
-            self.checksums[name] = here
-            yield name, tensor
+        for bucket in weights:
+            sums = bit_sums([tensor for _, tensor, _ in bucket]).tolist()  # one wait for the device
+            for (name, tensor, sent), here in zip(bucket, sums, strict=True):
+                if here != sent:
+                    raise RolloutError(
+                        f"{name} did not arrive as it was sent: its checksum was {sent % 2**64:016x} and is "
+                        f"{here % 2**64:016x}"
+                    )
+                self.checksums[name] = here
+                yield name, tensor
         lacking = sorted(self._names.get(part, frozenset()) - frozenset(self.checksums))
         if lacking:
             raise RolloutError(
@@ -100,7 +100,7 @@ class Receiver:
             )
         self._complete = True
 
-    def _arriving(self, channel: Channel) -> Iterator[tuple[str, Tensor, int]]:
+    def _arriving(self, channel: Channel) -> Iterator[list[tuple[str, Tensor, int]]]:
         group = self._group
         self._group = None
         reader: Reader | None = group
@@ -117,8 +117,10 @@ class Receiver:
                     assert reader is not None, "a bucket comes after its transport"
                     entries = [Entry(*entry) for entry in frame["bucket"]]
                     tensors = unpack(reader.fetch(frame["size"]), entries)
-                    for entry, tensor in zip(entries, tensors, strict=True):
-                        yield entry.name, tensor, entry.checksum
+                    yield [
+                        (entry.name, tensor, entry.checksum)
+                        for entry, tensor in zip(entries, tensors, strict=True)
+                    ]
                     count += len(entries)
                     channel.send({"ack": count})
                 else:

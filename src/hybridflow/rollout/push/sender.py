@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.accelerators import features
+from hybridflow.distributed.bit_sum import bit_sums
 from hybridflow.errors import RolloutError
+from hybridflow.models.transfers import HostCopy
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.transports import (
@@ -37,17 +38,20 @@ BUCKET_BYTES = 256 * 2**20
 _CACHED_BYTES = 16 * 2**20
 """Largest buffer in shared memory, in bytes: a larger one costs more in page faults than it saves."""
 
+_COMPARED_BYTES = 64 * 2**20
+"""Weights whose checksums are read together, in bytes, where no bytes travel."""
+
 Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
 CallWorkers = Callable[[str, dict[str, Any]], list[Any]]
 """Function that calls a method of the workers' extension with its arguments and returns each worker's answer.
 """
 
 
-def checked(weights: Weights) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield each weight with its checksum."""
-    for name, tensor in weights:
-        tensor = tensor.detach()
-        yield name, tensor, int(bit_sum(tensor, Box.whole(tensor.shape)))
+def checked(weights: Weights) -> Iterator[list[tuple[str, Tensor, int]]]:
+    """Yield weights in buckets, each with its checksum."""
+    for bucket in _buckets(weights, _COMPARED_BYTES):
+        sums = bucket.checksums()
+        yield [(name, tensor, checksum) for (name, tensor), checksum in zip(bucket.weights, sums)]
 
 
 class KeptGroup:
@@ -112,7 +116,8 @@ def push(
         try:
             channels = listener.accept(workers, timeout=timeout, failed=job.done)
             try:
-                _send(channels, weights, bucket_bytes, open_writer, lasting)
+                staged = transport == "shared_memory"
+                _send(channels, weights, bucket_bytes, open_writer, lasting, staged=staged)
             finally:
                 for channel in channels:
                     channel.close()
@@ -141,28 +146,32 @@ def _send(
     bucket_bytes: int,
     open_writer: Callable[..., Writer],
     kept: KeptGroup,
+    *,
+    staged: bool = False,
 ) -> None:
+    """Send all weights; `staged` says that writers have their buffers in main memory."""
     writer: Writer | None = kept.take({channel.receive()["group"] for channel in channels})
     sent = 0
     try:
-        for bucket in _buckets(weights, bucket_bytes):
-            size = sum(_padded(tensor) for _, tensor, _ in bucket)
-            device = bucket[0][1].device
-            if writer is None or not writer.reserve(size, device):
+        buckets = _buckets(weights, bucket_bytes, staged=staged)
+        bucket = next(buckets, None)
+        while bucket is not None:
+            if writer is None or not writer.reserve(bucket.size, bucket.device):
                 if writer is not None:
                     writer.close()
-                writer = open_writer(max(size, bucket_bytes), device)
+                writer = open_writer(max(bucket.size, bucket_bytes), bucket.device)
                 for number, channel in enumerate(channels):
                     channel.send({"open": writer.facts(number)})
                 writer.meet()
-            entries = _fill(writer.buffer, bucket)
+            entries = bucket.fill(writer.buffer)
             writer.settle()
             for channel in channels:
-                channel.send({"bucket": entries, "size": size})
-            writer.publish(size)
+                channel.send({"bucket": entries, "size": bucket.size})
+            writer.publish(bucket.size)
+            sent += len(entries)
+            bucket = next(buckets, None)  # its copies run while the engine reads the bucket before it
             for channel in channels:
                 channel.receive()
-            sent += len(bucket)
         for channel in channels:
             channel.send({"end": sent})
             channel.receive()
@@ -174,36 +183,90 @@ def _send(
         kept.keep(writer)
 
 
-Bucket = list[tuple[str, Tensor, int]]
+class Bucket:
+    """Weights of one device that travel together. Their checksums are on their way to the host.
+
+    `stage`: pinned main memory, [≥ size] uint8, to which the weights are sent as well; nobody waits for them
+    before `fill`.
+    """
+
+    def __init__(self, weights: list[tuple[str, Tensor]], stage: Tensor | None = None) -> None:
+        self.weights = weights
+        self.device = weights[0][1].device
+        self.size = sum(_padded(tensor) for _, tensor in weights)
+        """Bytes that it takes in a buffer."""
+        self._stage: Tensor | None = None
+        if stage is not None:
+            self._stage = stage[: self.size]
+            self._stage.copy_(self._packed(), non_blocking=True)
+        # queued behind the copy: whoever has the checksums may read the stage
+        self._sums = HostCopy([bit_sums([tensor for _, tensor in weights])])
+
+    def checksums(self) -> list[int]:
+        """Return the checksum of each weight, as soon as the device has sent them."""
+        return [int(each) for each in self._sums.tensors()[0]]
+
+    def fill(self, buffer: Tensor) -> list[Entry]:
+        """Write the weights into `buffer`, [≥ size] uint8; return where each of them lies there."""
+        sums = self.checksums()
+        if buffer.device == self.device:
+            self._write(buffer)
+        elif self._stage is not None:
+            buffer[: self.size].copy_(self._stage)
+        else:
+            buffer[: self.size].copy_(self._packed())
+        entries = []
+        offset = 0
+        for (name, tensor), checksum in zip(self.weights, sums, strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(Entry(name, dtype, list(tensor.shape), offset, checksum))
+            offset += _padded(tensor)
+        return entries
+
+    def _packed(self) -> Tensor:
+        """Return the weights' bytes, [size] uint8 on their device."""
+        packed = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        self._write(packed)
+        return packed
+
+    def _write(self, buffer: Tensor) -> None:
+        """Write the weights into a buffer on their device."""
+        offset = 0
+        for _, tensor in self.weights:
+            data = tensor.contiguous().reshape(-1).view(torch.uint8)
+            buffer[offset : offset + len(data)].copy_(data)
+            offset += _padded(tensor)
 
 
-def _buckets(weights: Weights, limit: int) -> Iterator[Bucket]:
-    """Yield weights in groups of at most `limit` bytes; a larger weight is a group of its own."""
-    bucket: Bucket = []
+def _buckets(weights: Weights, limit: int, *, staged: bool = False) -> Iterator[Bucket]:
+    """Yield weights in groups of at most `limit` bytes of one device; a larger weight is a group of its own.
+
+    With `staged`, those of a device that copies to pinned memory are sent there; a bucket must be in a buffer
+    before the next one is asked for.
+    """
+    stage: Tensor | None = None
+
+    def bucket_of(group: list[tuple[str, Tensor]], size: int) -> Bucket:
+        nonlocal stage
+        if not staged or size > limit or not features(group[0][1].device.type).pins_memory:
+            return Bucket(group)
+        if stage is None:
+            stage = torch.empty(limit, dtype=torch.uint8).pin_memory()
+        return Bucket(group, stage)
+
+    group: list[tuple[str, Tensor]] = []
     filled = 0
-    for name, tensor, checksum in checked(weights):
+    for name, tensor in weights:
+        tensor = tensor.detach()
         size = _padded(tensor)
-        if bucket and filled + size > limit:
-            yield bucket
-            bucket = []
+        if group and (filled + size > limit or tensor.device != group[0][1].device):
+            yield bucket_of(group, filled)
+            group = []
             filled = 0
-        bucket.append((name, tensor, checksum))
+        group.append((name, tensor))
         filled += size
-    if bucket:
-        yield bucket
-
-
-def _fill(buffer: Tensor, bucket: Bucket) -> list[Entry]:
-    entries = []
-    offset = 0
-    for name, tensor, checksum in bucket:
-        data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        buffer[offset : offset + len(data)].copy_(data)
-        entries.append(
-            Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, checksum)
-        )
-        offset += _padded(tensor)
-    return entries
+    if group:
+        yield bucket_of(group, filled)
 
 
 def _padded(tensor: Tensor) -> int:

@@ -78,10 +78,10 @@ driver-bytes: setup  ## bytes that pass the driver in a step, by call and respon
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/driver_bytes.py
 
 device-counts: setup  ## waits, launches and bytes of a run by phase, on the simulated accelerator; writes benchmarks/results/device_counts.md
-	SIMULATED_DEVICE=gpu PYTHONPATH=tests/simulated_device OMP_NUM_THREADS=1 $(BIN)/python benchmarks/device_counts.py
+	SIMULATED_DEVICE=gpu PYTHONPATH=tests/simulated_device/plugin OMP_NUM_THREADS=1 $(BIN)/python benchmarks/device_counts.py
 
 test-device: setup  ## every path of a run on the simulated accelerator, as CUDA and as a device that has none of its features
-	for kind in gpu npu; do SIMULATED_DEVICE=$$kind PYTHONPATH=tests/simulated_device OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/simulated_device || exit 1; done
+	for kind in gpu npu; do SIMULATED_DEVICE=$$kind PYTHONPATH=tests/simulated_device/plugin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/simulated_device || exit 1; done
 
 row-stores: setup  ## rows through Ray's object store and through TransferQueue; writes benchmarks/results/row_stores.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/row_stores.py

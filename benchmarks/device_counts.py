@@ -1,6 +1,6 @@
 """What a run asks of an accelerator, by phase: waits of the host, launches, bytes each way, peak memory.
 
-    make device-counts          (or with this folder's ../tests/simulated_device on PYTHONPATH)
+    make device-counts          (or with ../tests/simulated_device/plugin on PYTHONPATH)
 
 It runs on the simulated accelerator of the tests (docs/accelerators.md), which counts and has no clock: the
 figures are the same on each machine. Writes `benchmarks/results/device_counts.md`.

@@ -31,7 +31,7 @@ def test_on_the_simulated_device(kind: str, which: str, file: str) -> None:
     environment = os.environ | {
         "SIMULATED_DEVICE": kind,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER / "plugin"), os.environ.get("PYTHONPATH")])),
     }
     command = [
         sys.executable,

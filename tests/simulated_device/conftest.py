@@ -1,5 +1,5 @@
 """Tests on the simulated accelerator, which a process has for good: they run in processes of their own, with
-SIMULATED_DEVICE=gpu or npu and this folder on PYTHONPATH (`make test-device`).
+SIMULATED_DEVICE=gpu or npu and its folder `plugin` on PYTHONPATH (`make test-device`).
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ def test_sum_by_token() -> None:
 def test_rows_of_a_prompt_meet_as_far_as_they_fit() -> None:
     prompts = [[4, 5, 6]] * 4 + [[7, 8, 9]] * 2
     rows = DataProto.from_dict(make_rows(prompts[::2] + prompts[1::2], [[1] * 3] * 6, pad_id=0))
-    micros = plan(rows, BatchLimits(18, share_prompts=True), torch.device("cpu"), None)
+    micros = plan(rows, BatchLimits(18, share_prompts=True), None)
     # one prompt in two parts: 3 rows of 6 tokens fit
     assert sum(micro.packed.num_tokens for micro in micros) == 3 * 3 + 6 * 3
     assert sorted(row for micro in micros for row in micro.indices or []) == list(range(6))
-    apart = plan(rows, BatchLimits(18), torch.device("cpu"), None)
+    apart = plan(rows, BatchLimits(18), None)
     assert sum(micro.packed.num_tokens for micro in apart) == 36

@@ -35,7 +35,7 @@ class MicroBatch:
     """The tokens of the forward pass."""
 
     def on(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with its tensors on `device`, by one copy that is queued there."""
+        """Return the micro-batch with its tensors on `device`, by a few copies that are queued there."""
         tensors = {f"tokens: {name}": each for name, each in self.packed.tensors().items()}
         if self.rows is not None:
             tensors |= {f"rows: {name}": each for name, each in self.rows.tensors().items()}

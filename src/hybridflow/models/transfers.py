@@ -9,6 +9,7 @@ On a CPU both are the tensors themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,28 +32,34 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
 
 
 def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors of the host on `device`, by one copy for which nobody waits; on a CPU the same ones.
+    """Return tensors of the host on `device`, by a copy for each dtype, which nobody waits for.
 
-    They lie in one block of device memory, which is freed with the last of them.
+    Those of a dtype lie in one block of device memory, which is freed with the last of them. A block has one
+    dtype because `torch.save`, for which a user's loss may have a use, takes no block of several. On a CPU
+    they are the tensors themselves.
     """
     if not is_accelerator(device.type):
         return {name: tensor.to(device) for name, tensor in tensors.items()}
-    starts: dict[str, int] = {}
-    size = 0
+    by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
-        starts[name] = size
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(size, dtype=torch.uint8)
-    for name, start in starts.items():
-        _part(packed, start, tensors[name]).copy_(tensors[name])
-    moved = to_device(packed, device)
-    # by `data` each has a version of its own: autograd does not take a change of one for a change of all
-    return {name: _part(moved, start, tensors[name]).data for name, start in starts.items()}
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    found: dict[str, Tensor] = {}
+    for dtype, names in by_dtype.items():
+        step = ALIGNMENT // dtype.itemsize
+        starts = [0, *accumulate(-(-tensors[name].numel() // step) * step for name in names)]
+        packed = torch.empty(starts[-1], dtype=dtype)
+        for name, start in zip(names, starts):
+            _part(packed, start, tensors[name]).copy_(tensors[name])
+        moved = to_device(packed, device)
+        for name, start in zip(names, starts):
+            # by `data` each has a version of its own: a change of one is none of all for autograd
+            found[name] = _part(moved, start, tensors[name]).data
+    return {name: found[name] for name in tensors}
 
 
 def _part(packed: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return the bytes of `packed` [size] uint8 from `start` on as a tensor like `like`."""
-    return packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
+    """Return the elements of `packed` [size] from `start` on in the shape of `like`."""
+    return packed[start : start + like.numel()].view(like.shape)
 
 
 class HostCopy:

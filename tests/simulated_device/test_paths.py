@@ -24,6 +24,15 @@ from picture_models import picture_model  # noqa: E402
 
 ROUNDING = 2e-5
 """Most of the difference of a metric, relative to it where it is above 1."""
+OF_THE_ORDER = (
+    "perf/",
+    "rollout/cache",
+    "rollout/decode_steps",
+    "rollout/max_rows",
+    "rollout/prefill_tokens",
+    "rollout/prefix_hit_ratio",
+)
+"""Metrics of who was generated beside whom, which looking ahead and several turns change."""
 EAGER = "actor_rollout_ref.rollout.exact=false"
 GRPO = (EAGER, "algorithm.adv_estimator=grpo")
 ACTOR = "actor_rollout_ref.actor"
@@ -81,8 +90,7 @@ def compare(cpu: list[dict[str, float]], sim: list[dict[str, float]], tolerance:
     apart = []
     for step, (wanted, got) in enumerate(zip(cpu, sim, strict=True)):
         for name, value in wanted.items():
-            # looking ahead makes a step more or less; rows are moved and sums are taken otherwise
-            if name in ("rollout/decode_steps",) or name.startswith(("perf/", "rollout/cache")):
+            if name.startswith(OF_THE_ORDER):
                 continue
             assert name in got, f"step {step} does not log {name} on the device"
             difference = abs(value - got[name]) / max(1.0, abs(value))
@@ -135,6 +143,39 @@ def test_a_model_that_reads_pictures(family: str, tmp_path: Path) -> None:
         with build(prepare_config(PPOConfig, keys, "tiny/vlm").config) as trainer:
             trainer.fit()
         runs.append(of_run(tmp_path / device))
+    compare(*runs)
+
+
+WORLD = """
+from hybridflow.environments import Environment, Step
+
+
+class Echo(Environment):
+    def reset(self, row):
+        self.left = 3
+        return f"{self.seed % 10} + 1"
+
+    def step(self, text):
+        self.left -= 1
+        return Step(text[:4] + "?", reward=sum(c.isdigit() for c in text) / 10, done=not self.left)
+"""
+
+
+def test_conversations_with_an_environment(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text(WORLD)
+    ends = ",".join(map(str, range(112)))  # any token ends a turn, so that conversations go on
+    keys = (
+        *GRPO,
+        f"data.environment='{tmp_path / 'world.py'}:Echo'",
+        "data.task.name=null",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.max_model_len=120",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=4",
+        "actor_rollout_ref.rollout.agent.num_workers=0",
+        f"actor_rollout_ref.rollout.stop_token_ids=[{ends}]",
+    )
+    runs = [numbers(tmp_path, device, model, *keys) for device in ("cpu", "sim")]
+    assert runs[0][0]["agent/num_turns/mean"] == 3.0
     compare(*runs)
 
 

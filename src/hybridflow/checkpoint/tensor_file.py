@@ -42,6 +42,8 @@ DTYPE_NAMES = {
 
 GROUP_BYTES = 256 * 2**20
 """Size at which a group of tensors is large enough, which are copied from a device together."""
+SMALL_BYTES = 16 * 2**20
+"""Size from which a tensor is copied by itself."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -96,6 +98,11 @@ def _blocks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryv
         yield memoryview(data)
 
 
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether a wait for a tensor of its own would count; page-locked memory is kept for ever."""
+    return tensor.numel() * tensor.element_size() < SMALL_BYTES
+
+
 def _on_cpu(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Yield the tensors in main memory, those of a device group by group."""
     group: list[str] = []
@@ -105,8 +112,10 @@ def _on_cpu(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]
         size += tensors[name].numel() * tensors[name].element_size()
         if size >= GROUP_BYTES or number == len(names):
             buffers = HostBuffers()
-            copies = [buffers.copy(each, tensors[each]) for each in group]
+            copies = {each: buffers.copy(each, tensors[each]) for each in group if _is_small(tensors[each])}
             buffers.wait()
-            yield from copies
+            for each in group:
+                copy = copies.pop(each, None)
+                yield tensors[each].cpu() if copy is None else copy
             group = []
             size = 0

@@ -96,6 +96,11 @@ _ROWS = (
 _BUILT_IN = {row.device: row for row in _ROWS}
 
 
+def built_in() -> dict[str, Accelerator]:
+    """Return the rows of this file by their device types; no plugin is loaded."""
+    return _BUILT_IN
+
+
 def accelerators() -> dict[str, Accelerator]:
     """Return all rows by their device types: those of this file, then those of plugins.
 

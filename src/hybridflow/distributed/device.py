@@ -9,6 +9,7 @@ import torch
 
 from hybridflow.distributed.accelerators import (
     accelerators,
+    built_in,
     check_package,
     device_problem,
     features,
@@ -32,8 +33,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if problem is not None:
         raise ConfigError(problem)
     if name == "auto":
-        kinds = [kind for kind in accelerators() if kind != "cpu"]
-        name = next((kind for kind in kinds if _available(kind)), "cpu")
+        name = _first_available()
     if name == "cpu":
         return torch.device("cpu")
     check_package(name)
@@ -52,6 +52,15 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             f"trainer.n_gpus_per_node to at most {count}"
         )
     return torch.device(name, local_rank)
+
+
+def _first_available() -> str:
+    """Return the first kind of accelerator that is here, or cpu; plugins are asked where no other is."""
+    for rows in (built_in, accelerators):
+        for kind in rows():
+            if kind != "cpu" and _available(kind):
+                return kind
+    return "cpu"
 
 
 def set_current(device: torch.device) -> None:

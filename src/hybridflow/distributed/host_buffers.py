@@ -15,12 +15,25 @@ from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
 
+ALIGNMENT = 64
+"""Buffers begin at multiples of so many bytes."""
+FIRST_SLAB = 16 * 2**20
+"""Bytes of the first slab of a dtype; each further one has twice as many, up to the largest."""
+LARGEST_SLAB = 2**30
+
 
 class HostBuffers:
-    """Buffers in main memory by name, each of which is used again for the next copy of its name."""
+    """Buffers in main memory by name, each of which is used again for the next copy of its name.
+
+    They are parts of slabs, one after the other, whose sizes are powers of two: torch rounds page-locked
+    memory up to such sizes, a tensor by itself to almost twice its own. A slab has one dtype, so that
+    `torch.save` takes what lies in it.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._slabs: dict[torch.dtype, tuple[Tensor, int]] = {}
+        """By dtype, the newest slab [size] and how many elements of it are in use."""
         self._waits_for: torch.device | None = None
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -39,10 +52,25 @@ class HostBuffers:
             or buffer.shape != tensor.shape
             or buffer.stride() != strides
         ):
-            buffer = self._buffers[name] = empty_on_host(tensor)
+            buffer = self._buffers[name] = self._part(tensor)
         if features(tensor.device.type).pins_memory:
             self._waits_for = tensor.device
         return copy_to_host(tensor, buffer)
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """Return main memory for a copy of a tensor: the next part of a slab, where memory is page-locked."""
+        if not features(tensor.device.type).pins_memory:
+            return empty_on_host(tensor)
+        step = ALIGNMENT // tensor.element_size()
+        count = -(-tensor.numel() // step) * step
+        slab, used = self._slabs.get(tensor.dtype, (None, 0))
+        if slab is None or used + count > len(slab):
+            before = 0 if slab is None else slab.nbytes
+            size = min(max(FIRST_SLAB, 2 * before), LARGEST_SLAB) // tensor.element_size()
+            slab = torch.empty(max(size, count), dtype=tensor.dtype, pin_memory=True)
+            used = 0
+        self._slabs[tensor.dtype] = (slab, used + count)
+        return slab.as_strided(tensor.shape, strides_of_copy(tensor), used)
 
     def move(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a tensor on `device`: itself if it is there, else a copy, which is a buffer on a CPU."""

@@ -34,10 +34,10 @@ class MicroBatch:
     packed: PackedBatch
     """The tokens of the forward pass."""
 
-    def on(self, device: torch.device) -> MicroBatch:
+    def on(self, device: torch.device, *, with_rows: bool = True) -> MicroBatch:
         """Return the micro-batch with its tensors on `device`, by a few copies that are queued there."""
         tensors = {f"tokens: {name}": each for name, each in self.packed.tensors().items()}
-        if self.rows is not None:
+        if with_rows and self.rows is not None:
             tensors |= {f"rows: {name}": each for name, each in self.rows.tensors().items()}
         moved = all_to_device(tensors, device)
 
@@ -45,7 +45,9 @@ class MicroBatch:
             return {name.removeprefix(kind): each for name, each in moved.items() if name.startswith(kind)}
 
         packed = self.packed.with_tensors(of("tokens: "))
-        rows = None if self.rows is None else self.rows.with_tensors(of("rows: "))
+        rows = self.rows
+        if with_rows and rows is not None:
+            rows = rows.with_tensors(of("rows: "))
         return MicroBatch(self.indices, rows, packed)
 
 

@@ -118,7 +118,9 @@ class MasterAdamW:
         squares = torch.stack(torch._foreach_norm(list(grads.values()))).double().square()
         copies = [replicas(self.parameters[name], world_size) for name in grads]
         squares = squares / to_device(torch.tensor(copies, dtype=torch.float64), squares.device)
-        return squares.cumsum(0)[-1].to(device)  # in the order of the parameters, as one by one
+        if squares.device.type == "cpu":  # in the order of the parameters: the bits of adding one by one
+            return squares.cumsum(0)[-1].to(device)
+        return squares.sum().to(device)
 
     @property
     def num_gradients(self) -> int:

@@ -73,6 +73,8 @@ class HostCopy:
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Send more tensors of the same device after those that were sent."""
+        if not tensors:
+            return
         device = tensors[0].device
         if not features(device.type).pins_memory:
             self._tensors += [tensor.cpu() for tensor in tensors]

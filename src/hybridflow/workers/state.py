@@ -78,7 +78,7 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's share of the parameters, by name."""
+        """Return this rank's share of the parameters, by name; they go on changing with the model."""
         return {name: local(tensor) for name, tensor in self._held().items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

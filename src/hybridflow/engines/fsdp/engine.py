@@ -99,7 +99,7 @@ class FSDPEngine(MicroBatchEngine):
 
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
-            yield micro, answer(self.module, micro.on(self.device).packed, ask)
+            yield micro, answer(self.module, micro.on(self.device, with_rows=False).packed, ask)
         reshard(self.root)
 
     def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:

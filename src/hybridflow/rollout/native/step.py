@@ -5,7 +5,7 @@ Span (row, start, tokens) ──► SpanLayout ──► policy ──► last h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,6 +26,8 @@ from hybridflow.rollout.native.responses import Row
 
 ROUTES = -1
 """The layer of the cache that has the routes of tokens, where they are recorded."""
+ROUTES_AT_ONCE = 64 * 2**20
+"""Bytes of routes that are gathered together for rows that end; the cache leaves little room beside it."""
 
 
 class Span(NamedTuple):
@@ -135,10 +137,26 @@ def add_routes(
         len(row.request.prompt_token_ids) + len(output.token_ids) - 1
         for row, output in zip(rows, outputs, strict=True)
     ]
-    keys, _ = cache.tokens_of(ROUTES, to_device(list(places), cache.device), max(lengths))
-    (whole,) = HostCopy([keys[:, 0]]).arrays()  # [rows, tokens, W]: one wait for all that end together
-    routes = whole.astype(np.int16, copy=False)
-    return [
-        replace(output, routes=routes[place, :length].copy())
-        for place, (output, length) in enumerate(zip(outputs, lengths, strict=True))
-    ]
+    copy = HostCopy()
+    stored = cache.keys[ROUTES]
+    chunks = list(_chunks(lengths, stored.shape[-1], ROUTES_AT_ONCE // stored.element_size()))
+    for chunk in chunks:
+        index = to_device([places[number] for number in chunk], cache.device)
+        keys, _ = cache.tokens_of(ROUTES, index, lengths[chunk[-1]])
+        copy.add([keys[:, 0]])  # [rows, tokens, W]
+    found = list(outputs)
+    for chunk, whole in zip(chunks, copy.arrays(), strict=True):  # one wait for all that end together
+        for number, routes in zip(chunk, whole.astype(np.int16, copy=False), strict=True):
+            found[number] = replace(outputs[number], routes=routes[: lengths[number]].copy())
+    return found
+
+
+def _chunks(lengths: Sequence[int], width: int, most: int) -> Iterator[list[int]]:
+    """Yield rows by rising length, in chunks that take at most `most` numbers of `width` a token."""
+    chunk: list[int] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if chunk and (len(chunk) + 1) * lengths[number] * width > most:
+            yield chunk
+            chunk = []
+        chunk.append(number)
+    yield chunk

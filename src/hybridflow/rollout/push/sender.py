@@ -213,6 +213,10 @@ class Bucket:
             self._write(buffer)
         elif self._stage is not None:
             buffer[: self.size].copy_(self._stage)
+        elif len(self.weights) == 1:  # a large one: no second copy of it on the device
+            _, tensor = self.weights[0]
+            data = tensor.contiguous().reshape(-1).view(torch.uint8)
+            buffer[: len(data)].copy_(data)
         else:
             buffer[: self.size].copy_(self._packed())
         entries = []

@@ -137,7 +137,10 @@ def alias(tensor: Tensor) -> Tensor:
 
 def poison(tensor: Tensor) -> None:
     """Fill a CPU tensor with values that a result must not depend on."""
-    if tensor.numel() > POISONED:
+    if tensor.numel() > POISONED:  # its ends only
+        if tensor.is_contiguous():
+            poison(tensor.view(-1)[:1000])
+            poison(tensor.view(-1)[-1000:])
         return
     if tensor.dtype == torch.bool:
         tensor.fill_(True)

@@ -195,6 +195,16 @@ def test_metrics_by_hand_without_a_correction() -> None:
     assert found == pytest.approx(expected, abs=1e-6)
 
 
+def test_without_the_spread_only_what_adds_up_is_left() -> None:
+    whole = correction_metrics(OLD, ROLLOUT, MASK)
+    parts = correction_metrics(OLD, ROLLOUT, MASK, spread=False)
+    assert set(whole) - set(parts) == {
+        f"rollout_corr/rollout_is_{name}" for name in ("std", "min", "max", "eff_sample_size")
+    }
+    assert all(isinstance(value, tuple) for value in parts.values())
+    assert flat(parts) == {name: value for name, value in flat(whole).items() if name in parts}
+
+
 def test_metrics_by_hand_of_a_correction() -> None:
     keep = rejection(OLD, ROLLOUT, MASK, options="token_k1", thresholds="0.5_3.0")
     by_row = rollout_weights(OLD, ROLLOUT, MASK, level="sequence", threshold="0.5_1.5")

@@ -202,7 +202,7 @@ def test_without_the_spread_only_what_adds_up_is_left() -> None:
         f"rollout_corr/rollout_is_{name}" for name in ("std", "min", "max", "eff_sample_size")
     }
     assert all(isinstance(value, tuple) for value in parts.values())
-    assert flat(parts) == {name: value for name, value in flat(whole).items() if name in parts}
+    assert flat(parts) == {name: value for name, value in flat(whole).items() if name in flat(parts)}
 
 
 def test_metrics_by_hand_of_a_correction() -> None:

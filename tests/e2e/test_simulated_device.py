@@ -47,4 +47,7 @@ def test_on_the_simulated_device(kind: str, which: str, file: str) -> None:
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
-    assert done.returncode in (0, NOTHING_SELECTED), done.stdout[-8000:] + done.stderr[-2000:]
+    may_be_empty = which == "slow"  # not every file has slow tests; each has others
+    assert done.returncode == 0 or (may_be_empty and done.returncode == NOTHING_SELECTED), (
+        done.stdout[-8000:] + done.stderr[-2000:]
+    )

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "unit" / "engines"), str(TESTS / "unit" / "trainer")]
+sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "engines"), str(TESTS / "unit" / "trainer")]
 
 from sharded_runs import Run, save_tiny, train  # noqa: E402
 from test_expert_parallel import step  # noqa: E402
-from test_paths import GRPO, numbers  # noqa: E402
-from test_paths import compare as compare_runs  # noqa: E402
 from tiny_trainer import tiny_model  # noqa: E402
 
+from device_paths import GRPO, numbers  # noqa: E402
+from device_paths import compare as compare_runs  # noqa: E402
 from hybridflow.config.fsdp import FSDPConfig  # noqa: E402
 from hybridflow.engines import BatchLimits  # noqa: E402
 from hybridflow.models.lora import LoraSettings  # noqa: E402
@@ -143,4 +143,4 @@ def test_a_run_of_two_processes_under_ray(tmp_path: Path, monkeypatch: pytest.Mo
     model = tiny_model(tmp_path / "model")
     keys = (*GRPO, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
     runs = [numbers(tmp_path, device, model, *keys) for device in ("cpu", "sim")]
-    compare_runs(*runs)
+    compare_runs(*runs, 2e-5)

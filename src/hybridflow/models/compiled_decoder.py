@@ -109,10 +109,10 @@ class CompiledDecoder:
 
     def check(self, states: Tensor, wanted: Tensor) -> None:
         """Give up where the first states are not those of the plain step, within the dtype's roundings."""
-        apart = float((states - wanted).float().norm() / wanted.float().norm().clamp_min(1e-30))
-        limit = torch.finfo(wanted.dtype).eps ** 0.5
-        if self.works and not apart <= limit:
-            self.give_up(f"its states are {apart:.2g} from those of the plain step, and may be {limit:.2g}")
+        distance, limit = apart(states, wanted), roundings(wanted.dtype)
+        if self.works and not distance <= limit:
+            told = f"its states are {distance:.2g} from those of the plain step"
+            self.give_up(f"{told}, and may be {limit:.2g}")
 
     def give_up(self, why: str) -> None:
         """Go on with the plain step, and say why."""
@@ -129,6 +129,16 @@ class CompiledDecoder:
             states, query, key, value = self._between(states, attended, cos, sin, block, after)
         attended = layout.attend(query, key, value, self._flat.layers[-1].scores)
         return self._finish(states, attended, blocks[-1], self._base.norm.weight)
+
+
+def apart(states: Tensor, wanted: Tensor) -> float:
+    """Return how far states are from wanted ones, as a share of their norm."""
+    return float((states - wanted).float().norm() / wanted.float().norm().clamp_min(1e-30))
+
+
+def roundings(dtype: torch.dtype) -> float:
+    """Return how far two ways to compute the same states may be `apart`."""
+    return float(torch.finfo(dtype).eps ** 0.5)
 
 
 def say_plain(why: str) -> None:

@@ -56,6 +56,8 @@ class FlatDecoder:
         self._norm = _norm_of(base.norm)
         self._rotate = rotate
         self._rotates_halves = _rotates_halves(rotate, layers[0].attention)
+        # models of pictures have positions in time, height and width, which are one for text
+        self._axes = (3,) if hasattr(base.rotary_emb, "mrope_section") else ()
 
     @classmethod
     def of(cls, base: nn.Module, scores: Mapping[int, Scores]) -> FlatDecoder | None:
@@ -87,7 +89,7 @@ class FlatDecoder:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [B, 1, H] of input_ids and position_ids [B, 1] under `layout`."""
         states = self._base.embed_tokens(input_ids)
-        cos, sin = self._base.rotary_emb(states, position_ids)
+        cos, sin = self._base.rotary_emb(states, position_ids.expand(*self._axes, *position_ids.shape))
         if self._rotates_halves:
             first, second = sin.chunk(2, -1)
             sin = torch.cat((-first, second), -1)

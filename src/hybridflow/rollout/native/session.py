@@ -348,7 +348,8 @@ class Session:
         groups = zip(spans, others, batch)
         self.cache.fork([(span.row, rows, one.stop) for span, rows, one in groups if rows])
         for end in (0, -1):  # those that may be chunks
-            self.rows.length[spans[end].row] = batch[end].stop
+            # by `fill_`: CUDA would wait for a number that is put into a place of a tensor
+            self.rows.length[spans[end].row].fill_(batch[end].stop)
         if not waits:
             self._partial = None if batch[-1].whole else batch[-1]
         self.rows.partial = self._partial is not None

@@ -61,6 +61,15 @@ def test_an_update_waits_once_whatever_its_micro_batches() -> None:
     assert each("update")[1] > 1500  # there were several
 
 
+def test_packed_rows_in_bfloat16_are_one_call_of_attention_a_layer() -> None:
+    counted_run("actor_rollout_ref.model.dtype=bfloat16")
+    for name in ("update", "log-prob pass"):
+        phase = counts.phases[name]
+        assert phase.launches["_flash_attention_forward"] == 2 * phase.entered, counts.report()
+        assert phase.num_waits / phase.entered <= 1
+    assert each("quiet decode step")[0] == 1 and each("prefill")[0] == 0
+
+
 def test_launches_of_two_layers() -> None:
     counted_run()
     assert each("quiet decode step")[1] <= 70  # recorded: whatever the model

@@ -47,6 +47,19 @@ def test_host_and_device_never_mix() -> None:
     assert counts.total.num_waits == before + 1  # an index of the host is a wait
 
 
+def test_a_number_that_comes_to_one_place_is_a_wait() -> None:
+    device = torch.zeros(3, 2, device=SIM)
+    with counts.phase("one place") as phase:
+        device[1, 0] = 4
+        device[:, 0][2] = 5.0
+    assert phase.num_waits == 2 and device[:, 0].tolist() == [0, 4, 5]
+    with counts.phase("filled") as phase:
+        device[0] = 1
+        device[1:, 1] = 2
+        device[2, 1].fill_(3)
+    assert phase.num_waits == 0 and device[:, 1].tolist() == [1, 2, 3]
+
+
 def test_waits_launches_and_bytes_are_counted_by_phase() -> None:
     with counts.phase("copies") as phase:
         device = torch.arange(4.0).to(SIM)

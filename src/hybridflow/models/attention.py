@@ -19,7 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention_kernels import Over, choose_kernel, expand_heads, window_by_varlen
+from hybridflow.models.attention_kernels import (
+    Over,
+    choose_kernel,
+    expand_heads,
+    rows_by_varlen,
+    window_by_varlen,
+)
 from hybridflow.models.flex_kernel import FlexRows
 from hybridflow.models.scores import Scores, causal_mask, masked_attention
 from hybridflow.models.shared_tokens import SharedTokens
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
     from hybridflow.models.routing import RouteTape
 
 ATTENTION_NAME = "hybridflow"
+LONG_ROW = 4096
+"""Tokens from which a row has a call of its own: then the kernel matters, and no longer the cost of calls."""
 MOST_SCORES = 2**26
 """Scores of attention that is written out which are in memory at once: 256 MiB of float32."""
 
@@ -162,7 +170,8 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how
 class PackedLayout:
     """Causal attention inside each of the rows that lie packed in one sequence [1, N].
 
-    Rows of similar length share a bucket, right-padded to its longest; every bucket is one attention call.
+    Where a kernel takes rows of any length, they are one call. Elsewhere rows of similar length share a
+    bucket, right-padded to its longest; every bucket is one attention call.
     Results of padding are never read: causality hides padded keys from real queries, and padded queries are
     dropped. Index tensors are made once per micro-batch and serve all layers.
     """
@@ -188,6 +197,7 @@ class PackedLayout:
         self._padding = padding
         self._lengths = lengths  # of rows that share no tokens
         self._flex: FlexRows | None = None
+        self._ends: Tensor | None = None
         self._windows: dict[tuple[int, int], Tensor] = {}
         self._shared: SharedTokens | None = None
 
@@ -255,10 +265,21 @@ class PackedLayout:
             f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
         )
         if self._lengths and self.exact is None:
-            over = _hides(scores.window(self.buckets[-1][1]))
-            if choose_kernel(query, key, value, over, scores) == "flex":
+            longest = self.buckets[-1][1]
+            window = scores.window(longest)
+            over = _hides(window)
+            if over == "causal" and self._gather is not None and longest <= LONG_ROW:
+                over = "packed"
+            kernel = choose_kernel(query, key, value, over, scores)
+            if kernel == "flex":
                 self._flex = self._flex or FlexRows(self._lengths, query.device)
                 return self._flex.attend(query, key, value, scores).transpose(1, 2)
+            if kernel == "varlen":
+                if self._ends is None:
+                    starts = torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32)
+                    self._ends = to_device(starts, query.device)
+                query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+                return rows_by_varlen(query, key, value, self._ends, longest, window, scores.scaling)[None]
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
         if self._gather is not None:
             assert self._restore is not None

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.models.log_probs import LOWEST, LogitTransform, chunk_tokens
+from hybridflow.models.joined_head import LOWEST
+from hybridflow.models.log_probs import LogitTransform, chunk_tokens
 
 
 class HeadInputs(NamedTuple):

@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hybridflow.distributed.accelerators import KEPT_BYTES, features
+from hybridflow.models.joined_head import LOWEST, JoinedHead, joined_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-LOWEST = -1e4
-"""Least log-prob in nats that is computed with: exp of it is 0 in every dtype, and no product overflows."""
 
 
 class TokenOutputs(NamedTuple):
@@ -128,8 +126,11 @@ def token_log_probs(
     kept = 0
     if torch.is_grad_enabled():
         kept = chunk_tokens(weight.shape[0], hidden.dtype, KEPT_BYTES)
+    joined: JoinedHead | None = None
+    if chunk_step == 1 and not forbidden:  # exact mode wants the bits of the plain operations
+        joined = joined_head(hidden.device, hidden.dtype)
     log_probs, entropy, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, wanted, transform, chunk, kept
+        hidden, weight, bias, targets, temperature, wanted, transform, chunk, kept, joined
     )  # type: ignore[no-untyped-call]
     outputs = TokenOutputs(log_probs, None)
     if with_entropy:
@@ -162,6 +163,7 @@ class _TokenLogProbs(torch.autograd.Function):
         transform: LogitTransform,
         chunk: int,
         kept: int,
+        joined: JoinedHead | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with_entropy, with_squares = wanted
         kind = torch.promote_types(hidden.dtype, torch.float32)
@@ -169,10 +171,25 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy, squares = (
             torch.empty(len(hidden) if want else 0, dtype=kind, device=hidden.device) for want in wanted
         )
-        ctx.logits = {}
+        ctx.logits = {}  # of a joined head its product
+        ctx.totals = {}
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = transform(linear(hidden[part], weight, bias))
+            raw = linear(hidden[part], weight, bias)
+            found = joined and joined.outputs(
+                raw, targets[part], temperature, transform.scale, transform.softcap, *wanted
+            )
+            if found:
+                if start + len(raw) <= kept:
+                    ctx.logits[start] = raw
+                log_probs[part], ctx.totals[start], entropies, sums = found
+                if entropies is not None:
+                    entropy[part] = entropies
+                if sums is not None:
+                    squares[part] = sums
+                continue
+            logits = transform(raw)
+            del raw
             if start + len(logits) <= kept:
                 ctx.logits[start] = logits
             log_probs[part] = log_probs_from_logits(logits, targets[part], temperature)
@@ -185,13 +202,13 @@ class _TokenLogProbs(torch.autograd.Function):
                     entropy[part] = -(p * _bounded_(log_p)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.mark_non_differentiable(squares)
-        ctx.settings = (temperature, with_entropy, transform, chunk)
+        ctx.settings = (temperature, with_entropy, transform, chunk, joined)
         return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        temperature, with_entropy, transform, chunk = ctx.settings
+        temperature, with_entropy, transform, chunk, joined = ctx.settings
         grad_log_probs, grad_entropy, _ = grads
         kind = grad_log_probs.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -204,25 +221,29 @@ class _TokenLogProbs(torch.autograd.Function):
         )
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = ctx.logits.pop(start, None)
-            if logits is None:
-                logits = transform(linear(hidden[part], weight, bias))
-            log_p = _log_softmax(logits, temperature)
-            grad = log_p.exp() if with_entropy else log_p.exp_()
-            if with_entropy:
-                grad_z = _bounded_(log_p).add_(entropy[part, None])
-                grad_z.mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
-                grad.mul_(grad_z).neg_()
-            else:
-                grad.mul_(-grad_log_probs[part, None])
-            grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
-            slope = transform.scale / temperature
-            if transform.softcap is not None:
-                grad.mul_(1 - (logits / transform.softcap).square_())
-            grad.mul_(slope)
+            kept = ctx.logits.pop(start, None)
+            total = ctx.totals.pop(start, None)
+            own = (grad_log_probs[part], grad_entropy[part] if with_entropy else None)
+            grad: Tensor | None = None
+            if total is not None:
+                kept = linear(hidden[part], weight, bias) if kept is None else kept
+                grad = joined.gradient(
+                    kept,
+                    targets[part],
+                    total,
+                    entropy[part] if with_entropy else None,
+                    *own,
+                    temperature,
+                    transform.scale,
+                    transform.softcap,
+                )
+            if grad is None:
+                if kept is None or total is not None:
+                    kept = transform(linear(hidden[part], weight, bias))
+                grad = _head_gradient(kept, targets[part], entropy[part], *own, temperature, transform)
+            del kept  # the products need memory too
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            del logits, log_p  # the products need memory too
+                grad_bias += grad.sum(0, dtype=kind)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
@@ -234,8 +255,32 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+def _head_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    transform: LogitTransform,
+) -> Tensor:
+    """Return the gradient of the head's product, in float32 or better, by logits [m, V] of it."""
+    log_p = _log_softmax(logits, temperature)
+    grad = log_p.exp() if grad_entropy is not None else log_p.exp_()
+    if grad_entropy is not None:
+        grad_z = _bounded_(log_p).add_(entropy[:, None])
+        grad_z.mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
+        grad.mul_(grad_z).neg_()
+    else:
+        grad.mul_(-grad_log_probs[:, None])
+    grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
+    if transform.softcap is not None:
+        grad.mul_(1 - (logits / transform.softcap).square_())
+    return grad.mul_(transform.scale / temperature)
 
 
 def _bounded_(log_p: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.full_kl import HeadInputs, full_kl
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
+from hybridflow.models.norms import join_norms
 from hybridflow.models.rope import check_lengths, rotate_rows_alone
 from hybridflow.models.routing import RouteTape, Routing
 from hybridflow.models.sequence_parallel import SequenceCut
@@ -300,7 +301,8 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def use_attention(hf: PreTrainedModel) -> None:
-    """Switch a model to our attention; ModelError where its attention cannot be chosen."""
+    """Switch a model to our attention and joined norms; ModelError where its attention cannot be chosen."""
+    join_norms(hf)
     AttentionInterface.register(ATTENTION_NAME, attention)
     if not getattr(hf, "_supports_attention_backend", False):
         raise ModelError(

@@ -56,6 +56,7 @@ def test_the_kernel_by_device(on_cuda: list[str]) -> None:
     assert chosen("causal") == "sdpa" and chosen("causal", dtype=torch.float32) == "expanded"
     assert chosen("causal", dtype=torch.float32, heads=(2, 2)) == "sdpa"
     assert chosen("causal", dims=(16, 24)) == "expanded", "flash wants heads of one size"
+    assert chosen("packed") == "varlen" and chosen("packed", dtype=torch.float32) == "expanded"
     assert chosen("window") == "varlen" and chosen("window", dtype=torch.float32) == "expanded"
     assert chosen("window", dims=(12, 12)) == chosen("window", dims=(264, 264)) == "expanded"
     assert chosen("mask") == "expanded" and chosen("mask", heads=(2, 2)) == "sdpa"
@@ -99,7 +100,9 @@ def like_varlen(*, takes_groups: bool) -> Any:
         for first, last in zip(ends_q.tolist(), ends_q[1:].tolist(), strict=False):
             row = [x[first:last].transpose(0, 1)[None] for x in (query, key, value)]
             behind = torch.arange(last - first)[:, None] - torch.arange(last - first)
-            allowed = (behind >= -window_size[1]) & (behind <= window_size[0])
+            allowed = behind >= -window_size[1]
+            if window_size[0] >= 0:
+                allowed &= behind <= window_size[0]
             attended = scaled_dot_product_attention(
                 *row, attn_mask=allowed, scale=scale, enable_gqa=takes_groups
             )
@@ -114,31 +117,39 @@ def test_varlen_is_asked_for_the_window_of_each_row(
     takes_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From torch 2.11 on it knows windows, and grouped heads later."""
-    monkeypatch.setattr(kernels, "_varlen", lambda: (like_varlen(takes_groups=takes_groups), takes_groups))
+    kernel = like_varlen(takes_groups=takes_groups)
+    monkeypatch.setattr(kernels, "_varlen", lambda: kernel)
+    way: kernels.Groups = "told" if takes_groups else "expanded"
+    monkeypatch.setattr(kernels, "_varlen_groups", lambda *_: way)
     given = states()
     found = kernels.window_by_varlen(*given, 7, None)
     torch.testing.assert_close(found, reference(given, 7, None, None), atol=1e-12, rtol=0)
 
 
 def test_varlen_of_this_torch_is_known_by_its_signature() -> None:
-    found, takes_groups = kernels._varlen()
-    assert found is not None and takes_groups == (torch.__version__ >= "2.12")
+    assert kernels._varlen() is not None
+    told = kernels.varlen_attention("enable_gqa") is not None
+    assert told == (torch.__version__ >= "2.12")
 
 
 def test_a_kernel_that_fails_its_trial_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def trial(kernel: Any) -> bool:
-        monkeypatch.setattr(kernels, "_varlen", lambda: (kernel, True))
-        kernels._varlen_works.cache_clear()
+    def trial(kernel: Any, *, told: bool = True) -> kernels.Groups | None:
+        monkeypatch.setattr(kernels, "_varlen", lambda: kernel)
+        monkeypatch.setattr(kernels, "varlen_attention", lambda *_: kernel if told else None)
+        kernels._varlen_groups.cache_clear()
         with torch.inference_mode():  # generation may be the first to ask
-            works = kernels._varlen_works(torch.device("cpu"), torch.float32)
-        kernels._varlen_works.cache_clear()
-        return works
+            found = kernels._varlen_groups(torch.device("cpu"), torch.float32)
+        kernels._varlen_groups.cache_clear()
+        return found
 
     right = like_varlen(takes_groups=True)
     with caplog.at_level(logging.WARNING):
-        assert trial(right) and not caplog.text
+        assert trial(right) == "told"
+        assert trial(like_varlen(takes_groups=False), told=False) == "expanded"
+        assert trial(lambda *args, **how: right(*args, **how, enable_gqa=True), told=False) == "as they are"
+        assert not caplog.text
         assert not trial(lambda *args, **how: right(*args, **{**how, "window_size": (70, 0)}))
         assert "from plain attention" in caplog.text
         assert not trial(lambda *args, **how: right(*args, **how).detach().requires_grad_())
@@ -146,7 +157,38 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
     assert "has none that knows windows" in caplog.text
     monkeypatch.undo()
     assert not kernels._varlen_works(torch.device("cpu"), torch.float32), "it has no kernel for a CPU"
-    kernels._varlen_works.cache_clear()
+    kernels._varlen_groups.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_packed_rows_of_different_lengths_are_one_call(
+    on_cuda: list[str], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    right = like_varlen(takes_groups=True)
+    monkeypatch.setattr(
+        kernels, "_varlen", lambda: lambda *args, **how: calls.append(1) or right(*args, **how)
+    )
+    monkeypatch.setattr(kernels, "_varlen_groups", lambda *_: "told")
+    lengths = [30, 5, 12]
+    given = [x[:1, :, : sum(lengths)].to(HALF) for x in states(sum(lengths))]
+    layout = PackedLayout.build(lengths)
+    found = layout.attend(given[0], given[1], given[2], Scores(sliding_window=window))
+    assert calls == [1]
+    rows = [x.double().split(lengths, dim=2) for x in given]
+    for row, mine in enumerate(found.double().split(lengths, dim=1)):
+        wanted = reference((rows[0][row], rows[1][row], rows[2][row]), window, None, None)
+        torch.testing.assert_close(mine, wanted.transpose(1, 2), atol=3e-2, rtol=3e-2)
+
+
+def test_rows_of_one_length_and_long_rows_have_calls_of_their_own(
+    on_cuda: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_varlen", lambda: pytest.fail("it is called"))
+    monkeypatch.setattr(attending, "LONG_ROW", 10)
+    for lengths in ([9, 9], [20, 3]):
+        given = [x[:1].to(HALF) for x in states(sum(lengths))]
+        PackedLayout.build(lengths).attend(given[0], given[1], given[2], Scores())
 
 
 @pytest.mark.parametrize("working", [["varlen"], []])
@@ -163,7 +205,8 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
 def test_packed_rows_get_the_same_by_every_kernel(
     how: Scores, working: list[str], on_cuda: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_varlen", lambda: (like_varlen(takes_groups=True), True))
+    monkeypatch.setattr(kernels, "_varlen", lambda: like_varlen(takes_groups=True))
+    monkeypatch.setattr(kernels, "_varlen_groups", lambda *_: "told")
     lengths = [9, 30, 4, 28]
     tokens = sum(lengths)
     monkeypatch.setattr(kernels, "_fits_flash", lambda *_: True)  # float64, to be compared

@@ -135,19 +135,25 @@ def _varlen(
                 keys, values = keys[: int(used[row])], values[: int(used[row])]
         groups = query.shape[1] // keys.shape[1]
         keys, values = (each.transpose(0, 1).float().repeat_interleave(groups, 0) for each in (keys, values))
-        place = torch.arange(own.shape[1])[:, None] + keys.shape[1] - own.shape[1]
-        at = torch.arange(keys.shape[1])
-        seen = torch.ones(own.shape[1], keys.shape[1], dtype=torch.bool)
-        if left >= 0:
-            seen &= at >= place - left
-        if right >= 0:
-            seen &= at <= place + right
+        seen = _seen(own.shape[1], keys.shape[1], left, right)
         scores = ((own @ keys.transpose(1, 2)) * scale).masked_fill(~seen, float("-inf"))
         sums.append(scores.logsumexp(-1))
         outs.append((scores.softmax(-1).nan_to_num() @ values).to(query.dtype).transpose(0, 1))
     if not outs:
         return torch.empty_like(query), query.new_empty(query.shape[1], 0, dtype=torch.float32)
     return torch.cat(outs), torch.cat(sums, 1)
+
+
+def _seen(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """Return which keys each query sees, [queries, keys] bool."""
+    place = torch.arange(queries)[:, None] + keys - queries
+    at = torch.arange(keys)
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if left >= 0:
+        seen &= at >= place - left
+    if right >= 0:
+        seen &= at <= place + right
+    return seen
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
@@ -209,14 +215,39 @@ def _varlen_backward(
 ) -> Any:
     scaling = query.shape[-1] ** -0.5 if scale is None else scale
     window = _window(is_causal, window_size_left, window_size_right)
+    arguments = (grad, query, key, value, query_bounds, key_bounds, scaling, *window)
+    return tuple(run("_flash_attention_backward", _varlen_gradients, *arguments))
 
-    def back(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor) -> Any:
-        own = [each.detach().clone().requires_grad_() for each in (query, key, value)]
-        with torch.enable_grad():
-            again, _ = _varlen(*own, *bounds, scaling, *window, None, None)  # type: ignore[call-arg]
-            return list(torch.autograd.grad(again, own, grad))
 
-    return tuple(run("_flash_attention_backward", back, grad, query, key, value, query_bounds, key_bounds))
+def _varlen_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+) -> list[Tensor]:
+    """The gradients of `_varlen`, written out: operators call this where autograd is off."""
+    found = [torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)]
+    for row in range(len(query_bounds) - 1):
+        queries = slice(int(query_bounds[row]), int(query_bounds[row + 1]))
+        at = slice(int(key_bounds[row]), int(key_bounds[row + 1]))
+        own, back = (each[queries].transpose(0, 1).float() for each in (query, grad))
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (x[at].transpose(0, 1).float().repeat_interleave(groups, 0) for x in (key, value))
+        seen = _seen(own.shape[1], keys.shape[1], left, right)
+        scores = ((own @ keys.transpose(1, 2)) * scale).masked_fill(~seen, float("-inf"))
+        weights = scores.softmax(-1).nan_to_num()
+        of_weights = back @ values.transpose(1, 2)
+        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
+        parts = (of_scores @ keys, of_scores.transpose(1, 2) @ own, weights.transpose(1, 2) @ back)
+        found[0][queries] = parts[0].transpose(0, 1)
+        for total, part in zip(found[1:], parts[1:], strict=True):
+            total[at] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+    return [each.to(query.dtype) for each in found]
 
 
 # ---- products

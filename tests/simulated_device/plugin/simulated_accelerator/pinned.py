@@ -1,4 +1,6 @@
-"""Pinned host memory, whose hooks torch has in C++ only: it is marked on the storage.
+"""What the host does to tensors that no operator of the device shows.
+
+Pinned host memory, whose hooks torch has in C++ only: it is marked on the storage.
 
 A read of pinned memory by Python, while a copy to it is on its way, is a fault. (Operators of the CPU that
 read it get poison.)
@@ -61,6 +63,24 @@ def _checked(read: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_set_item = torch.Tensor.__setitem__
+
+
+def _put(tensor: Tensor, index: Any, value: Any) -> None:
+    """Put a value into places of a tensor.
+
+    For a number that comes to one place, CUDA makes a tensor of the host, which is not pinned: it waits for
+    the copy of it. (A first run on a real GPU showed this. A slice is filled by a kernel, which does not
+    wait.)
+    """
+    if tensor.device.type == "sim" and isinstance(value, (int, float)):
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) == tensor.dim() and all(isinstance(each, int) for each in index):
+            timeline.wait("a number put into one place")
+    _set_item(tensor, index, value)
+
+
+torch.Tensor.__setitem__ = _put  # type: ignore[method-assign,assignment]
 torch.Tensor.pin_memory = _pin  # type: ignore[method-assign]
 torch.Tensor.is_pinned = _is_pinned  # type: ignore[method-assign]
 torch.empty = _new_empty  # type: ignore[assignment]

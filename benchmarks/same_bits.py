@@ -19,7 +19,8 @@ row has digests (the first half of a sha256), and where two checkouts differ the
     eval                    `hybridflow eval`: four answers to each prompt, and the table
     serve                   answers of `hybridflow serve` to the requests of same_bits_requests.json
 
-Of a run these are all weights and optimizer tensors, and the logged metrics that are no times. This checkout
+Of a run these are all weights and optimizer tensors, and the logged metrics that neither the clock nor, where
+several things go on at once, their order decides. This checkout
 makes the models with fixed seeds, and random rewards, which depend on the answer, take the place of the
 task's own. MODEL is a folder with a warm tiny model (`DEMO/sft/model` after `hybridflow demo --out DEMO`)
 that takes the place of the text model, with the task's own rewards. After `--keep FOLDER` there are the run
@@ -57,6 +58,15 @@ OF_THE_WAY = ("fully_async/", "rollout/", "reward/", "training/num_gen_batches")
 """Beginnings of the names of metrics that say how the work was done, which timing decides where generation
 has processes of its own.
 """
+AS_THEY_COME = (
+    "agent/max_concurrent",
+    "val-aux/agent/max_concurrent",
+    *(
+        f"rollout/{name}"
+        for name in ("decode_steps", "max_rows", "preemptions", "prefill_tokens", "prefix_hit")
+    ),
+)
+"""The same where requests of conversations join one by one, as their turns end."""
 EASY = ("products=1", "digits=1")
 """Options of the calculator with which a model that was warmed up for seconds is right now and then."""
 SFT_STEPS = 80
@@ -109,7 +119,12 @@ RUNS = {
     ),
     "moe": Run("tiny/moe", "experts"),
     "vlm": Run("tiny/vlm", "pictures"),
-    "agent": Run("tiny/calculator", "warm", tuple(f"data.environment_options.{option}" for option in EASY)),
+    "agent": Run(
+        "tiny/calculator",
+        "warm",
+        keys=tuple(f"data.environment_options.{option}" for option in EASY),
+        ignored=AS_THEY_COME,
+    ),
 }
 AHEAD = Run(
     "tiny/grpo",

@@ -67,11 +67,15 @@ def digest_of(value: Any) -> str:
 
 
 def tensor_digest(folder: Path, steps: int) -> str:
-    """Return the digest of every tensor of the last checkpoint, in the order of files and names."""
+    """Return the digest of weights and optimizers of the last checkpoint, in the order of files and names.
+
+    What the checkpoint has of the data is left out: a schedule's ledger is there, in the order of events.
+    """
     from safetensors.numpy import load_file
 
     digest = hashlib.sha256()
-    files = sorted((folder / f"global_step_{steps}").rglob("*.safetensors"))
+    found = (folder / f"global_step_{steps}").rglob("*.safetensors")
+    files = sorted(path for path in found if path.parent.name != "data")
     if not files:
         raise SystemExit(f"{folder} has no tensors at step {steps}")
     for path in files:

@@ -3,7 +3,7 @@
     python benchmarks/same_bits.py [MODEL] [--source CHECKOUT …] [--steps 20] [--only grpo-local …]
 
 Each CHECKOUT (default: this one) works in processes of its own, by its commands and over HTTP. One line a
-row has digests (the first half of a sha256), and where two checkouts differ the status is 1:
+row has digests (the first 16 digits of a sha256), and where two checkouts differ the status is 1:
 
     grpo-local, ppo-local   tiny recipes on one process
     grpo-ray2, ppo-ray2     the same on two processes under Ray
@@ -20,12 +20,13 @@ row has digests (the first half of a sha256), and where two checkouts differ the
     serve                   answers of `hybridflow serve` to the requests of same_bits_requests.json
 
 Of a run these are all weights and optimizer tensors, and the logged metrics that neither the clock nor, where
-several things go on at once, their order decides. This checkout
-makes the models with fixed seeds, and random rewards, which depend on the answer, take the place of the
-task's own. MODEL is a folder with a warm tiny model (`DEMO/sft/model` after `hybridflow demo --out DEMO`)
-that takes the place of the text model, with the task's own rewards. After `--keep FOLDER` there are the run
-folders in FOLDER/ROW/0, 1, …: `hybridflow diff` names the first difference of two, and replies.json are the
-server's answers.
+several things go on at once, their order decides. This checkout makes the models with fixed seeds, and
+random rewards, which depend on the answer, take the place of the task's own. MODEL is a folder with a warm
+tiny model (`DEMO/sft/model` after `hybridflow demo --out DEMO`) that takes the place of the text model, with
+the task's own rewards.
+
+With `--keep FOLDER` the run folders stay in FOLDER/ROW/0, 1, … in the order of the checkouts: `hybridflow
+diff` names the first difference of two of them. A server's answers are in replies.json.
 """
 
 from __future__ import annotations

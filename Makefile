@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes device-counts test-device row-stores exact cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -88,6 +88,9 @@ row-stores: setup  ## rows through Ray's object store and through TransferQueue;
 
 exact: setup  ## exact mode: does it hold over a run, does a flipped bit stop it, what does it cost; writes benchmarks/results/exact_mode.md
 	$(BIN)/python benchmarks/exact_mode.py
+
+same-bits: setup  ## digests of every kind of run, of an evaluation and of a server's answers, about 15 minutes (OLD=CHECKOUT: of that one too, and whether they agree)
+	$(BIN)/python benchmarks/same_bits.py --steps 4 --source $(OLD) $(CURDIR)
 
 cluster-parity: setup  ## two processes against one, each way of spreading a model (about 45 minutes on 2 cores); writes benchmarks/results/cluster_parity.md
 	$(BIN)/python benchmarks/cluster_parity.py

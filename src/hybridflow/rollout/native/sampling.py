@@ -104,17 +104,18 @@ class SamplingPlan:
         self._needs = needs
         self._known: dict[tuple[int, int, int | None], list[int]] = {}
         self._indices: dict[tuple[int, int, int | None], Tensor] = {}
-        self._all = 0
+        self.asked = 0
+        """All needs of all rows."""
         for kind in set(needs):
-            self._all |= kind
+            self.asked |= kind
 
     def any(self, needs: int) -> bool:
         """Return whether some row asks for one of `needs`."""
-        return bool(self._all & needs)
+        return bool(self.asked & needs)
 
     def rows(self, need: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the rows from `start` to `stop` that ask for `need`, counted from `start`."""
-        if not self._all & need:
+        if not self.asked & need:
             return []
         known = self._known.get((need, start, stop))
         if known is None:

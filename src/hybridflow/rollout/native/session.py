@@ -34,6 +34,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.transfers import to_device
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
+from hybridflow.rollout.native.graph_sampler import GraphSampler
 from hybridflow.rollout.native.graphs import GraphDecoder
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
 from hybridflow.rollout.native.responses import Choice, Row, begun_beyond
@@ -88,6 +89,7 @@ class Session:
         weights: Callable[[], Weights],
         stats: RolloutStats,
         graphs: GraphDecoder | None,
+        sampler: GraphSampler | None,
         replica: ReplicaRanks,
         problem: Callable[[GenerationRequest], str | None],
         closed: Callable[[bool], None],
@@ -111,6 +113,7 @@ class Session:
         self._seen = weights()
         self._stats = stats
         self._graphs = graphs
+        self._sampler = sampler if settings.look_ahead else None
         self._replica = replica
         self._problem = problem
         self._closed = closed
@@ -409,7 +412,6 @@ class Session:
     def _decode(self) -> None:
         """Decode one token for every decoding row."""
         count = self.rows.decoding
-        ahead = self.settings.look_ahead
         tokens = self.rows.last_token[:count]
         lengths = self.rows.length[:count]
         longest = self.rows.longest
@@ -422,7 +424,15 @@ class Session:
             hidden = self._graphs(self.cache, tokens, self.rows.length[: self.rows.count], longest, shifts)
         lengths += 1
         self._stats.decode_steps += 1
-        self._add(self.rows.choose(0, self.policy.logits(hidden), self._seen.version, ahead=ahead))
+        logits = self.policy.logits(hidden)
+        facts = None
+        if self._sampler is not None:
+            facts = self._sampler(self.rows, logits)
+        version = self._seen.version
+        if facts is None:
+            self._add(self.rows.choose(0, logits, version, ahead=self.settings.look_ahead))
+        else:
+            self._add(self.rows.chosen(facts, version))
 
     def _add(self, choice: Choice) -> None:
         self._choices.append(choice)

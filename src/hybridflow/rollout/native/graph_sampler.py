@@ -152,6 +152,6 @@ class GraphSampler:
 
 def _agree(got: Tensor, wanted: Tensor) -> bool:
     """Whether facts [B, 3 or 4] have the same tokens, and log-probs up to rounding."""
-    log_probs = [facts[:, 1].view(torch.float64) for facts in (got, wanted)]
-    near = torch.isclose(*log_probs, atol=1e-3, equal_nan=True)
+    first, second = (facts[:, 1].view(torch.float64) for facts in (got, wanted))
+    near = torch.isclose(first, second, atol=1e-3, equal_nan=True)
     return bool((near & (got[:, 0] == wanted[:, 0])).all())

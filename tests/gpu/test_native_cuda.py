@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
@@ -10,6 +12,7 @@ from hybridflow.models.paged_kernel import varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.engine import CacheKind, NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -93,6 +96,36 @@ def test_compiled_steps_are_recorded_and_give_the_tokens_of_plain_ones(dtype: to
     assert engine.graphs is not None and engine.graphs.problem is None and engine.graphs.num_recorded > 0
     if dtype == torch.float32:  # in bfloat16 a rounding may change a greedy token
         assert found == wanted
+
+
+@pytest.mark.parametrize("leaders", [8, 256])
+def test_recorded_choices_are_those_without_graphs(leaders: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few leaders, rows whose leaders do not suffice are taken back."""
+    for name, value in {"ONE_LEVEL": 128, "LEADERS": 8, "MANY_LEADERS": leaders, "BLOCK": 16}.items():
+        monkeypatch.setattr(sampling, name, value)
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_k": 5},
+        {"top_k": 40, "top_p": 0.95},
+        {"min_p": 0.05},
+    ]
+    asked = [
+        replace(one, sampling=SamplingParams(max_tokens=60 + 5 * row, **kinds[row % len(kinds)]))  # type: ignore[arg-type]
+        for row, one in enumerate(requests(18, 60))
+    ]
+    engine = NativeEngine(policy_of(), eos_token_ids=[7, 9], max_num_seqs=7)
+    plain = NativeEngine(
+        policy_of(), eos_token_ids=[7, 9], max_num_seqs=7, enforce_eager=True, look_ahead=False
+    )
+    wanted = tokens(plain, asked)
+    for _ in range(2):
+        assert tokens(engine, asked) == wanted
+        assert engine.sampler is not None and engine.sampler.problem is None
+        assert engine.sampler.num_recorded > 2
+        engine.sleep()
+        engine.wake_up()
 
 
 NEEDS_BLOCKS = pytest.mark.skipif(

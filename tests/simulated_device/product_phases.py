@@ -56,8 +56,9 @@ def _sorted_steps(plain: Callable[[Session], Any]) -> Callable[[Session], Any]:
 
 
 def _recorded(session: Session) -> int:
-    """Return how many decode steps were recorded so far; the step that records one is not quiet."""
-    return 0 if session._graphs is None else session._graphs.num_recorded
+    """Return how many graphs were recorded so far; the step that records one is not quiet."""
+    every = [each for each in (session._graphs, session._sampler) if each is not None]
+    return sum(each.num_recorded for each in every)
 
 
 _done = False

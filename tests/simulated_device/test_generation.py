@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,10 @@ from hybridflow.models.build import build_policy  # noqa: E402
 from hybridflow.models.tiny import create_tiny_model  # noqa: E402
 from hybridflow.protocol.prompt import Prompt  # noqa: E402
 from hybridflow.rollout.base import GenerationRequest, SamplingParams  # noqa: E402
+from hybridflow.rollout.native import sampling  # noqa: E402
 from hybridflow.rollout.native.engine import NativeEngine  # noqa: E402
+from hybridflow.rollout.native.responses import Row  # noqa: E402
+from hybridflow.rollout.native.session import Session  # noqa: E402
 from hybridflow.rollout.server.build import ServeSettings, build_service  # noqa: E402
 
 SIZES: dict[str, Any] = {"hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 1}
@@ -53,6 +58,47 @@ def test_a_product_of_experts_that_waits_within_is_refused_in_the_recording(
         assert "not permitted when a stream is capturing" in engine.graphs.problem
     else:
         assert engine.graphs.problem is None and engine.graphs.num_recorded > 0
+
+
+@pytest.mark.parametrize("leaders", [4, 16])
+def test_every_kind_of_choice_is_that_of_the_cpu(
+    leaders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded, where the device records, and with rows that are taken back: their leaders do not suffice."""
+    for name, value in {"ONE_LEVEL": 8, "BLOCK": 8, "LEADERS": 4, "MANY_LEADERS": leaders}.items():
+        monkeypatch.setattr(sampling, name, value)
+    together: list[int] = []
+    own = Session._take_back
+
+    def take_back(session: Session, rows: Sequence[Row]) -> None:
+        together.append(len(rows))
+        own(session, rows)
+
+    monkeypatch.setattr(Session, "_take_back", take_back)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"greedy": True},
+        {"top_p": 0.95, "temperature": 2.0},
+        {"top_k": 3},
+        {"top_k": 12, "top_p": 0.99},
+        {"min_p": 0.05},
+    ]
+    requests = [
+        replace(one, sampling=SamplingParams(10 + row, **kinds[row % len(kinds)]))
+        for row, one in enumerate(requests_for(prompts(14)))
+    ]
+    model = create_tiny_model(tmp_path / "tiny", **SIZES)
+    found: dict[str, Any] = {}
+    for device in ("cpu", "sim"):
+        policy = build_policy(model, device=device, dtype="float64")
+        engine = NativeEngine(policy, eos_token_ids=(5, 7), max_num_seqs=6, kv_cache="slots")
+        outputs = run(engine, requests)
+        found[device] = [outputs[one.request_id].token_ids for one in requests]
+    assert found["sim"] == found["cpu"]
+    assert together and max(together) > 1
+    if ROW.records_steps:
+        assert engine.sampler is not None and engine.sampler.problem is None
+        assert engine.sampler.num_recorded > 1
 
 
 def test_a_served_model_answers_as_on_the_cpu(tmp_path: Path) -> None:

@@ -167,6 +167,9 @@ class KVCache(ABC):
         """Take memory for one more token of each of the first `count` rows; False where it ends."""
         return True
 
+    def take_back(self, rows: Sequence[int], counts: Sequence[int]) -> None:  # noqa: B027  slots need nothing
+        """Note that each of these rows has so many tokens less; new ones are written over them."""
+
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""

@@ -195,6 +195,10 @@ class PagedCache(KVCache):
         self._upload()
         return True
 
+    def take_back(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Count these tokens out; a row keeps its blocks."""
+        self.lengths[rows] -= counts
+
     def _set(self, row: int, blocks: list[int]) -> None:
         """Give a row these blocks in place of its own."""
         self.blocks[row] = blocks

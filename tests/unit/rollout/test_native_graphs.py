@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from far_device import attend_over_blocks
-from rollout_models import prompts, requests_for, run, tiny_engine, tiny_hf
+from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,10 +22,12 @@ from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache
 from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.scores import Scores
-from hybridflow.rollout.base import GenerationOutput
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
-from hybridflow.rollout.native import graphs
+from hybridflow.rollout.native import graphs, sampling
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.graph_sampler import GraphSampler
 from hybridflow.rollout.native.graphs import (
     GraphDecoder,
     capture_sizes,
@@ -60,7 +62,9 @@ class Again:
         def replay() -> Tensor:
             assert self.addresses() == known, "a graph would read and write where nothing is any longer"
             self.replays += 1
-            return output.copy_(run())
+            output.copy_(run())
+            # what is on its way to the host, which on a CPU is the tensor itself, does not change any longer
+            return output.clone() if output.dtype == torch.int64 else output
 
         return replay
 
@@ -75,6 +79,9 @@ def recorded(
     engine = tiny_engine(kind, torch.float64, **settings)
     engine._kv_cache()
     engine.graphs = GraphDecoder(engine.policy, recorder(engine), sizes, most)
+    of_choices = recorder(engine)
+    of_choices.addresses = list  # they read nothing of the model and its cache
+    engine.sampler = GraphSampler(of_choices, sizes)  # of sessions that look ahead
     return engine
 
 
@@ -271,6 +278,99 @@ def test_graphs_outlive_sleep_where_the_memory_comes_back_at_its_addresses(
         assert engine.graphs.num_recorded == recordings, comes_back
 
 
+MIXTURES: dict[str, list[dict[str, Any]]] = {
+    "drawn": [{}],
+    "temperature": [{"temperature": 0.7}],
+    "greedy": [{"temperature": 0.0}],
+    "top-p": [{"top_p": 0.8}],
+    "all": [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.9, "temperature": 2.0},
+        {"top_k": 2},
+        {"top_k": 12, "top_p": 0.95},
+        {"min_p": 0.05, "stop_token_ids": tuple(range(20, 40))},
+    ],
+}
+
+
+def mixture(name: str, count: int = 16) -> list[GenerationRequest]:
+    """Requests of several lengths, whose parameters take turns; one has a long prompt."""
+    kinds = MIXTURES[name]
+    whole = [*prompts(count - 1), tuple(range(3, 43))]
+    return [
+        GenerationRequest(
+            number,
+            Prompt(prompt),
+            SamplingParams(
+                **{"max_tokens": 10 + number, "stop_token_ids": (7, 11), **kinds[number % len(kinds)]}
+            ),
+            number,
+        )
+        for number, prompt in enumerate(whole)
+    ]
+
+
+@pytest.mark.parametrize("leaders", [5, 1024])
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_recorded_choices_are_those_of_steps_that_are_not_recorded(
+    name: str, leaders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows enter as others leave, one prompt in pieces beside them, and rows whose leaders do not suffice."""
+    for key, value in {"ONE_LEVEL": 8, "BLOCK": 8, "LEADERS": 2, "MANY_LEADERS": leaders}.items():
+        monkeypatch.setattr(sampling, key, min(value, VOCABULARY))
+    settings: dict[str, Any] = {"max_num_seqs": 7, "max_num_batched_tokens": 9}
+    wanted = run(tiny_engine(dtype=torch.float64, **settings), mixture(name))
+    engine = recorded(look_ahead=True, **settings)
+    assert engine.sampler is not None
+    for _ in range(2):  # another session, whose table lies elsewhere
+        found = run(engine, mixture(name))
+        for number, one in wanted.items():
+            other = found[number]
+            assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-12)
+    sampler = engine.sampler
+    assert sampler.problem is None and 3 < sampler.num_recorded < engine.stats.decode_steps / 2
+    assert sampler._recorder.replays > sampler.num_recorded  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"min_tokens": 9}, {"top_log_probs": 2}, {"repetition_penalty": 1.2}, {"logit_bias": ((5, 2.0),)}],
+    ids=str,
+)
+def test_what_few_requests_ask_for_is_chosen_without_a_recording(params: dict[str, Any]) -> None:
+    requests = requests_for(prompts(4), max_tokens=12, **params)
+    engine = recorded(look_ahead=True)
+    found = run(engine, requests)
+    assert tokens(found) == tokens(run(tiny_engine(dtype=torch.float64), requests))
+    assert engine.sampler is not None and engine.sampler.num_recorded == 0
+    assert engine.graphs is not None and engine.graphs.num_recorded > 0
+
+
+def test_recorded_choices_outlive_the_weights_and_go_with_sleep_and_wider_rows() -> None:
+    engine = recorded(look_ahead=True, max_num_seqs=4)
+    sampler = engine.sampler
+    assert sampler is not None
+    requests = requests_for(prompts(4), max_tokens=9, ignore_eos=True)
+    wanted = tokens(run(engine, requests))
+    assert tokens(run(engine, requests)) == wanted and sampler.num_recorded == 1
+    engine.policy.head.weight.data = engine.policy.head.weight.data.clone()
+    engine.set_version(1)
+    assert tokens(run(engine, requests)) == wanted and sampler.num_recorded == 1
+    engine.sleep()
+    assert not sampler._graphs and not sampler._buffers
+    engine.wake_up()
+    assert tokens(run(engine, requests)) == wanted and sampler.num_recorded == 2
+    unused = set(range(3, VOCABULARY)).difference(*wanted.values())
+    many = requests_for(prompts(4), max_tokens=9, ignore_eos=True, stop_token_ids=tuple(unused))
+    assert len(unused) > 8 and tokens(run(engine, many)) == wanted and sampler.num_recorded == 3
+    few = requests[:2]
+    assert tokens(run(engine, few)) == {number: wanted[number] for number in range(2)}
+    assert sampler.num_recorded == 4  # for two rows, in the same buffers
+    assert tokens(run(engine, requests)) == wanted and sampler.num_recorded == 4
+
+
 def test_few_graphs_are_kept_and_rows_beyond_the_largest_go_without() -> None:
     engine = recorded(sizes=[1, 2], most=1, max_num_seqs=2)
     requests = requests_for(prompts(4), max_tokens=40)
@@ -308,6 +408,37 @@ def test_what_cannot_be_recorded_is_said_once_and_done_without(
     assert (
         engine.graphs is not None and engine.graphs.num_graphs == 0 and told in (engine.graphs.problem or "")
     )
+
+
+class FailsToChoose(Again):
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if run().dtype == torch.int64:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(run)
+
+
+class LiesAboutTokens(Again):
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if run().dtype == torch.int64:
+            wrong = run() + 1
+            return lambda: wrong
+        return super().record(run)
+
+
+@pytest.mark.parametrize(
+    ("recorder", "told"), [(FailsToChoose, "not permitted"), (LiesAboutTokens, "chose other tokens")]
+)
+def test_a_choice_that_cannot_be_recorded_leaves_the_steps_recorded(
+    recorder: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = recorded(recorder=recorder, look_ahead=True)
+    requests = requests_for(prompts(6), max_tokens=15)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert tokens(run(engine, requests)) == tokens(run(tiny_engine(dtype=torch.float64), requests))
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("hybridflow")]
+    assert told in line and "rollout.enforce_eager=true" in line
+    assert engine.graphs is not None and engine.graphs.problem is None and engine.graphs.num_graphs > 0
 
 
 def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None:

@@ -5,6 +5,7 @@ The tests of other files that are imported here run once more, with look-ahead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,7 +42,10 @@ from test_native_stop_texts import (  # noqa: F401
 from hybridflow.models.exact import ExactMode
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.responses import Row
+from hybridflow.rollout.native.session import Session
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +79,112 @@ def of_many_kinds() -> list[GenerationRequest]:
         )
         for number, prompt in enumerate(prompts(24, seed=3))
     ]
+
+
+def few_leaders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the leaders seldom suffice; the list gets the number of rows that are taken back together."""
+    for name, value in {"ONE_LEVEL": 8, "BLOCK": 8, "LEADERS": 2, "MANY_LEADERS": 5}.items():
+        monkeypatch.setattr(sampling, name, value)
+    together: list[int] = []
+    own = Session._take_back
+
+    def take_back(session: Session, rows: Sequence[Row]) -> None:
+        together.append(len(rows))
+        own(session, rows)
+
+    monkeypatch.setattr(Session, "_take_back", take_back)
+    return together
+
+
+def that_limit_tokens(max_tokens: int = 20) -> list[GenerationRequest]:
+    """Requests whose leaders may not suffice, beside others, which end in each way."""
+    kinds: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_p": 0.7, "ignore_eos": True},
+        {"top_p": 0.95, "temperature": 2.0, "ignore_eos": True},
+        {"top_k": 4, "top_p": 0.99, "stop_token_ids": (5, 9, 30)},
+        {"top_k": 12, "min_p": 0.01},
+        {"top_p": 0.9, "repetition_penalty": 1.2, "stop": ("x3x", "7")},
+        {"temperature": 0.0, "ignore_eos": True},
+        {"top_p": 0.8, "min_tokens": 9, "top_log_probs": 2},
+        {"top_k": 2},
+        {},
+    ]
+    return [
+        GenerationRequest(
+            number, Prompt(prompt), SamplingParams(**{"max_tokens": max_tokens, **kinds[number % 10]}), number
+        )
+        for number, prompt in enumerate(prompts(30, seed=4))
+    ]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_rows_that_fell_short_get_the_tokens_of_the_whole_vocabulary(
+    kind: Any, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit in exact mode; else a row's numbers may depend on the rows beside it in their last bits."""
+    together = few_leaders(monkeypatch)
+    outputs = []
+    for look_ahead in (False, True):
+        engine = tiny_engine(
+            dtype=torch.float32 if exact else torch.float64,
+            max_num_seqs=7,
+            max_num_batched_tokens=10,
+            kv_cache=kind,
+            block_size=8,
+            look_ahead=look_ahead,
+            decode=lambda ids: "".join(f"x{token}" for token in ids),
+        )
+        if exact:
+            engine.policy.exact = ExactMode(64)
+        outputs.append(run(engine, that_limit_tokens()))
+        assert engine.stats.generated_tokens == sum(len(one.token_ids) for one in outputs[-1].values())
+        assert bool(together) == look_ahead
+    if exact:
+        assert outputs[0] == outputs[1]
+    for number, one in outputs[0].items():
+        other = outputs[1][number]
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-12)
+    assert len(together) > 20 and max(together) > 2
+    assert {one.finish_reason for one in outputs[0].values()} == {"stop", "length"}
+
+
+def test_rows_that_fell_short_make_room_and_are_aborted_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory ends, rows are preempted between; an abort gives what the host has."""
+    together = few_leaders(monkeypatch)
+    requests = that_limit_tokens(40)
+    wanted = run(tiny_engine(dtype=torch.float64, look_ahead=False), requests)
+    engine = tiny_engine(dtype=torch.float64, kv_cache="paged", block_size=4, max_num_seqs=8)
+    monkeypatch.setattr("hybridflow.rollout.native.engine.free_memory", lambda device: 2 * 40 * 4 * 512)
+    session = engine.open()
+    session.add([one for one in requests if not one.sampling.stop])
+    outputs = [output for _ in range(12) for output in session.step()]
+    assert len(together) > 2
+    outputs += session.abort([0, 3])
+    while not session.idle:
+        outputs += session.step()
+    assert engine.stats.preemptions > 0
+    session.close()
+    for output in outputs:
+        tokens = wanted[output.request_id].token_ids
+        if output.finish_reason == "abort":
+            assert output.token_ids == tokens[: len(output.token_ids)]
+        else:
+            assert output.token_ids == tokens
+
+
+def test_a_row_that_falls_short_often_is_taken_back_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = few_leaders(monkeypatch)
+    hot = SamplingParams(100, top_p=0.99, temperature=5.0, ignore_eos=True)
+    engine = tiny_engine(dtype=torch.float64)
+    outputs = run(engine, requests_for(prompts(1), sampling=hot))
+    assert len(outputs[0].token_ids) == 100
+    assert sum(together) == 8 + 100 // 32 + 1
+    together.clear()
+    run(engine, requests_for(prompts(2), sampling=SamplingParams(30, top_k=30, ignore_eos=True)))
+    assert not together  # more than the leaders that are looked at
 
 
 @pytest.mark.parametrize("kind", ["slots", "paged"])

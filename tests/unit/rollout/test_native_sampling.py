@@ -173,7 +173,7 @@ def test_each_row_of_a_mixed_batch_is_drawn_from_what_its_own_parameters_leave(
     logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0), dtype=dtype)
     params = SAMPLINGS * 12
     numbers = numbers_of(rows, dtype)
-    tokens, log_probs, _ = sample(logits, plan_of(params), settings_of(params, numbers, vocabulary))
+    tokens, log_probs, *_ = sample(logits, plan_of(params), settings_of(params, numbers, vocabulary))
     for row, one in enumerate(params):
         token, temperature = int(tokens[row]), 1.0 if one.takes_argmax else one.temperature
         if one.takes_argmax:
@@ -202,7 +202,7 @@ def test_a_row_is_sampled_alone_as_it_is_among_others(
     for size in (1, 2, 5):
         monkeypatch.setattr(sampling, "CHUNK_BYTES", size * vocabulary * 4)
         parts = sample(logits, plan_of(params), settings_of(params, numbers, vocabulary))
-        assert all(torch.equal(one, other) for one, other in zip(together, parts))
+        assert all(torch.equal(one, other) for one, other in zip(together[:3], parts[:3]))
     for row, one in enumerate(params):
         alone = sample(
             logits[row : row + 1],

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput
+from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native import session as session_module
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.session import Session
@@ -67,17 +68,24 @@ def test_a_quiet_step_waits_for_no_newer_step_than_the_one_before(
         session.close()
 
 
-def test_top_k_and_top_p_of_a_large_vocabulary_are_waited_for_only_if_the_leaders_may_not_suffice(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("leaders", [4, 1024])
+@pytest.mark.parametrize(
+    "limits", [{"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {"top_k": 100}, {"top_k": 1050}], ids=str
+)
+def test_whether_the_leaders_suffice_is_not_waited_for(
+    limits: dict[str, Any], leaders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where they do not, so that rows are taken back and draw a token again."""
+    monkeypatch.setattr(sampling, "MANY_LEADERS", leaders)
     with FarDevice(monkeypatch) as device:
-        engine = far_engine(device, vocabulary=1100)
-        for limits, waits in (({"top_k": 20, "top_p": 0.9}, 0), ({"top_p": 0.9}, 1), ({"top_k": 100}, 1)):
-            session = running(engine, 3, **limits)
+        session = running(far_engine(device, vocabulary=1100), 3, **limits)
+        for _ in range(6):
             device.waits.clear()
             session.step()
-            assert device.waits == ["aten.nonzero.default"] * waits + ["older"]
-            session.close()
+            assert device.waits == ["older"]
+        taken_back = sum(row.num_taken_back for row in session.rows.rows)
+        assert bool(taken_back) == (leaders == 4 and limits == {"top_p": 0.9})
+        session.close()
 
 
 def test_without_look_ahead_it_waits_once_for_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 from torch import Tensor
 
 from hybridflow.distributed.accelerators import features, is_accelerator
+from hybridflow.distributed.facilities import facilities
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token, slot_capacity
@@ -29,6 +30,7 @@ from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
+from hybridflow.rollout.native.graph_sampler import GraphSampler
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
 from hybridflow.rollout.native.memory import free_memory
 from hybridflow.rollout.native.row_numbers import end_tokens, row_numbers
@@ -120,6 +122,8 @@ class NativeEngine(SessionEngine):
         self.cudagraph_capture_sizes = cudagraph_capture_sizes
         self.graphs: GraphDecoder | None = None
         """Decoder by CUDA graphs; None before the first use, and where no graphs are used."""
+        self.sampler: GraphSampler | None = None
+        """Sampler by CUDA graphs, beside `graphs`."""
 
     @property
     def policy_version(self) -> int:
@@ -186,6 +190,8 @@ class NativeEngine(SessionEngine):
         weights_stay = self.source is None and self.rounded is None
         if self.graphs is not None and not (self._paged and self.reserve_cache and weights_stay):
             self.graphs.drop()
+        if self.sampler is not None:
+            self.sampler.drop()
         if self.source is not None:
             self.source.release()
         if self.rounded is not None:
@@ -241,6 +247,9 @@ class NativeEngine(SessionEngine):
                     sizes=self.cudagraph_capture_sizes,
                     ranks=self.replica.size,
                 )
+                if self.graphs is not None:
+                    recorder = facilities(self.model.device.type).recorder(self.model.device)
+                    self.sampler = GraphSampler(recorder, self.graphs.sizes)
                 if self.records_routes:
                     self._shapes = {**self._shapes, ROUTES: routes_shape(self.model.follow_routes())}
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.model.device)))
@@ -320,6 +329,7 @@ class NativeEngine(SessionEngine):
             weights=lambda: Weights(self._version, self._weights_state),
             stats=self._stats,
             graphs=self.graphs,
+            sampler=self.sampler,
             replica=self.replica,
             problem=problem,
             closed=self._ended,

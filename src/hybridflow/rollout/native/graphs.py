@@ -82,7 +82,8 @@ class GraphDecoder:
         used = min(len(lengths), rows)
         self._tokens[:count].copy_(tokens)
         self._lengths[:used].copy_(lengths[:used])
-        self._lengths[used:rows] = 0
+        if used < rows:
+            self._lengths[used:rows] = 0
         kept_shifts = None
         if shifts is not None:
             kept_shifts = self._shifts[:rows]

@@ -1,15 +1,17 @@
 """The responses of running rows, on the host: who has which tokens, and who has ended.
 
     RowTable.choose ──Choice, on its way from the device──► take ──► rows that end ──► outputs
+                                                              └────► rows that fell short, to be taken back
 
 A choice may be taken while the device is at the next step already. A row that ended with it has got one token
-more by then, which is forgotten: it is in no response.
+more by then, which is forgotten: it is in no response. So is the token of a row that fell short (its leaders
+did not suffice), and what it got after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,11 +26,15 @@ from hybridflow.rollout.base import (
     TopTokens,
 )
 from hybridflow.rollout.native.prefixes import Prefix
-from hybridflow.rollout.native.sampling import STOP_TEXTS, TOP_LOG_PROBS, SamplingPlan
+from hybridflow.rollout.native.sampling import STOP_TEXTS, TOP_LOG_PROBS, WHOLE, SamplingPlan, needs_of
 from hybridflow.rollout.native.stop_text import StopTexts
 
 COLUMNS = ("tokens", "log_probs", "versions")
 COUNTS = ("prompt", "sampled", "known", "limit")
+SELDOM = 32
+"""A row that falls short more often than once in so many of the tokens that it may have, and eight times, has
+its whole vocabulary sorted from then on.
+"""
 
 
 @dataclass(eq=False)
@@ -56,6 +62,16 @@ class Row:
     """Prefix hit that it entered with."""
     prefix: Prefix | None = None
     """Its own context, which later prompts may share."""
+    num_taken_back: int = 0
+    """How often it fell short."""
+
+    def settle(self) -> bool:
+        """Note that a token was drawn of the whole vocabulary; return whether the next ones need not be."""
+        sampling = self.request.sampling
+        if needs_of(sampling) & WHOLE or self.num_taken_back > 8 + sampling.max_tokens // SELDOM:
+            return False
+        self.needs &= ~WHOLE
+        return True
 
 
 @dataclass(eq=False)
@@ -71,12 +87,14 @@ class Choice:
     asking: list[Row]
     """Rows that asked for the most probable tokens."""
     copy: HostCopy
-    """Tokens, log-probs, whether the token ends the row; of `asking`, tokens and log-probs [n, K] too."""
+    """`Sampled.facts`; of `asking`, tokens and log-probs [n, K] too."""
     index: NDArray[np.intp] | None = None
     """Places of `rows` among those that got a token; None: they are all of them."""
+    short: list[Row] = field(default_factory=list)
+    """Rows without a token, once it is taken: their leaders did not suffice."""
 
     def forget(self, leaving: set[Row]) -> None:
-        """Drop the tokens of rows that have left: they had ended one token earlier."""
+        """Drop the tokens of rows that have left, which ended one token earlier, or are taken back."""
         kept = np.array([place for place, row in enumerate(self.rows) if row not in leaving], dtype=np.intp)
         self.rows = [self.rows[place] for place in kept]
         self.slots = self.slots[kept]
@@ -126,16 +144,22 @@ class Responses:
 
     def take(self, choice: Choice) -> list[Row]:
         """Append tokens to the responses, as soon as they have come to the host; return the rows that end."""
-        columns = choice.copy.arrays()
+        first, *top = choice.copy.arrays()
+        facts = first.astype(np.int64, copy=False)
+        own = facts if choice.index is None else facts[choice.index]
+        if own.shape[1] > 3 and own[:, 3].any():
+            choice.short = [choice.rows[place] for place in own[:, 3].nonzero()[0]]
+            choice.forget(set(choice.short))
+            own = own[own[:, 3] == 0]
         if choice.asking:
-            _keep_top(choice, columns[3:])
-        if choice.index is not None:
-            columns = [column[choice.index] for column in columns[:3]]
-        tokens, log_probs, stopped = columns[:3]
-        place = (choice.slots, choice.places)
-        self.tokens[place] = tokens
-        self.log_probs[place] = log_probs
-        self.versions[place] = choice.version
+            _keep_top(choice, top)
+        tokens = own[:, 0]
+        log_probs = own[:, 1].copy().view(np.float64)
+        stopped = own[:, 2].astype(bool)
+        newest = (choice.slots, choice.places)
+        self.tokens[newest] = tokens
+        self.log_probs[newest] = log_probs
+        self.versions[newest] = choice.version
         known = choice.places + 1
         self.known[choice.slots] = known
         broken = ~np.isfinite(log_probs)

@@ -1,8 +1,9 @@
 """The running rows as a table: one tensor per column, rows 0..count-1 in use, row i is row i of the cache.
 
     columns ──choose──► newest tokens, the next step's input ──Choice──► Responses, on the host
-       ▲                             │
-       └─────────────────────────────┘ all on the device
+       ▲                             │                                        │
+       ├─────────────────────────────┘ all on the device                      │
+       └──take_back────── rows whose token may be wrong ◄─────────────────────┘
 
 A decode step reads and writes whole columns: a handful of operations for any number of rows. Rows are moved
 in all columns alike. A column that few requests need has no width until one of them comes.
@@ -10,6 +11,7 @@ in all columns alike. A column that few requests need has no width until one of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +29,7 @@ from hybridflow.rollout.native.row_numbers import INTEGERS, REALS, row_numbers
 from hybridflow.rollout.native.sampling import RowSettings, SamplingPlan, most_probable, sample
 from hybridflow.rollout.native.stop_text import StopTexts
 
+_PLACES = itertools.count()
 LOOSE = 4
 """A column that is more than this many times as wide as its rows need is narrowed."""
 FILLING = {"stops": -1}
@@ -58,6 +61,8 @@ class RowTable:
         self.partial = False
         """Whether the last row's prompt is in chunked prefill, so that it does not decode."""
         self.responses = Responses(dtype, stop_texts)
+        self.place = next(_PLACES)
+        """Number that no table had before; another one whenever other rows stand in it, or elsewhere."""
         self._slots: NDArray[np.int64] | None = None  # of the responses of all rows, in order
         self._plans: dict[tuple[int | None, int | None], SamplingPlan] = {}
         self.length = column()  # tokens whose keys and values are in the cache
@@ -137,6 +142,7 @@ class RowTable:
 
     def _changed(self) -> None:
         """Forget what is known of the rows together."""
+        self.place = next(_PLACES)
         self._slots = None
         self._plans.clear()
 
@@ -182,10 +188,16 @@ class RowTable:
             self.bias_token[rows] = _padded(tokens, self.bias_token, 0)
             self.bias[rows] = _padded([[bias for _, bias in one.logit_bias] for one in new], self.bias, 0)
 
-    def choose(self, start: int, logits: Tensor, version: int) -> Choice:
+    @property
+    def plan(self) -> SamplingPlan:
+        """What all decoding rows need."""
+        return self._plan(slice(0, self.decoding))
+
+    def choose(self, start: int, logits: Tensor, version: int, *, ahead: bool = False) -> Choice:
         """Sample one token for each decoding row from `start` on, of logits [n, V].
 
-        It is their newest token at once, for the next step; `take` appends it to their responses.
+        It is their newest token at once, for the next step; `take` appends it to their responses. `ahead` is
+        that of `sample`.
         """
         rows = slice(start, self.decoding)
         plan = self._plan(rows)
@@ -199,8 +211,9 @@ class RowTable:
         def edit(logits: Tensor, part: slice) -> Tensor:
             return self._edited(logits, slice(start + part.start, start + part.stop), plan)
 
-        chosen = sample(logits, plan, settings, edit if plan.any(sampling.EDITS) else None)
-        columns = [chosen.tokens, chosen.log_probs, self._record(rows, chosen.tokens, plan)]
+        chosen = sample(logits, plan, settings, edit if plan.any(sampling.EDITS) else None, ahead=ahead)
+        columns = [chosen.facts(self.stops[rows])]
+        self._record(rows, chosen.tokens, plan)
         asking = [self.rows[start + row] for row in plan.rows(sampling.TOP_LOG_PROBS)]
         if asking:
             index = plan.index(self.device, sampling.TOP_LOG_PROBS)
@@ -208,10 +221,47 @@ class RowTable:
             columns += most_probable(
                 logits[index], settings.temperature[index], chosen.normalizer[index], most
             )
+        return self._choice(start, plan, asking, columns, version)
+
+    def chosen(self, facts: Tensor, version: int) -> Choice:
+        """Do as `choose`, with facts [n, 3 or 4] that were sampled already, for all decoding rows."""
+        rows = slice(0, self.decoding)
+        plan = self._plan(rows)
+        self._record(rows, facts[:, 0], plan)
+        return self._choice(0, plan, [], [facts], version)
+
+    def _choice(
+        self, start: int, plan: SamplingPlan, asking: list[Row], columns: Sequence[Tensor], version: int
+    ) -> Choice:
+        rows = slice(start, self.decoding)
         slots = self._slots_of(rows)
         places = self.responses.sampled[slots]
         self.responses.sampled[slots] += 1
+        settled = [self.rows[start + row].settle() for row in plan.rows(sampling.WHOLE)]
+        if any(settled):
+            self._plans.clear()
         return Choice(self.rows[rows], slots, places, version, plan, asking, HostCopy(columns))
+
+    def take_back(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+        """Set rows back to the tokens that the host knows; their next token is drawn of the whole vocabulary.
+
+        Returns their places, and by how many tokens each was ahead.
+        """
+        places = [self.rows.index(row) for row in rows]
+        slots = np.array([row.slot for row in rows], np.int64)
+        known = self.responses.known[slots]
+        ahead = self.responses.sampled[slots] - known
+        self.responses.sampled[slots] = known
+        newest = self.responses.tokens[slots, known - 1]
+        index, back, tokens = to_device(torch.from_numpy(np.stack([places, ahead, newest])), self.device)
+        self.last_token.index_copy_(0, index, tokens)
+        self.length.index_add_(0, index, back, alpha=-1)
+        self.generated.index_add_(0, index, back, alpha=-1)
+        for row in rows:
+            row.needs |= sampling.WHOLE
+            row.num_taken_back += 1
+        self._plans.clear()
+        return places, ahead.tolist()
 
     def _plan(self, rows: slice) -> SamplingPlan:
         plan = self._plans.get((rows.start, rows.stop))
@@ -240,8 +290,8 @@ class RowTable:
             edited.scatter_add_(1, stops.clamp(min=0), nothing.masked_fill_(forbidden, -float("inf")))
         return edited
 
-    def _record(self, rows: slice, tokens: Tensor, plan: SamplingPlan) -> Tensor:
-        """Note a new token of each of `rows`; [n] bool of those that it ends."""
+    def _record(self, rows: slice, tokens: Tensor, plan: SamplingPlan) -> None:
+        """Note a new token of each of `rows`."""
         generated = self.generated[rows]
         self.last_token[rows] = tokens
         generated += 1
@@ -249,7 +299,6 @@ class RowTable:
             asking = plan.index(self.device, sampling.REPETITION)
             own = asking + rows.start
             self.history[own, self.prompt_length[own] + generated[asking] - 1] = tokens[asking]
-        return (tokens[:, None] == self.stops[rows]).any(-1)
 
     def move_to_end(self, row: int) -> None:
         """Make a row the last one; those behind it move up."""

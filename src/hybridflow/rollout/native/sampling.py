@@ -33,13 +33,17 @@ MOST_BIAS = 1e9
 """Largest logit bias: the logits stay finite with it at every temperature that is allowed."""
 LEADERS = 64
 """Top-k and top-p look at so many of the most probable tokens before they sort a large vocabulary."""
+MANY_LEADERS = 1024
+"""So many where nobody waits to learn whether they suffice: a row for which they do not loses two steps."""
 
 # what a row may ask for
 DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (
     1 << bit for bit in range(10)
 )
-# top-p alone, or a top-k beyond LEADERS: the leaders may not suffice, and whether they do must be waited for
+# top-p alone, or a top-k beyond LEADERS: the leaders may not suffice
 BEYOND = 1 << 10
+# a top-k beyond MANY_LEADERS, or a row that fell short: the whole vocabulary is sorted without asking
+WHOLE = 1 << 11
 EDITS = LOGIT_BIAS | REPETITION | MIN_TOKENS
 
 
@@ -53,6 +57,7 @@ def needs_of(params: SamplingParams) -> int:
         MIN_P: not params.takes_argmax and params.min_p > 0,
         LEADING: leading,
         BEYOND: leading and not 0 < params.top_k <= LEADERS,
+        WHOLE: leading and params.top_k > MANY_LEADERS,
         LOGIT_BIAS: bool(params.logit_bias),
         REPETITION: params.repetition_penalty != 1.0,
         MIN_TOKENS: params.min_tokens > 0,
@@ -99,17 +104,18 @@ class SamplingPlan:
         self._needs = needs
         self._known: dict[tuple[int, int, int | None], list[int]] = {}
         self._indices: dict[tuple[int, int, int | None], Tensor] = {}
-        self._all = 0
+        self.asked = 0
+        """All needs of all rows."""
         for kind in set(needs):
-            self._all |= kind
+            self.asked |= kind
 
     def any(self, needs: int) -> bool:
         """Return whether some row asks for one of `needs`."""
-        return bool(self._all & needs)
+        return bool(self.asked & needs)
 
     def rows(self, need: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the rows from `start` to `stop` that ask for `need`, counted from `start`."""
-        if not self._all & need:
+        if not self.asked & need:
             return []
         known = self._known.get((need, start, stop))
         if known is None:
@@ -154,17 +160,37 @@ class Sampled(NamedTuple):
     """Nats, of softmax(logits / temperature) over the whole vocabulary."""
     normalizer: Tensor
     """logsumexp(logits / temperature)."""
+    short: Tensor | None = None
+    """bool: the leaders did not suffice, so that the token may be a wrong one. None: all are right."""
+
+    def facts(self, stops: Tensor) -> Tensor:
+        """Return what the host has to know, in one tensor [B, 3] int64, or [B, 4] with `short`.
+
+        Tokens, the bits of their log-probs in float64, whether they are among `stops` [B, S], which end rows.
+        """
+        ends = (self.tokens[:, None] == stops).any(-1)
+        columns = [self.tokens, self.log_probs.double().view(torch.int64), ends]
+        if self.short is not None:
+            columns.append(self.short)
+        return torch.stack(columns, 1)
 
 
 Edit = Callable[[Tensor, slice], Tensor]
 """(logits [n, V], which rows these are) -> other logits, by which tokens are chosen."""
 
 
-def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None = None) -> Sampled:
+def sample(
+    logits: Tensor,
+    plan: SamplingPlan,
+    settings: RowSettings,
+    edit: Edit | None = None,
+    *,
+    ahead: bool = False,
+) -> Sampled:
     """Sample one token for each row of logits [B, V], float32 or float64.
 
     Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and
-    top-p did to the choice.
+    top-p did to the choice. `ahead`: never wait for the device, but say which tokens may be wrong.
     """
     count = len(logits)
     number = 1
@@ -172,14 +198,16 @@ def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit
     if logits.device.type == "cpu":
         number = max(1, count // max(2, CHUNK_BYTES // (logits.shape[1] * logits.element_size())))
     if number == 1:
-        return _sample(logits, plan, settings, edit, slice(0, count))
+        return _sample(logits, plan, settings, edit, slice(0, count), ahead)
     parts = [slice(count * part // number, count * (part + 1) // number) for part in range(number)]
-    chosen = [_sample(logits[rows], plan, settings.part(rows), edit, rows) for rows in parts]
-    return Sampled(*(torch.cat(column) for column in zip(*chosen)))
+    chosen = [_sample(logits[rows], plan, settings.part(rows), edit, rows, ahead) for rows in parts]
+    tokens, log_probs, normalizer, short = zip(*chosen)
+    joined = None if short[0] is None else torch.cat(short)
+    return Sampled(torch.cat(tokens), torch.cat(log_probs), torch.cat(normalizer), joined)
 
 
 def _sample(
-    logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice
+    logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice, ahead: bool
 ) -> Sampled:
     by_temperature = plan.any(TEMPERATURE)
     scaled = logits
@@ -195,6 +223,7 @@ def _sample(
         weights, total, normalizer = exponentials(scaled)
     edited = logits if edit is None else edit(logits, rows)
     tokens = None
+    short = None
     probabilities = weights
     if plan.any(DRAWN):
         assert settings.uniform is not None, "sampled rows need their uniform numbers"
@@ -207,7 +236,9 @@ def _sample(
             total = None
         if leading := plan.rows(LEADING, rows.start, rows.stop):
             beyond = plan.any(BEYOND)
-            if len(leading) == len(weights):
+            if ahead:
+                floor, short = _floor_ahead(weights, plan, settings, total, rows)
+            elif len(leading) == len(weights):
                 floor = probability_floor(weights, settings.top_k, settings.top_p, total, beyond=beyond)
             else:
                 index = plan.index(weights.device, LEADING, rows.start, rows.stop)
@@ -224,8 +255,8 @@ def _sample(
     chosen = scaled.gather(-1, tokens[:, None])[:, 0]
     if normalizer is None:
         log_probs = probabilities.gather(-1, tokens[:, None])[:, 0].log_()
-        return Sampled(tokens, log_probs, chosen - log_probs)
-    return Sampled(tokens, chosen - normalizer, normalizer)
+        return Sampled(tokens, log_probs, chosen - log_probs, short)
+    return Sampled(tokens, chosen - normalizer, normalizer, short)
 
 
 def _has_bits_of_training(device: torch.device) -> bool:
@@ -298,44 +329,63 @@ def probability_floor(
 
     `total` [n]: the sums of the rows, where they are known. `beyond`: it may lie behind the LEADERS most
     probable tokens; else each top_k is at most as large, and nothing waits for the device.
-
-    Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays
-    too, so that the order of equal ones does not matter.
     """
     vocabulary = weights.shape[-1]
     if total is None:
         total = weights.sum(-1)
-    floor = torch.empty_like(top_p)
-    waiting = None
-    sizes = [vocabulary]
-    if vocabulary > ONE_LEVEL:
-        sizes = [LEADERS, vocabulary] if beyond else [LEADERS]
-    for size in sizes:
-        rows = weights if waiting is None else weights[waiting]
-        limit, share, whole = (
-            fact if waiting is None else fact[waiting]
-            for fact in (top_k[:, None], top_p[:, None], total[:, None])
-        )
-        leaders = largest(rows, size)
-        ranks = torch.arange(size, device=weights.device)
-        held = (leaders * (ranks < limit)).cumsum(-1)
-        enough = (share * torch.where(limit <= size, held[:, -1:], whole)).masked_fill_(
-            share >= 1, float("inf")
-        )
-        kept = ((held - leaders < enough) & (ranks < limit)).sum(-1, keepdim=True)
-        found = leaders.gather(-1, (kept - 1).clamp_(min=0))[:, 0]
-        if waiting is None:
-            floor = found
-        else:
-            floor[waiting] = found
-        if size == sizes[-1]:
-            break
-        # a row that neither has its k among the leaders nor reaches its share with them waits for the whole
-        # vocabulary
-        waiting = ((limit > size) & (held[:, -1:] < enough)).nonzero()[:, 0]
-        if not len(waiting):
-            break
+    if vocabulary <= ONE_LEVEL:
+        return _floor_among(vocabulary, weights, top_k, top_p, total)[0]
+    floor, short = _floor_among(LEADERS, weights, top_k, top_p, total)
+    if beyond and len(rows := short.nonzero()[:, 0]):
+        floor[rows] = _floor_among(vocabulary, weights[rows], top_k[rows], top_p[rows], total[rows])[0]
     return floor
+
+
+def _floor_ahead(
+    weights: Tensor, plan: SamplingPlan, settings: RowSettings, total: Tensor | None, rows: slice
+) -> tuple[Tensor, Tensor | None]:
+    """The floor of all rows [n] without a wait, and for which rows it may be a wrong one, or None.
+
+    0 for rows that leave out nothing. Rows that the plan has as WHOLE are right.
+    """
+    vocabulary = weights.shape[-1]
+    limits = (settings.top_k, settings.top_p, weights.sum(-1) if total is None else total)
+    size = vocabulary
+    if vocabulary > ONE_LEVEL:
+        size = MANY_LEADERS if plan.any(BEYOND) else LEADERS
+    floor, short = _floor_among(min(size, vocabulary), weights, *limits)
+    if plan.rows(WHOLE, rows.start, rows.stop) and size < vocabulary:
+        whole = plan.index(weights.device, WHOLE, rows.start, rows.stop)
+        right = _floor_among(vocabulary, weights[whole], *(limit[whole] for limit in limits))[0]
+        floor.index_copy_(0, whole, torch.where(short[whole], right, floor[whole]))
+        short.index_fill_(0, whole, False)
+    everything = (settings.top_k >= vocabulary) & (settings.top_p >= 1)
+    floor = floor.masked_fill(everything, 0)
+    if size >= vocabulary or not plan.any(BEYOND):
+        return floor, None
+    return floor, short & ~everything
+
+
+def _floor_among(
+    size: int, weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The floor as the `size` largest of each row tell it, and for which rows they do not suffice: [n] each.
+
+    Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays
+    too, so that the order of equal ones does not matter. A row falls short that neither has its k among them
+    nor reaches its share with them.
+    """
+    limit = top_k[:, None]
+    share = top_p[:, None]
+    leaders = largest(weights, size)
+    ranks = torch.arange(size, device=weights.device)
+    held = (leaders * (ranks < limit)).cumsum(-1)
+    enough = (share * torch.where(limit <= size, held[:, -1:], total[:, None])).masked_fill_(
+        share >= 1, float("inf")
+    )
+    kept = ((held - leaders < enough) & (ranks < limit)).sum(-1, keepdim=True)
+    floor = leaders.gather(-1, (kept - 1).clamp_(min=0))[:, 0]
+    return floor, ((limit > size) & (held[:, -1:] < enough))[:, 0]
 
 
 def largest(weights: Tensor, count: int) -> Tensor:

@@ -10,7 +10,9 @@ not decode until all of it is computed.
 
 With look-ahead, for devices that work beside the host, the tokens of a step are the input of the next one
 before the host has seen them: it looks at them while the next step runs. A row that ends is found one step
-late. What that step computed of it is forgotten, and the other rows do not depend on it.
+late. What that step computed of it is forgotten, and the other rows do not depend on it. A row whose most
+probable tokens did not suffice for its top-p is found late too: it is taken back to what the host knows and
+decodes that token again, which is then drawn of the whole vocabulary, by the same random number.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.transfers import to_device
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
+from hybridflow.rollout.native.graph_sampler import GraphSampler
 from hybridflow.rollout.native.graphs import GraphDecoder
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
 from hybridflow.rollout.native.responses import Choice, Row, begun_beyond
@@ -86,6 +89,7 @@ class Session:
         weights: Callable[[], Weights],
         stats: RolloutStats,
         graphs: GraphDecoder | None,
+        sampler: GraphSampler | None,
         replica: ReplicaRanks,
         problem: Callable[[GenerationRequest], str | None],
         closed: Callable[[bool], None],
@@ -109,6 +113,7 @@ class Session:
         self._seen = weights()
         self._stats = stats
         self._graphs = graphs
+        self._sampler = sampler if settings.look_ahead else None
         self._replica = replica
         self._problem = problem
         self._closed = closed
@@ -370,7 +375,9 @@ class Session:
         if row - first > len(whole):
             index = [place for place, one in enumerate(whole) for _ in one.requests]
             states = states.index_select(0, to_device(index, states.device))
-        self._choose(first, states[: row - first])
+        logits = self.policy.logits(states[: row - first])
+        # not ahead: a prompt's last token, whose keys others share, is not decoded again
+        self._add(self.rows.choose(first, logits, self._seen.version))
 
     def _grow(self, running: int, rows: int, length: int) -> bool:
         live = min(self.settings.max_rows, rows + self.scheduler.num_waiting)
@@ -418,27 +425,41 @@ class Session:
             hidden = self._graphs(self.cache, tokens, self.rows.length[: self.rows.count], longest, shifts)
         lengths += 1
         self._stats.decode_steps += 1
-        self._choose(0, hidden)
-
-    def _choose(self, start: int, hidden: Tensor) -> None:
-        """Sample a token for decoding rows from `start` on, by hidden states [n, H]."""
         logits = self.policy.logits(hidden)
-        self._choices.append(self.rows.choose(start, logits, self._seen.version))
+        facts = None
+        if self._sampler is not None:
+            facts = self._sampler(self.rows, logits)
+        version = self._seen.version
+        if facts is None:
+            self._add(self.rows.choose(0, logits, version, ahead=self.settings.look_ahead))
+        else:
+            self._add(self.rows.chosen(facts, version))
+
+    def _add(self, choice: Choice) -> None:
+        self._choices.append(choice)
         self._look(behind=int(self.settings.look_ahead))
 
     def _look(self, behind: int = 0) -> bool:
         """Take the tokens that the host has not seen, but those of the newest `behind` steps.
 
-        Rows that they end leave. Returns whether there were any.
+        Rows that they end leave, and those that fell short are taken back. Returns whether any left.
         """
         left = False
         while len(self._choices) > behind:
             choice = self._choices.popleft()
-            self._stats.generated_tokens += len(choice.rows)
             leaving = self.rows.responses.take(choice)
+            self._stats.generated_tokens += len(choice.rows)
+            if choice.short:
+                self._take_back(choice.short)
             self._finished += self._leave(leaving)
             left = left or bool(leaving)
         return left
+
+    def _take_back(self, rows: Sequence[Row]) -> None:
+        """Set rows back to the tokens that the host knows; what they were given since is forgotten."""
+        for choice in self._choices:
+            choice.forget(set(rows))
+        self.cache.take_back(*self.rows.take_back(rows))
 
     def _leave(self, rows: Sequence[Row], aborted: bool = False) -> list[GenerationOutput]:
         """Remove rows and return their outputs; keep what later prompts may share."""

@@ -64,4 +64,5 @@ def test_a_joined_norm_has_the_numbers_and_gradients_of_the_plain_one() -> None:
         out.float().square().sum().backward()
         found.append([out.detach(), states.grad, norm.weight.grad])
     for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=3e-2, atol=3e-2)
+        apart = float((mine.float() - other.float()).norm() / other.float().norm())
+        assert apart < 1e-2, "the plain one rounds twice more"

@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import max_over
+from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.micro_batches import MicroBatch, plan
 from hybridflow.engines.nonfinite import NonfiniteGuard
@@ -32,7 +33,6 @@ from hybridflow.engines.schedule import learning_rate
 from hybridflow.errors import TrainingError
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.routing import LIVE
-from hybridflow.models.transfers import HostCopy, to_device
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 

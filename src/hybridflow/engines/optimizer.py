@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
+from hybridflow.distributed.transfers import HostBuffers, to_device
 from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
 from hybridflow.errors import CheckpointError, TrainingError
-from hybridflow.models.transfers import to_device
 
 
 class MasterAdamW:

@@ -118,8 +118,8 @@ class MasterAdamW:
         copies = [replicas(self.parameters[name], world_size) for name in grads]
         squares = squares / to_device(torch.tensor(copies, dtype=torch.float64), squares.device)
         if squares.device.type == "cpu":  # in the order of the parameters: the bits of adding one by one
-            return squares.cumsum(0)[-1].to(device)
-        return squares.sum().to(device)
+            return to_device(squares.cumsum(0)[-1], device)
+        return squares.sum()
 
     @property
     def num_gradients(self) -> int:
@@ -137,10 +137,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply every gradient by a 0-d tensor."""
+        """Multiply every gradient by a 0-d tensor of main memory, which torch takes as a number anywhere."""
         for master in self.masters.values():
             if master.grad is not None:
-                master.grad.mul_(factor.to(master.grad.device))
+                master.grad.mul_(factor)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

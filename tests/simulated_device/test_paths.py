@@ -19,6 +19,7 @@ from tiny_trainer import TIMINGS, build, ppo_config, sft_config, tiny_model  # n
 
 from hybridflow.config import PPOConfig  # noqa: E402
 from hybridflow.config.load import prepare_config  # noqa: E402
+from hybridflow.errors import ConfigError  # noqa: E402
 from hybridflow.observability.trackers.jsonl import read_metrics  # noqa: E402
 from picture_models import picture_model  # noqa: E402
 
@@ -108,6 +109,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_has_the_cpus_numbers(path: str, model: Path, tmp_path: Path) -> None:
     runs = [numbers(tmp_path, device, model, *PATHS[path]) for device in ("cpu", "sim")]
     compare(*runs)
+
+
+def test_exact_mode_is_refused_where_it_is_asked_for_and_left_out_by_auto(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact = "actor_rollout_ref.rollout.exact"
+    config = ppo_config(model, tmp_path / "true", "trainer.device=sim", *GRPO, f"{exact}=true")
+    refused = f"{exact}=true cannot hold: the model is on sim.*exact mode is for the CPU. Set {exact}=auto"
+    with pytest.raises(ConfigError, match=refused), build(config):
+        pass
+    with caplog.at_level("INFO", "hybridflow"):
+        auto = numbers(tmp_path / "auto", "sim", model, *GRPO, f"{exact}=auto")
+    assert [each for each in caplog.messages if each.startswith("fast mode: the model is on sim")]
+    compare(numbers(tmp_path / "false", "sim", model, *GRPO), auto, tolerance=0.0)
 
 
 def test_a_mixture_of_experts_with_routes_of_generation(tmp_path: Path) -> None:

@@ -128,6 +128,12 @@ class HostBuffers:
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             return tensor
+        if features(tensor.device.type).pins_memory:
+            self._waits_for = tensor.device
+        return copy_to_host(tensor, self._buffer(name, tensor, tensor.device))
+
+    def _buffer(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return the memory of a name for copies of a tensor to or from a device."""
         strides = strides_of_copy(tensor)
         buffer = self._buffers.get(name)
         if (
@@ -136,14 +142,12 @@ class HostBuffers:
             or buffer.shape != tensor.shape
             or buffer.stride() != strides
         ):
-            buffer = self._buffers[name] = self._part(tensor)
-        if features(tensor.device.type).pins_memory:
-            self._waits_for = tensor.device
-        return copy_to_host(tensor, buffer)
+            buffer = self._buffers[name] = self._part(tensor, device)
+        return buffer
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def _part(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return main memory for a copy of a tensor: the next part of a slab, where memory is page-locked."""
-        if not features(tensor.device.type).pins_memory:
+        if not features(device.type).pins_memory:
             return empty_on_host(tensor)
         step = ALIGNMENT // tensor.element_size()
         count = -(-tensor.numel() // step) * step
@@ -157,9 +161,14 @@ class HostBuffers:
         return slab.as_strided(tensor.shape, strides_of_copy(tensor), used)
 
     def move(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor on `device`: itself if it is there, else a copy, which is a buffer on a CPU."""
+        """Return a tensor on `device`: itself if it is there, else a copy, which is a buffer on a CPU.
+
+        A tensor of ordinary memory goes to the device through the buffer, to which it comes back.
+        """
         if device.type == "cpu":
             return self.copy(name, tensor)
+        if tensor.device.type == "cpu" and features(device.type).pins_memory and not tensor.is_pinned():
+            tensor = self._buffer(name, tensor, device).copy_(tensor)
         return to_device(tensor, device)
 
     def wait(self) -> None:

@@ -26,6 +26,8 @@ from ranks import Ranks
 SIM = torch.device("sim", 0)
 OFFLOAD = FSDPConfig(param_offload=True, optimizer_offload=True)
 PINS = features("sim").pins_memory
+QUICK = (("AdamW", "bfloat16"), ("Muon", "float32"))
+"""Optimizers and dtypes that are not slow tests: masters of their own and none, moments of two kinds."""
 pinned = pytest.mark.skipif(not PINS, reason="each copy waits on a device that pins no memory")
 
 
@@ -70,8 +72,14 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
         assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW8bit", "Muon", "SGD"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        pytest.param(optimizer, dtype, marks=[pytest.mark.slow] * ((optimizer, dtype) not in QUICK))
+        for optimizer in ("AdamW", "AdamW8bit", "Muon", "SGD")
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_offload_changes_no_bit_and_a_mini_batch_waits_once_for_it(
     folder: str, dtype: str, optimizer: str
 ) -> None:

@@ -66,6 +66,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "one_step_off": (*ASYNC, "trainer.schedule=one_step_off"),
     "entropy and clip_cov": (*GRPO, f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.entropy_coeff=0.01"),
 }
+QUICK = ("ppo with critic", "offload", "top-p and top-k", "blocks of a cache", "one_step_off")
+"""Paths that are not slow tests. The others are parts of these, or are counted or resumed in another test."""
 
 
 def numbers(folder: Path, device: str, model: Path, *overrides: str) -> list[dict[str, float]]:
@@ -105,7 +107,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path not in QUICK)) for path in PATHS]
+)
 def test_a_run_has_the_cpus_numbers(path: str, model: Path, tmp_path: Path) -> None:
     runs = [numbers(tmp_path, device, model, *PATHS[path]) for device in ("cpu", "sim")]
     compare(*runs)

@@ -26,6 +26,17 @@ from hybridflow.distributed.accelerators import features
 from ranks import Ranks
 
 PINS = features("sim").pins_memory
+QUICK = (
+    "full shard",
+    "all on the CPU",
+    "at rest between phases",
+    "no rows on a rank",
+    "tensor parallel",
+    "pipeline",
+    "ulysses",
+    "ring",
+)
+"""Cases that are not slow tests: one of each layout, and of each place where weights rest."""
 ROUNDING = 1e-6
 """Most of the difference of a number, relative to it where it is above 1: attention has a device's form."""
 
@@ -69,7 +80,9 @@ def compare(cpu: list[Any], sim: list[Any], tolerance: float = ROUNDING) -> None
     assert not apart, "\n".join(apart)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 def test_two_ranks_have_the_cpus_numbers(
     name: str, two_ranks: Ranks, sim_ranks: Ranks, folders: dict[str, str]
 ) -> None:

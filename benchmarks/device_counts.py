@@ -11,14 +11,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "simulated_device"))
 
+from counted_ranks import CASES, EXPERTS, counted, on_sim, run_of, save_models  # noqa: E402
 from counted_run import STEPS, counted_run  # noqa: E402
+from sharded_runs import train  # noqa: E402
 from simulated_accelerator import counts  # noqa: E402
 from simulated_accelerator.row import KIND  # noqa: E402
+
+from ranks import Ranks  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "device_counts.md"
 ACTOR = "actor_rollout_ref.actor"
@@ -87,6 +92,32 @@ def table(name: str) -> str:
     return "\n".join(lines)
 
 
+def layouts() -> str:
+    """Return the waits of two ranks that share a model, by how they share it."""
+    lines = [
+        "## Two ranks",
+        "",
+        "Waits of the first rank for each update and each pass for log-probs, of two or three micro-batches.",
+        "The model has 2 layers. Ranks that share experts wait once a layer for each micro-batch, to know",
+        "how many tokens come.",
+        "",
+        "| ranks | update | log-prob pass |",
+        "|---|---:|---:|",
+    ]
+    ranks = Ranks(2, "sim")
+    with tempfile.TemporaryDirectory(prefix="counted-") as folder:
+        folders = save_models(Path(folder))
+        for name in CASES | EXPERTS:
+            (_, waits), _ = ranks.run(counted, train, on_sim(run_of(name, folders)))
+            cells = []
+            for phase in ("update", "log-prob pass"):
+                torchs = f" and {waits[phase].torchs:g} of FSDP" if waits[phase].torchs else ""
+                cells.append(f"{waits[phase].ours:g}{torchs}")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    ranks.stop()
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Count the runs and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -99,6 +130,9 @@ def main() -> None:
         counts.forget()
         counted_run(*keys)
         tables.append(table(name))
+        print(tables[-1], flush=True)
+    if not asked or asked == "Two ranks":
+        tables.append(layouts())
         print(tables[-1], flush=True)
     if not asked:
         date = datetime.date.today().isoformat()

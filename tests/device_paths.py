@@ -20,6 +20,7 @@ from tiny_trainer import TIMINGS, build, ppo_config, sft_config, tiny_model  # n
 
 from hybridflow.config import PPOConfig  # noqa: E402
 from hybridflow.config.load import prepare_config  # noqa: E402
+from hybridflow.errors import ConfigError  # noqa: E402
 from hybridflow.observability.trackers.jsonl import read_metrics  # noqa: E402
 from picture_models import picture_model  # noqa: E402
 
@@ -79,6 +80,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "one_step_off": (*ASYNC, "trainer.schedule=one_step_off"),
     "entropy and clip_cov": (*GRPO, f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.entropy_coeff=0.01"),
 }
+QUICK = ("ppo with critic", "offload", "top-p and top-k", "blocks of a cache", "one_step_off")
+"""Paths that are not slow tests. The others are parts of these, or are counted or resumed in another test."""
 
 
 def numbers(folder: Path, device: str, model: Path, *overrides: str) -> list[dict[str, float]]:
@@ -118,10 +121,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path not in QUICK)) for path in PATHS]
+)
 def test_a_run_has_the_cpus_numbers(path: str, model: Path, tmp_path: Path, device: Device) -> None:
     runs = [numbers(tmp_path, each, model, *PATHS[path]) for each in ("cpu", device.name)]
     compare(*runs, device.rounding)
+
+
+def test_exact_mode_is_refused_where_it_is_asked_for_and_left_out_by_auto(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, device: Device
+) -> None:
+    exact = "actor_rollout_ref.rollout.exact"
+    there = f"trainer.device={device.name}"
+    config = ppo_config(model, tmp_path / "true", there, *GRPO, f"{exact}=true")
+    refused = (
+        f"{exact}=true cannot hold: the model is on {device.name}.*mode is for the CPU. Set {exact}=auto"
+    )
+    with pytest.raises(ConfigError, match=refused), build(config):
+        pass
+    with caplog.at_level("INFO", "hybridflow"):
+        auto = numbers(tmp_path / "auto", device.name, model, *GRPO, f"{exact}=auto")
+    assert [each for each in caplog.messages if each.startswith(f"fast mode: the model is on {device.name}")]
+    without = numbers(tmp_path / "false", device.name, model, *GRPO)
+    compare(without, auto, 0.0 if device.repeats else device.rounding)
 
 
 def test_a_mixture_of_experts_with_routes_of_generation(tmp_path: Path, device: Device) -> None:

@@ -50,7 +50,7 @@ DOORS = {
     "tensorboard": ("observability.trackers.tensorboard",),
     "prometheus_client": ("observability.trackers.prometheus", "rollout.server"),
     "reasoning_gym": ("data.tasks.reasoning_gym", "rewards.functions.reasoning_gym"),
-    "mpmath": ("data.answers.values",),
+    "mpmath": ("data.answers.values", "rewards.functions.math"),
     "math_verify": ("rewards.functions.math",),
     "fastapi": ("rollout.server",),
     "uvicorn": ("rollout.server",),

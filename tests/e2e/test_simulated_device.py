@@ -1,4 +1,6 @@
-"""The tests on the simulated accelerator, each file in a process of its own, which has that device for good.
+"""The tests on the simulated accelerator, in processes of their own, which have that device for good.
+
+A process that imports torch and transformers anew costs more than most tests: what is not slow shares a few.
 
 `make test-device` runs all of them, for both kinds: one that has what CUDA has, one that has none of it.
 """
@@ -16,18 +18,30 @@ FOLDER = Path(__file__).parents[1] / "simulated_device"
 TIMEOUT = 1100  # seconds; a loaded machine takes ten times as long as a quiet one
 NOTHING_SELECTED = 5
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
-
-
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize(
-    ("kind", "which"),
-    [
-        ("gpu", "not slow"),
-        pytest.param("gpu", "slow", marks=pytest.mark.slow),
-        pytest.param("npu", "slow or not slow", marks=pytest.mark.slow),
-    ],
+SHARED = (
+    ("test_device.py", "test_transfers.py", "test_saving.py", "test_generation.py", "test_memory.py"),
+    ("test_collectives.py", "test_push.py", "test_offload.py", "test_ranks.py"),
 )
+"""Files that share a process: those of one process, and those of several ranks."""
+ALONE = tuple((file,) for file in FILES if not any(file in files for files in SHARED))
+
+
+@pytest.mark.parametrize("files", [*SHARED, *ALONE], ids=lambda files: files[0])
+def test_what_is_quick(files: tuple[str, ...]) -> None:
+    """Each file has tests that are not slow."""
+    for file in files:
+        assert (FOLDER / file).is_file()
+    run("gpu", "not slow", files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("kind", "which"), [("gpu", "slow"), ("npu", "slow or not slow")])
 def test_on_the_simulated_device(kind: str, which: str, file: str) -> None:
+    run(kind, which, (file,))
+
+
+def run(kind: str, which: str, files: tuple[str, ...]) -> None:
     environment = os.environ | {
         "SIMULATED_DEVICE": kind,
         "OMP_NUM_THREADS": "1",
@@ -37,7 +51,7 @@ def test_on_the_simulated_device(kind: str, which: str, file: str) -> None:
         sys.executable,
         "-m",
         "pytest",
-        str(FOLDER / file),
+        *(str(FOLDER / file) for file in files),
         "-q",
         "-p",
         "no:cacheprovider",

@@ -41,11 +41,13 @@ def beside_decoding(phase: Counts) -> float:
     ("keys", "most"),
     [
         pytest.param((), 6, id="grpo"),
-        pytest.param((f"{ACTOR}.use_kl_loss=true",), 7, id="reference"),
-        pytest.param((f"{ACTOR}.use_prefix_grouper=true",), 6, id="shared prompts"),
-        pytest.param(("actor_rollout_ref.model.lora_rank=4",), 6, id="lora"),
+        pytest.param((f"{ACTOR}.use_kl_loss=true",), 7, id="reference", marks=pytest.mark.slow),
+        pytest.param((f"{ACTOR}.use_prefix_grouper=true",), 6, id="shared prompts", marks=pytest.mark.slow),
+        pytest.param(("actor_rollout_ref.model.lora_rank=4",), 6, id="lora", marks=pytest.mark.slow),
         pytest.param(("algorithm.adv_estimator=gae",), 10, id="ppo with critic"),
-        pytest.param(("algorithm.rollout_correction.bypass_mode=true",), 5, id="bypass mode"),
+        pytest.param(
+            ("algorithm.rollout_correction.bypass_mode=true",), 5, id="bypass mode", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_waits_of_a_training_step(keys: tuple[str, ...], most: int) -> None:
@@ -86,6 +88,7 @@ def test_a_quiet_decode_step_does_not_wait_to_learn_whether_the_leaders_suffice(
         assert bool(taken_back) == (limit == "top_p=0.9")
 
 
+@pytest.mark.slow
 def test_an_update_waits_once_whatever_its_micro_batches() -> None:
     counted_run(f"{ACTOR}.ppo_max_token_len_per_gpu=128", f"{ACTOR}.use_dynamic_bsz=true")
     assert each("update")[0] == 1 and each("log-prob pass")[0] == 1

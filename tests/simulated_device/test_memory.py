@@ -20,7 +20,7 @@ WITHIN = 0.1
 
 
 @pytest.mark.skipif(KIND != "gpu", reason="the plan is that of a device like CUDA")
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_peaks_of_a_step_are_those_of_the_plan(offload: bool, tmp_path: Path) -> None:
     model = create_tiny_model(tmp_path / "model", **SIZES)
     keys = ["data.max_response_length=64", "actor_rollout_ref.rollout.ignore_eos=true"]

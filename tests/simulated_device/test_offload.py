@@ -26,6 +26,8 @@ from ranks import Ranks
 SIM = torch.device("sim", 0)
 OFFLOAD = FSDPConfig(param_offload=True, optimizer_offload=True)
 PINS = features("sim").pins_memory
+QUICK = (("AdamW", "bfloat16"), ("Muon", "float32"))
+"""Optimizers and dtypes that are not slow tests: masters of their own and none, moments of two kinds."""
 pinned = pytest.mark.skipif(not PINS, reason="each copy waits on a device that pins no memory")
 
 
@@ -70,8 +72,14 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
         assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW8bit", "Muon", "SGD"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        pytest.param(optimizer, dtype, marks=[pytest.mark.slow] * ((optimizer, dtype) not in QUICK))
+        for optimizer in ("AdamW", "AdamW8bit", "Muon", "SGD")
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_offload_changes_no_bit_and_a_mini_batch_waits_once_for_it(
     folder: str, dtype: str, optimizer: str
 ) -> None:
@@ -138,7 +146,7 @@ def test_memory_of_the_device_is_given_back(folder: str, dtype: str) -> None:
     assert phase.num_waits == 0 or not PINS
 
 
-def test_a_state_that_is_loaded_at_rest_is_trained_on(folder: str) -> None:
+def test_a_state_that_is_loaded_at_rest_is_trained_on(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(folder)
     offloaded = replace(run, fsdp=OFFLOAD)
     plain = build(run, 1)
@@ -151,8 +159,19 @@ def test_a_state_that_is_loaded_at_rest_is_trained_on(folder: str) -> None:
     }
     engine.load_state_dict(state)
     steps(plain, run, 2)
+    lone: list[torch.Size] = []
+    plain_pin = Tensor.pin_memory
+
+    def noting(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and not tensor.is_pinned():
+            lone.append(tensor.shape)
+        return plain_pin(tensor)
+
+    monkeypatch.setattr(Tensor, "pin_memory", noting)
     waits = steps(engine, offloaded, 2)
     assert_same_bits(state_of(plain), state_of(engine))
+    weights = {parameter.shape for parameter in engine.module.parameters() if parameter.ndim > 1}
+    assert not weights & set(lone), "moments go through the buffers to which they come back"
     if PINS:
         assert waits[0].num_waits == waits[1].num_waits
 

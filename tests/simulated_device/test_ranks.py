@@ -1,65 +1,44 @@
-"""Training over two ranks on the simulated device: the numbers of the same two ranks on the CPU."""
+"""Training over two ranks on the simulated device: the numbers of two ranks on the CPU, and few waits."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulated_accelerator import counts, module
+from counted_ranks import CASES, TESTS, counted, on_sim, run_of, save_models
+from sharded_runs import Run, train
+from simulated_accelerator import module
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "engines"), str(TESTS / "unit" / "trainer")]
+sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "trainer")]
 
-from sharded_runs import Run, save_tiny, train  # noqa: E402
 from test_expert_parallel import step  # noqa: E402
 from tiny_trainer import tiny_model  # noqa: E402
 
 from device_paths import GRPO, numbers  # noqa: E402
 from device_paths import compare as compare_runs  # noqa: E402
-from hybridflow.config.fsdp import FSDPConfig  # noqa: E402
-from hybridflow.engines import BatchLimits  # noqa: E402
-from hybridflow.models.lora import LoraSettings  # noqa: E402
-from hybridflow.models.tiny import create_tiny_model  # noqa: E402
+from hybridflow.distributed.accelerators import features  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
+PINS = features("sim").pins_memory
+QUICK = (
+    "full shard",
+    "all on the CPU",
+    "at rest between phases",
+    "no rows on a rank",
+    "tensor parallel",
+    "pipeline",
+    "ulysses",
+    "ring",
+)
+"""Cases that are not slow tests: one of each layout, and of each place where weights rest."""
 ROUNDING = 1e-6
 """Most of the difference of a number, relative to it where it is above 1: attention has a device's form."""
-ALL = (tuple(range(7)),)
-WHOLE_ROWS = {"sizes": {"sequence": 2}, "deal": ALL}
-
-CASES: dict[str, dict[str, Any]] = {
-    "full shard": {"model": {"probe": True}},
-    "untied, prefetch": {"folder": "untied", "fsdp": FSDPConfig(forward_prefetch=True)},
-    "two copies": {"sizes": {"fsdp_size": 1}},
-    "kept gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
-    "value model": {"kind": "value"},
-    "all on the CPU": {"fsdp": FSDPConfig(offload_policy=True)},
-    "at rest between phases": {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True)},
-    "recomputed, activations offloaded": {
-        "model": {"gradient_checkpointing": True},
-        "activation_offload": True,
-    },
-    "no rows on a rank": {"deal": ((0, 1, 3), ())},
-    "adapters": {"folder": "untied", "lora": LoraSettings(rank=4)},
-    "tensor parallel": {"folder": "untied", "sizes": {"tensor": 2}, "deal": ALL},
-    "pipeline": {"folder": "untied", "sizes": {"pipeline": 2}, "deal": ALL},
-    "pipeline, two parts a stage": {
-        "folder": "tied4",
-        "sizes": {"pipeline": 2},
-        "deal": ALL,
-        "fsdp": FSDPConfig(virtual_pipeline_parallel_size=2),
-    },
-    "ulysses": WHOLE_ROWS,
-    "ring": {**WHOLE_ROWS, "fsdp": FSDPConfig(context_parallel="ring")},
-    "one row a forward": {"limits": BatchLimits(1000, max_rows=1), "deal": ((0,), (1, 2, 3, 4, 5, 6))},
-}
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +50,14 @@ def sim_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Model folders by (tied, layers)."""
-    return {
-        name: save_tiny(tmp_path_factory.mktemp(name), tied=name.startswith("tied"), layers=layers)
-        for name, layers in {"tied": 2, "untied": 2, "tied4": 4}.items()
-    }
-
-
-def on_the_host(rank: int, function: Callable[..., Any], run: Run, *args: Any) -> Any:
-    """Return what a function finds, its tensors on the host; a fault of the device fails the call."""
-    from simulated_accelerator import timeline
-
-    timeline.wait_for_all()
-    counts.forget()
-    found = function(rank, run, 2, *args)
-    timeline.wait_for_all()
-    assert not counts.faults, "\n".join(counts.faults)
-    return tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, found)
+    return save_models(tmp_path_factory.mktemp("models"))
 
 
 def both(two_ranks: Ranks, sim_ranks: Ranks, function: Callable[..., Any], run: Run, *args: Any) -> Any:
-    """Run a function on two ranks of the CPU and on two of the device."""
-    moved = replace(run, model={**run.model, "device": torch.device("sim", 0)})
-    return two_ranks.run(function, run, 2, *args), sim_ranks.run(on_the_host, function, moved, *args)
+    """Run a function on two ranks of the CPU and of the device; return what both find, and waits."""
+    on_the_cpu = two_ranks.run(function, run, 2, *args)
+    found = sim_ranks.run(counted, function, on_sim(run), *args)
+    return on_the_cpu, [result for result, _ in found], [waits for _, waits in found]
 
 
 def compare(cpu: list[Any], sim: list[Any], tolerance: float = ROUNDING) -> None:
@@ -116,24 +80,33 @@ def compare(cpu: list[Any], sim: list[Any], tolerance: float = ROUNDING) -> None
     assert not apart, "\n".join(apart)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 def test_two_ranks_have_the_cpus_numbers(
     name: str, two_ranks: Ranks, sim_ranks: Ranks, folders: dict[str, str]
 ) -> None:
-    settings = dict(CASES[name])
-    run = Run(folders[settings.pop("folder", "tied")], **settings)
-    compare(*both(two_ranks, sim_ranks, train, run))
+    cpu, sim, waits = both(two_ranks, sim_ranks, train, run_of(name, folders))
+    compare(cpu, sim)
+    if PINS:
+        most = {"update": 1, "log-prob pass": 1}
+        if name == "at rest between phases":
+            most = {"update": 2, "log-prob pass": 2}  # until all has been sent
+        for rank in waits:
+            assert {phase: figures.ours for phase, figures in rank.items()} == most, rank
+            assert name == "all on the CPU" or all(figures.torchs == 0 for figures in rank.values()), rank
 
 
-@pytest.mark.parametrize("sizes", [{"experts": 2}, {"tensor": 2, "experts": 2}])
-def test_ranks_that_share_experts(
-    sizes: dict[str, int], two_ranks: Ranks, sim_ranks: Ranks, tmp_path: Path
+@pytest.mark.parametrize(("name", "most"), [("experts", 5), ("experts, tensor parallel", 7)])
+def test_ranks_that_share_experts_wait_once_a_layer(
+    name: str, most: int, two_ranks: Ranks, sim_ranks: Ranks, folders: dict[str, str]
 ) -> None:
-    shape = {"hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    folder = create_tiny_model(tmp_path / "experts", experts=4, **shape)
-    deal = ALL if "tensor" in sizes else ((0, 2, 4, 6), (1, 3, 5))
-    run = Run(str(folder), grad_clip=None, steps=1, sizes=sizes, deal=deal)
-    compare(*both(two_ranks, sim_ranks, step, run, None))
+    """They must know how many tokens come: in two layers of two micro-batches, or of three."""
+    cpu, sim, waits = both(two_ranks, sim_ranks, step, run_of(name, folders), None)
+    compare(cpu, sim)
+    if PINS:
+        for rank in waits:
+            assert rank["update"].ours == rank["log-prob pass"].ours == most, rank
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hybridflow.checkpoint import tensor_file
 from hybridflow.checkpoint.layout import shard_file
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.accelerators import features
-from hybridflow.distributed.host_buffers import HostBuffers
+from hybridflow.distributed.transfers import HostBuffers
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.workers.state import StatefulWorker
 

@@ -7,7 +7,7 @@ import torch
 from simulated_accelerator import counts
 from simulated_accelerator.row import KIND
 
-from hybridflow.models.transfers import ALIGNMENT, HostCopy, all_to_device
+from hybridflow.distributed.transfers import ALIGNMENT, HostCopy, all_to_device
 
 SIM = torch.device("sim", 0)
 TENSORS = {

@@ -31,9 +31,9 @@ from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.shard_index import SavedTensor, read_index, stored_tensors
 from hybridflow.checkpoint.shard_storage import ShardReader, ShardWriter
 from hybridflow.checkpoint.state import State, decode_tree, encode_tree
-from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import is_absent, is_sharded
+from hybridflow.distributed.transfers import HostBuffers
 from hybridflow.errors import CheckpointError
 
 Parts = Mapping[str, dict[str, Any]]

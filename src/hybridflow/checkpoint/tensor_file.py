@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import FileDigest
-from hybridflow.distributed.host_buffers import HostBuffers
+from hybridflow.distributed.transfers import HostBuffers
 
 DTYPE_NAMES = {
     torch.float64: "F64",

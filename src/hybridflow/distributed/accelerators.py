@@ -48,6 +48,10 @@ class Accelerator:
     """Backend of torch.distributed for tensors on the device."""
     visible: tuple[str, ...] = ()
     """Environment variables that say which devices a process sees; the first is torch's own."""
+    files: tuple[str, ...] = ()
+    """Patterns of paths from the root, of each of which a device has one file. The first that finds any
+    counts the devices without torch; with none they cannot be counted so.
+    """
     package: str | None = None
     """Package without which torch does not know the device; it is imported before the device is used."""
     facilities: str = "hybridflow.distributed.facilities:Facilities"
@@ -84,6 +88,7 @@ _ROWS = (
         "GPU",
         "nccl",
         ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        files=("dev/nvidia[0-9]*", "sys/bus/pci/drivers/amdgpu/*:*", "dev/dxg"),
         facilities="hybridflow.distributed.cuda:CudaFacilities",
         records_steps=True,
         varlen_attention=True,
@@ -91,7 +96,15 @@ _ROWS = (
         shares_memory=True,
         profilers=("torch_memory", "nsys"),
     ),
-    Accelerator("npu", "NPU", "NPU", "hccl", ("ASCEND_RT_VISIBLE_DEVICES",), package="torch_npu"),
+    Accelerator(
+        "npu",
+        "NPU",
+        "NPU",
+        "hccl",
+        ("ASCEND_RT_VISIBLE_DEVICES",),
+        files=("dev/davinci[0-9]*",),
+        package="torch_npu",
+    ),
 )
 _BUILT_IN = {row.device: row for row in _ROWS}
 
@@ -197,8 +210,18 @@ def _rows_of(point: EntryPoint) -> Iterator[Accelerator]:
         yield row
 
 
+ROOT = Path("/")
 DEVICE_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg", "davinci*")
 """Files in /dev of NVIDIA's, AMD's and Ascend's devices, and of GPUs under Windows' Linux."""
+
+
+def num_by_files(device: str) -> int | None:
+    """Return how many devices of a kind this machine has by their files, or None where they have none."""
+    patterns = features(device).files
+    if not patterns:
+        return None
+    counts = (len(list(ROOT.glob(pattern))) for pattern in patterns)
+    return next(filter(None, counts), 0)
 
 
 def no_accelerator() -> str | None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import max_over
+from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.micro_batches import MicroBatch, plan
 from hybridflow.engines.nonfinite import NonfiniteGuard
@@ -32,7 +33,6 @@ from hybridflow.engines.schedule import learning_rate
 from hybridflow.errors import TrainingError
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.routing import LIVE
-from hybridflow.models.transfers import HostCopy, to_device
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -171,8 +171,8 @@ class MicroBatchEngine(ABC):
             agree = max_over
         return plan(rows, limits, agree, at_least=at_least)
 
-    def _measure(self, sums: Accumulated) -> tuple[float, float, Tensor]:
-        """Return the mini-batch's loss and its gradient norm, also as a tensor (0-d), the same on every rank.
+    def _measure(self, sums: Accumulated) -> tuple[float, Tensor]:
+        """Return the mini-batch's loss and its gradient norm (0-d, on the host), the same on every rank.
 
         The host waits once, for all of the numbers. Raises TrainingError on all ranks where no parameter has
         a gradient. One of zeros is a gradient.
@@ -182,7 +182,7 @@ class MicroBatchEngine(ABC):
             norm = self.optimizer.gradient_norm()
             loss, length = torch.stack([sums.loss, norm.to(sums.loss)]).tolist()
             self._refuse_without_gradient(self.optimizer.num_gradients, loss)
-            return loss, length, norm
+            return loss, torch.tensor(length, dtype=norm.dtype)
         self.optimizer.collect_shards()
         mine = sums.loss
         if not self.mesh.returns:  # ranks that share rows have the same loss: one counts it
@@ -196,7 +196,7 @@ class MicroBatchEngine(ABC):
         loss, _, gradients, lost, length = torch.cat([numbers, norm[None]]).tolist()
         # a stage that nothing depends on is given zeros to pass on, which are gradients to the stages before
         self._refuse_without_gradient(0 if lost else int(gradients), loss)
-        return loss, length, norm
+        return loss, torch.tensor(length, dtype=norm.dtype)
 
     def _refuse_without_gradient(self, number: int, loss: float) -> None:
         """Raise TrainingError where the parameters have no gradient at all, `number` of them."""
@@ -212,7 +212,8 @@ class MicroBatchEngine(ABC):
         """Apply the gradients of a mini-batch, or report why that cannot be done."""
         assert self.optimizer is not None and self.optim is not None
         metrics = sums.metrics
-        loss, grad_norm, norm = self._measure(sums)
+        loss, norm = self._measure(sums)
+        grad_norm = norm.item()
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         # metrics of the step, not of a rank's rows, come from one rank

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.transfers import all_to_device
 from hybridflow.engines.base import BatchLimits
 from hybridflow.errors import HybridFlowError, TrainingError
-from hybridflow.models.transfers import all_to_device
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
 from hybridflow.protocol.packing import PackedBatch, pack, prompt_groups, share_prompts

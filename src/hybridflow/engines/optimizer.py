@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
+from hybridflow.distributed.transfers import HostBuffers, to_device
 from hybridflow.engines.update_rules import make_rules, read_state, state_names, write_state
 from hybridflow.errors import CheckpointError, TrainingError
-from hybridflow.models.transfers import to_device
 
 
 class MasterAdamW:
@@ -119,8 +118,8 @@ class MasterAdamW:
         copies = [replicas(self.parameters[name], world_size) for name in grads]
         squares = squares / to_device(torch.tensor(copies, dtype=torch.float64), squares.device)
         if squares.device.type == "cpu":  # in the order of the parameters: the bits of adding one by one
-            return squares.cumsum(0)[-1].to(device)
-        return squares.sum().to(device)
+            return to_device(squares.cumsum(0)[-1], device)
+        return squares.sum()
 
     @property
     def num_gradients(self) -> int:
@@ -138,10 +137,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply every gradient by a 0-d tensor."""
+        """Multiply every gradient by a 0-d tensor of main memory, which torch takes as a number anywhere."""
         for master in self.masters.values():
             if master.grad is not None:
-                master.grad.mul_(factor.to(master.grad.device))
+                master.grad.mul_(factor)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

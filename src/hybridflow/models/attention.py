@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from hybridflow.distributed.transfers import all_to_device, to_device
 from hybridflow.errors import ModelError
 from hybridflow.models.attention_kernels import (
     Over,
@@ -29,7 +30,6 @@ from hybridflow.models.attention_kernels import (
 from hybridflow.models.flex_kernel import FlexRows
 from hybridflow.models.scores import Scores, causal_mask, masked_attention
 from hybridflow.models.shared_tokens import SharedTokens
-from hybridflow.models.transfers import all_to_device, to_device
 
 if TYPE_CHECKING:
     from hybridflow.models.routing import RouteTape

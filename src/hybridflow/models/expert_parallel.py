@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybridflow.errors import ModelError
 from hybridflow.models.all_to_all import AllToAll, exchange
-from hybridflow.models.experts import expert_modules, num_experts
+from hybridflow.models.experts import count_choices, expert_modules, num_experts
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 
@@ -168,13 +168,12 @@ def _forward(
     group = mesh.get_group()
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
-    sends = torch.bincount(flat, minlength=experts.num_experts)
-    receives = exchange(sends, group, None, None).view(ranks, -1)
-    given = sends.view(ranks, -1).sum(1).tolist()
-    taken = receives.sum(1).tolist()
+    sends = count_choices(flat, experts.num_experts).long().view(ranks, -1)
+    receives = exchange(sends.view(-1), group, None, None).view(ranks, -1)
+    given, taken = torch.stack([sends.sum(1), receives.sum(1)]).tolist()  # the one wait of the host
     states = AllToAll.apply(hidden_states[order // chosen], group, given, taken)  # type: ignore[no-untyped-call]
     numbers = torch.arange(receives.shape[1], device=flat.device).repeat(ranks)
-    expert = numbers.repeat_interleave(receives.reshape(-1))
+    expert = numbers.repeat_interleave(receives.reshape(-1), output_size=sum(taken))
     outputs = _OwnExperts(experts, ranks).compute(states, expert)
     outputs = AllToAll.apply(outputs, group, taken, given)[order.argsort()]  # type: ignore[no-untyped-call]
     weighted: Tensor = outputs.view(count, chosen, -1) * top_k_weights[..., None]

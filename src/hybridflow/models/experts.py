@@ -105,6 +105,13 @@ class ExactExperts:
             module.rounded = weights
 
 
+def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, [E] float64. Unlike for bincount, no host waits."""
+    flat = chosen.reshape(-1)
+    ones = torch.ones_like(flat, dtype=torch.float64)
+    return ones.new_zeros(num_experts).index_add_(0, flat, ones)
+
+
 def experts_one_by_one(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -116,7 +123,7 @@ def experts_one_by_one(
     count, chosen = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
-    sizes = torch.bincount(flat, minlength=experts.num_experts).tolist()
+    sizes = count_choices(flat, experts.num_experts).long().tolist()
     parts = hidden_states[order // chosen].split(sizes)
     mode: ExactMode | None = getattr(experts, "exact_mode", None)
     done = [

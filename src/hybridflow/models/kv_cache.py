@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.transfers import to_device
 from hybridflow.models.places import Places
 from hybridflow.models.scores import Scores
-from hybridflow.models.transfers import to_device
 
 _PLACES = itertools.count()
 AHEAD = 64

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.transfers import to_device
 from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, RowCopy
 from hybridflow.models.places import Places
 from hybridflow.models.scores import Scores
-from hybridflow.models.transfers import to_device
 
 PagedKernel = Callable[..., Any]
 """A kernel that attends over blocks in place: `torch.nn.attention.varlen.varlen_attn`, or one like it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.models.transfers import to_device
+from hybridflow.distributed.transfers import to_device
 
 
 class Places:

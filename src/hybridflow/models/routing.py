@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hybridflow.errors import ModelError
-from hybridflow.models.experts import experts_per_token, num_experts, routers
+from hybridflow.models.experts import count_choices, experts_per_token, num_experts, routers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,13 +111,6 @@ class RouteTape:
                 dist.all_reduce(choices, group=self.group)
             loss = loss + count * (choices.float() / self.total * (scores.sum(0) / self.total)).sum()
         return loss
-
-
-def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, [E] float64. Unlike for bincount, no host waits."""
-    flat = chosen.reshape(-1)
-    ones = torch.ones_like(flat, dtype=torch.float64)
-    return ones.new_zeros(num_experts).index_add_(0, flat, ones)
 
 
 class Routing:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.models.transfers import all_to_device
+from hybridflow.distributed.transfers import all_to_device
 
 
 class Places(NamedTuple):

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from hybridflow.data.mrope import grid_positions
+from hybridflow.distributed.transfers import to_device
 from hybridflow.errors import ModelError
-from hybridflow.models.transfers import to_device
 from hybridflow.protocol.packing import PlacedMedium
 from hybridflow.protocol.prompt import Medium
 

@@ -2,14 +2,13 @@
 
     keys of a cluster ──fallback──► the values that this machine has, and a line for each that another one had
 
-No torch is loaded: what is installed is looked up, and GPUs are counted by their files.
+No torch is loaded: what is installed is looked up, and devices are counted by their files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.checks.cluster import num_processes
@@ -17,7 +16,13 @@ from hybridflow.config.load import Change
 from hybridflow.config.needs import built_models
 from hybridflow.config.tree import get_value, keys_of
 from hybridflow.controller.surroundings import choose_address, num_cpus
-from hybridflow.distributed.accelerators import is_accelerator, no_accelerator
+from hybridflow.distributed.accelerators import (
+    accelerators,
+    features,
+    is_accelerator,
+    no_accelerator,
+    num_by_files,
+)
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
 from hybridflow.rollout.installed import check_installed
@@ -77,36 +82,53 @@ def _processes(config: PPOConfig | SFTConfig) -> Iterator[Change]:
     if is_accelerator(device) and no_accelerator() is not None:
         yield Change("trainer.device", "auto", f"there is no device {device} here")
         device = "auto"
-    gpus = num_gpus()
     if getattr(trainer, "resource_pools", {}) or choose_address(config.ray_kwargs.ray_init.address):
         return  # which device is whose was said in detail, or a cluster was named
-    on_gpus = gpus > 0 and device != "cpu"
-    offered = gpus if on_gpus else config.ray_kwargs.ray_init.num_cpus or num_cpus()
+    kind, offered = devices_here(device)
+    most = 1  # processes on a CPU share its cores, so one is as fast, and it needs no Ray
     wanted = num_processes(trainer)
-    unit = "GPU" if on_gpus else "CPU"
-    here = f"{wanted} processes want a {unit} each, and this machine has {offered}"
+    here = f"{wanted} processes want one {features(kind).name} each, and this machine "
+    if kind == "cpu":
+        offered = config.ray_kwargs.ray_init.num_cpus or num_cpus()
+        here += f"has {offered}"
+    elif offered is None:
+        most = trainer.n_gpus_per_node
+        here += f"is one of the {trainer.nnodes} that were asked for"
+    else:
+        most = offered
+        here += f"has {offered}"
     needed = True
     if wanted > 1 and not is_installed("ray"):
         here = f"{wanted} processes want ray, which is not installed"
-        gpus = min(gpus, 1)
-    elif wanted <= offered and trainer.nnodes == 1:
-        if wanted == 1 or on_gpus or device == "cpu" or no_accelerator() is None:
+        most = 1
+    elif (offered is None or wanted <= offered) and trainer.nnodes == 1:
+        if wanted == 1 or kind != "cpu" or device == "cpu" or no_accelerator() is None:
             return
         # the processes were meant for GPUs, and as many cores would have to hold as many models
         here = f"{wanted} processes want a GPU each, and this machine has none"
         needed = False
     if trainer.nnodes > 1:
         yield Change("trainer.nnodes", 1, here)
-    # processes on a CPU share its cores, so one is as fast, and it needs no Ray
-    yield Change("trainer.n_gpus_per_node", gpus if on_gpus else 1, here, needed)
+    if most != trainer.n_gpus_per_node:
+        yield Change("trainer.n_gpus_per_node", most, here, needed)
     for path, info in keys_of(type(config)).items():
         if path.rpartition(".")[2] in SIZES and get_value(config, path) not in (info.default, None, 1, -1):
             yield Change(path, info.default, "the model is not spread over processes", needed)
 
 
-def num_gpus() -> int:
-    """Return the number of this machine's NVIDIA GPUs, by their files: torch is not loaded yet."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def devices_here(device: str) -> tuple[str, int | None]:
+    """Return the kind of device that `trainer.device` means here, and how many there are.
+
+    They are counted by their files: torch is not loaded yet. None means that they cannot be counted so.
+    """
+    kinds = [device]
+    if device == "auto":
+        kinds = [kind for kind in accelerators() if kind != "cpu" and no_accelerator() is None]
+    for kind in kinds:
+        number = num_by_files(kind)
+        if number != 0:
+            return kind, number
+    return "cpu", None
 
 
 def _kernels(config: PPOConfig | SFTConfig) -> Iterator[Change]:

@@ -16,19 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.checks.model import VOCABULARY_FILES
 from hybridflow.config.checks.paths import is_remote, local
 from hybridflow.config.model import ModelConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "added_tokens.json",
-)
-"""The files that say which token has which id."""
 VOLATILE = ("_name_or_path", "transformers_version")
 """Entries of a config.json that say where it comes from and by which version it was written."""
 BLOCK = 4096
@@ -114,7 +105,7 @@ def _adapter_identity(path: str) -> str:
 def _tokenizer_identity(path: str) -> str:
     """Return the digest of the files of a local tokenizer that say its tokens, or the name of any other."""
     folder = local(path)
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
     if is_remote(path) or not files:
         return path
     digest = hashlib.sha256()

@@ -17,9 +17,9 @@ from torch import Tensor
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.sharded import PendingShards, load_shards, save_shards, start_shards
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
-from hybridflow.distributed.host_buffers import HostBuffers
 from hybridflow.distributed.process_group import gather_objects
 from hybridflow.distributed.shards import is_absent, local, placed_like
+from hybridflow.distributed.transfers import HostBuffers
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import CheckpointError
 

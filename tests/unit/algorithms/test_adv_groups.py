@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from estimators_of_groups import BY_SCORE, Scored
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import (
@@ -27,20 +27,7 @@ from hybridflow.algorithms.advantages import (
 from hybridflow.algorithms.advantages.groups import group_best
 from hybridflow.errors import ConfigError
 
-Scored = Callable[[Tensor, Tensor, Tensor], Advantages]
 NAN = float("nan")
-
-BY_SCORE: dict[str, Scored] = {
-    "grpo_passk": lambda r, m, g: grpo_passk(r, m, g, norm_by_std=True),
-    "gdpo": lambda r, m, g: gdpo(torch.where(m, r, 0.0).sum(-1, keepdim=True), m, g),
-    "rloo": rloo,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "opo": opo,
-    "gpg": gpg,
-    "max_rl": max_rl,
-    "sppo": lambda r, m, g: sppo(r, m, g, sppo_eta=1.0, sppo_beta=2.0),
-    "online_dpo": online_dpo,
-}
 
 
 def rows(*values: float, lengths: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:

@@ -6,28 +6,18 @@ benchmarks/results/reported_inputs.md names their threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from estimators_of_groups import BY_SCORE, Scored
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import (
-    Advantages,
     gae,
-    gdpo,
-    gpg,
     grpo,
-    grpo_passk,
-    max_rl,
-    online_dpo,
-    opo,
     optimal_token_baseline,
     reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    rloo,
-    sppo,
 )
 from hybridflow.algorithms.aggregation import LossScale, aggregate
 from hybridflow.algorithms.kl import KL_KINDS, kl_estimate
@@ -36,18 +26,10 @@ from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 
 NAN = float("nan")
-GROUPED: dict[str, Callable[[Tensor, Tensor, Tensor], Advantages]] = {
+GROUPED: dict[str, Scored] = {
+    **BY_SCORE,
     "grpo": lambda r, m, g: grpo(r, m, g, norm_by_std=True),
     "dr_grpo": lambda r, m, g: grpo(r, m, g, norm_by_std=False),
-    "grpo_passk": lambda r, m, g: grpo_passk(r, m, g, norm_by_std=True),
-    "gdpo": lambda r, m, g: gdpo(torch.where(m, r, 0.0).sum(-1, keepdim=True), m, g),
-    "rloo": rloo,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "opo": opo,
-    "gpg": gpg,
-    "max_rl": max_rl,
-    "sppo": lambda r, m, g: sppo(r, m, g, sppo_eta=1.0, sppo_beta=2.0),
-    "online_dpo": online_dpo,
     "optimal_token_baseline": lambda r, m, g: optimal_token_baseline(
         r, m, g, torch.full(r.shape, -0.5), torch.full(r.shape, 0.6)
     ),

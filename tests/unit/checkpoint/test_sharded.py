@@ -20,7 +20,7 @@ from hybridflow.checkpoint.layout import SHARDS, shard_file
 from hybridflow.checkpoint.manifest import FileDigest, file_digest
 from hybridflow.checkpoint.shard_index import read_index, read_tensors
 from hybridflow.checkpoint.sharded import load_shards, save_shards, start_shards
-from hybridflow.distributed.host_buffers import HostBuffers
+from hybridflow.distributed.transfers import HostBuffers
 from hybridflow.errors import CheckpointError
 from ranks import Ranks
 

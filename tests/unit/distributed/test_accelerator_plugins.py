@@ -81,8 +81,9 @@ from hybridflow.distributed.facilities import facilities
 print(facilities("toy").card_name(), facilities("toy2").card_name())
 from hybridflow.controller.ray.cluster import _takes
 from hybridflow.controller.ray.preflight import device_of
+from hybridflow.distributed.device import num_devices
 print(_takes("toy"), _takes("toy3"), _takes("cpu"), _takes("npu"))
-print(device_of([{"Alive": True, "Resources": {"CPU": 4.0, "TOY2": 1.0}}]))
+print(device_of([{"Alive": True, "Resources": {"CPU": 4.0, "TOY2": 1.0}}], num_devices))
 from hybridflow.distributed.device import resolve_device
 tell(lambda: resolve_device("toy"))
 from hybridflow.rollout.server.build import served_device

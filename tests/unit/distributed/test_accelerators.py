@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hybridflow.config import SFTConfig
 from hybridflow.config.load import load_config
 from hybridflow.controller.ray.preflight import device_of
 from hybridflow.distributed import accelerators
-from hybridflow.distributed.accelerators import check_package, features, is_accelerator
+from hybridflow.distributed.accelerators import check_package, features, is_accelerator, num_by_files
 from hybridflow.distributed.device import resolve_device, set_current
 from hybridflow.distributed.facilities import Facilities, facilities
 from hybridflow.errors import ConfigError
@@ -40,10 +41,24 @@ def test_a_cluster_shows_its_kind_by_its_resources() -> None:
     def node(alive: bool = True, **resources: float) -> dict[str, object]:
         return {"Alive": alive, "Resources": {"CPU": 8.0, **resources}}
 
-    assert device_of([node()]) == "cpu"
-    assert device_of([node(), node(GPU=8.0)]) == "cuda"
-    assert device_of([node(), node(NPU=8.0)]) == "npu"
-    assert device_of([node(alive=False, NPU=8.0), node()]) == "cpu"
+    def num_here(kind: str) -> int:
+        return 0
+
+    assert device_of([node()], num_here) == "cpu"
+    assert device_of([node(), node(GPU=8.0)], num_here) == "cuda"
+    assert device_of([node(), node(NPU=8.0)], num_here) == "npu"
+    assert device_of([node(alive=False, NPU=8.0), node()], num_here) == "cpu"
+    assert device_of([node(GPU=1.0), node(NPU=8.0)], num_here) == "cuda"
+    assert device_of([node(GPU=1.0), node(NPU=8.0)], lambda kind: int(kind == "npu")) == "npu"
+
+
+def test_devices_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "ROOT", tmp_path)
+    assert [num_by_files(kind) for kind in ("cuda", "npu", "cpu")] == [0, 0, None]
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci0", "davinci_manager"):
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert [num_by_files(kind) for kind in ("cuda", "npu")] == [2, 1]
 
 
 def test_an_npu_without_its_package_is_refused() -> None:

@@ -167,12 +167,13 @@ def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, An
     part = everyone if world_size == 1 else run.deal[engine.layout.data_rank(rank_and_size()[0])]
     rows = training_rows(dtype=run.dtype)
     batch, loss = rows.select_idxs(list(part)), loss_of(run, rows.select_idxs(everyone))
-    shares: list[float] = []
+    shares: list[Tensor] = []
+    tokens: list[Tensor] = []
 
-    def noting(outputs: dict[str, Tensor], micro: DataProto) -> Any:
-        assert int(micro.batch["attention_mask"].sum()) <= run.limits.max_tokens
+    def noting(outputs: dict[str, Tensor], micro: DataProto) -> Any:  # without a wait for a device
+        tokens.append(micro.batch["attention_mask"].sum())
         share, metrics = loss(outputs, micro)
-        shares.append(float(share.detach()))
+        shares.append(share.detach())
         return share, metrics
 
     before = engine.forward(batch, ask(run), run.limits)
@@ -180,7 +181,8 @@ def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, An
     for _ in range(run.steps):
         shares.clear()
         metrics.append(engine.train_mini_batch(batch, ask(run), noting, run.limits).to_floats())
-        losses.append(sum(shares))
+        losses.append(sum(map(float, shares)))
+    assert all(int(number) <= run.limits.max_tokens for number in tokens)
     return {
         "rows": list(part),
         "before": before,

@@ -77,6 +77,8 @@ class FarDevice(TorchDispatchMode):
         kind = func.overloadpacket
         if kind in (ATEN.is_pinned, ATEN._pin_memory):
             return args[0] if kind is ATEN._pin_memory else False
+        if kwargs.get("pin_memory"):  # torch locks no page where it sees no accelerator
+            kwargs = {**kwargs, "pin_memory": False}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Far)]
         to_here = torch.device(kwargs.get("device") or "cpu").type == "meta"
         if not inputs and not to_here:

@@ -50,7 +50,7 @@ AS_WORDS = [
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of a run on a machine without GPUs and without a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(fallback_module, "num_gpus", lambda: 0)
+    monkeypatch.setattr(fallback_module, "num_by_files", lambda kind: 0)
     monkeypatch.setattr(fallback_module, "no_accelerator", lambda: "there is none")
     rows = [{"data_source": "gsm8k", "prompt": "1 + 1 =", "reward_model": {"ground_truth": "2"}}] * 8
     file = tmp_path / "rows.jsonl"
@@ -129,12 +129,16 @@ def test_what_is_here_stays(words: list[str]) -> None:
 
 
 def test_gpus_that_are_here_are_used(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback_module, "num_gpus", lambda: 2)
+    monkeypatch.setattr(fallback_module, "num_by_files", lambda kind: 2 * (kind == "npu"))
     monkeypatch.setattr(fallback_module, "no_accelerator", lambda: None)
     changes = {change.key: change.value for change in fallback(prepare_config(PPOConfig, words[:5]).config)}
     assert changes == {}
     config = prepare_config(PPOConfig, [*words[:5], "trainer.n_gpus_per_node=8"], runs=False).config
-    assert {change.key: change.value for change in fallback(config)} == {"trainer.n_gpus_per_node": 2}
+    (change,) = fallback(config)
+    assert (change.key, change.value) == ("trainer.n_gpus_per_node", 2)
+    assert change.reason == "8 processes want one NPU each, and this machine has 2"
+    monkeypatch.setattr(fallback_module, "num_by_files", lambda kind: None)  # a plugin's, which have none
+    assert fallback(config) == []
 
 
 def test_a_cluster_that_was_named_is_believed(words: list[str]) -> None:

@@ -18,14 +18,17 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import built_models
 from hybridflow.config.root import PPOConfig, SFTConfig
 
-TOKENIZER_FILES = (
+VOCABULARY_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
     "tokenizer.model",
     "vocab.json",
+    "merges.txt",
     "vocab.txt",
     "spiece.model",
+    "added_tokens.json",
 )
+"""Files that say a tokenizer's tokens."""
+TOKENIZER_FILES = ("tokenizer_config.json", *VOCABULARY_FILES)
 """Files of which a tokenizer's folder has at least one."""
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts of a layer in a config.json."""

@@ -146,7 +146,7 @@ class Cluster:
     @classmethod
     def _joined(cls, config: RayConfig, device: str, *, leaves: bool) -> Cluster:
         if device == "auto":
-            device = device_of(ray.nodes())
+            device = device_of(ray.nodes(), num_devices)
         address = ray.get_runtime_context().gcs_address
         ours = ("num_cpus", "num_gpus", "object_store_memory", "dashboard_port")
         given = [f"ray_kwargs.ray_init.{name}" for name in ours if getattr(config.ray_init, name) is not None]

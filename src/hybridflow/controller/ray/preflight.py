@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +253,19 @@ def living(
     ]
 
 
-def device_of(table: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first kind of accelerator that a living node of the cluster has, and cpu without any."""
-    for kind, row in accelerators().items():
-        if kind != "cpu" and any(node["Resources"].get(row.resource, 0) for node in table if node["Alive"]):
-            return kind
-    return "cpu"
+def device_of(table: Sequence[Mapping[str, Any]], num_here: Callable[[str], int]) -> str:
+    """Return the kind of accelerator that living nodes of the cluster have, and cpu without any.
+
+    Several kinds may have one resource of Ray, or a node each: then it is the first of those of which this
+    machine has a device (`num_here` counts them), and without any here the first of the table.
+    """
+    offered = [
+        kind
+        for kind, row in accelerators().items()
+        if kind != "cpu" and any(node["Resources"].get(row.resource, 0) for node in table if node["Alive"])
+    ]
+    here = [kind for kind in offered if num_here(kind)]
+    return next(iter([*here, *offered]), "cpu")
 
 
 def _name(node: Mapping[str, Any]) -> str:

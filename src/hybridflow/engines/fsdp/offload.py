@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.accelerators import features
-from hybridflow.distributed.host_buffers import HostBuffers, bring, copy_to_host, empty_on_host
 from hybridflow.distributed.shards import is_absent, local, placed_like
+from hybridflow.distributed.transfers import HostBuffers, copy_to_host, empty_on_host, to_device
 from hybridflow.engines.fsdp.sharding import reshard
 from hybridflow.engines.optimizer import MasterAdamW
 
@@ -55,7 +55,7 @@ class Offloader:
     def onload(self) -> None:
         """Bring the parameters to the device; they stay until `offload` was called as often."""
         if self._users == 0 and self.moves_parameters:
-            self._replace(lambda tensor: bring(local(tensor), self.device))
+            self._replace(lambda tensor: to_device(local(tensor), self.device))
         self._users += 1
 
     def offload(self) -> None:

@@ -33,16 +33,8 @@ _HEAVY = re.compile(
     r"|[)}\]]\s*\^\s*\{?\s*-?\s*\d\d"
 )
 """Numbers of five digits, factorials, powers of powers: what could become too large to compute."""
-_ODD = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    RecursionError,
-)
-"""Errors that sympy raises on odd expressions."""
+_WITHOUT_VALUE = (ArithmeticError, TypeError, ValueError, NotImplementedError, RecursionError)
+"""Errors of sympy for a number that it cannot evaluate or compare, beside mpmath's `NoConvergence`."""
 
 
 def compute_score(
@@ -96,7 +88,7 @@ def _same_by_math_verify(truth: str, answer: str) -> bool:
         wanted, got = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer)]
         is_right = bool(wanted and got) and verify(wanted, got, timeout_seconds=None)
         return is_right and _close(wanted[0], got[0])
-    except (_Spent, *_ODD):
+    except _Spent:  # math-verify lets through no other error
         return False
     finally:
         sys.setprofile(before)
@@ -104,12 +96,17 @@ def _same_by_math_verify(truth: str, answer: str) -> bool:
 
 def _close(wanted: Any, got: Any) -> bool:
     """Whether two numbers of sympy differ by little of their worth; math-verify compares digits behind the
-    point. True for what is no number.
+    point. True for what is no number, False for a number that has no value.
     """
+    from mpmath.libmp import NoConvergence
+
     if not (getattr(wanted, "is_number", False) and getattr(got, "is_number", False)):
         return True
-    values = [abs(number.evalf(30)) for number in (wanted, got)]
-    return bool(abs((wanted - got).evalf(30)) <= max(values) * 1e-9)
+    try:
+        values = [abs(number.evalf(30)) for number in (wanted, got)]
+        return bool(abs((wanted - got).evalf(30)) <= max(values) * 1e-9)
+    except (NoConvergence, *_WITHOUT_VALUE):
+        return False
 
 
 @cache

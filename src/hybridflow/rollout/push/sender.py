@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.bit_sum import bit_sums
+from hybridflow.distributed.transfers import HostCopy
 from hybridflow.errors import RolloutError
-from hybridflow.models.transfers import HostCopy
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.transports import (
@@ -255,7 +255,7 @@ def _buckets(weights: Weights, limit: int, *, staged: bool = False) -> Iterator[
         if not staged or size > limit or not features(group[0][1].device.type).pins_memory:
             return Bucket(group)
         if stage is None:
-            stage = torch.empty(limit, dtype=torch.uint8).pin_memory()
+            stage = torch.empty(limit, dtype=torch.uint8, pin_memory=True)
         return Bucket(group, stage)
 
     group: list[tuple[str, Tensor]] = []

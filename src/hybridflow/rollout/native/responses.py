@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridflow.models.transfers import HostCopy
+from hybridflow.distributed.transfers import HostCopy
 from hybridflow.rollout.base import (
     FinishReason,
     GenerationOutput,

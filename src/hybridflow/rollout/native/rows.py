@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridflow.models.transfers import HostCopy, to_device
+from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest
 from hybridflow.rollout.native import sampling

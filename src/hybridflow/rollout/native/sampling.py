@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models.transfers import to_device
+from hybridflow.distributed.transfers import to_device
 from hybridflow.rollout.base import SamplingParams
 
 CHUNK_BYTES = 4 * 2**20

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.transfers import to_device
 from hybridflow.errors import RolloutError
 from hybridflow.models import kv_cache
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.transfers import to_device
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.native.graph_sampler import GraphSampler

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "trainer")]
+sys.path += [str(TESTS), str(TESTS / "unit" / "trainer")]
 
 from tiny_trainer import TIMINGS, build, ppo_config, sft_config, tiny_model  # noqa: E402
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "trainer")]
+sys.path += [str(TESTS), str(TESTS / "unit" / "trainer")]
 
 from tiny_trainer import build, ppo_config, tiny_model  # noqa: E402
 

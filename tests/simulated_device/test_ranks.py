@@ -15,15 +15,15 @@ from simulated_accelerator import module
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "trainer")]
+sys.path += [str(TESTS), str(TESTS / "unit" / "trainer")]
 
-from test_expert_parallel import step  # noqa: E402
-from tiny_trainer import tiny_model  # noqa: E402
+from test_expert_parallel import step
+from tiny_trainer import tiny_model
 
-from device_paths import GRPO, numbers  # noqa: E402
-from device_paths import compare as compare_runs  # noqa: E402
-from hybridflow.distributed.accelerators import features  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from device_paths import GRPO, numbers
+from device_paths import compare as compare_runs
+from hybridflow.distributed.accelerators import features
+from ranks import Ranks
 
 PINS = features("sim").pins_memory
 QUICK = (

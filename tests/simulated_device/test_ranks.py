@@ -15,7 +15,7 @@ from simulated_accelerator import module
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-sys.path.insert(0, str(TESTS / "unit" / "trainer"))
+sys.path.append(str(TESTS / "unit" / "trainer"))
 
 from test_expert_parallel import step
 from test_paths import GRPO, numbers

@@ -21,6 +21,7 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload
+from hybridflow.models.attention_kernels import _varlen_groups
 from ranks import Ranks
 
 SIM = torch.device("sim", 0)
@@ -29,6 +30,12 @@ PINS = features("sim").pins_memory
 QUICK = (("AdamW", "bfloat16"), ("Muon", "float32"))
 """Optimizers and dtypes that are not slow tests: masters of their own and none, moments of two kinds."""
 pinned = pytest.mark.skipif(not PINS, reason="each copy waits on a device that pins no memory")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tried_kernels() -> None:
+    """A kernel is tried once a process, with waits that are none of a mini-batch."""
+    _varlen_groups(SIM, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +199,17 @@ def test_activations_wait_in_main_memory_without_a_wait_of_the_host(
     assert waits[1].to_host - without[1].to_host > 10_000
     if PINS:
         assert [each.num_waits for each in waits] == [each.num_waits for each in without]
+
+
+@pytest.mark.skipif(not features("sim").varlen_attention, reason="it has no such kernel")
+def test_a_kernel_is_first_tried_within_a_layer_that_is_computed_again(folder: str) -> None:
+    """The trial has a backward pass of its own, which is none of the layer's."""
+    _varlen_groups.cache_clear()
+    run = a_run(folder, "bfloat16")
+    run = replace(run, model={**run.model, "gradient_checkpointing": True})
+    found = steps(build(run, 1), run, 2)
+    assert _varlen_groups.cache_info().misses == 1
+    assert found[1].launches["_flash_attention_forward"] > 0
 
 
 def train_sharded(rank: int, run: Run, offload: bool, store: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.models.flex_kernel import difference, flex_works
+from hybridflow.models.flex_kernel import alone, difference, flex_works
 from hybridflow.models.scores import Scores
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _varlen_groups(device: torch.device, dtype: torch.dtype) -> Groups | None:
     problem: str | None = None
     for groups in ways:
         try:
-            problem = _varlen_problem(device, dtype, groups)
+            problem = alone(_varlen_problem, device, dtype, groups)
         except Exception as error:  # whatever a kernel has against this device
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if problem is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -166,10 +167,20 @@ def flex_works(query: Tensor, key: Tensor, value: Tensor, how: Scores) -> bool:
     return _works(kind)
 
 
+def alone(trial: Callable[..., str | None], *arguments: Any) -> str | None:
+    """Return what a trial of a kernel finds, in a thread of its own.
+
+    Hooks on saved tensors, such as those of a layer that is computed again in the backward pass, are this
+    thread's: they would take the trial for a part of the layer.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(trial, *arguments).result()
+
+
 @functools.cache
 def _works(kind: _Kind) -> bool:
     try:
-        problem = _problem(kind)
+        problem = alone(_problem, kind)
     except Exception as error:  # whatever a compiler has against this device
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if problem is not None:

@@ -104,6 +104,8 @@ class JoinedHead:
             return None
         try:
             return function(*arguments)
+        except torch.OutOfMemoryError:  # no fault of the compiler: the run says which key to lower
+            raise
         except Exception as error:  # a compiler may raise anything, and the plain way raises what is ours
             self._works = False
             first = f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -177,7 +177,7 @@ class _TokenLogProbs(torch.autograd.Function):
             part = slice(start, start + chunk)
             raw = linear(hidden[part], weight, bias)
             found = joined and joined.outputs(
-                raw, targets[part], temperature, transform.scale, transform.softcap, *wanted
+                raw, targets[part], float(temperature), transform.scale, transform.softcap, *wanted
             )
             if found:
                 if start + len(raw) <= kept:
@@ -232,8 +232,8 @@ class _TokenLogProbs(torch.autograd.Function):
                     targets[part],
                     total,
                     entropy[part] if with_entropy else None,
-                    *own,
-                    temperature,
+                    *(each if each is None else each.contiguous() for each in own),
+                    float(temperature),
                     transform.scale,
                     transform.softcap,
                 )

@@ -7,6 +7,7 @@ On a CPU they stay as they are, to the bit.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,31 +30,52 @@ def _joined(kind: Any) -> type[nn.Module] | None:
     """Return a class like that of a norm, but with one operation on devices; None for any other formula."""
     if not kind.__name__.endswith("RMSNorm") or issubclass(kind, JoinedNorm) or not _is_plain(kind):
         return None
-    return type(kind.__name__, (JoinedNorm, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (JoinedNorm, kind), {"__module__": kind.__module__, "plain": kind})
 
 
 class JoinedNorm:
     """The forward pass of a joined norm; the class of transformers comes behind this one."""
 
+    plain: type[nn.Module]
+    """That class."""
     weight: Tensor
     variance_epsilon: float
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """States [..., H] to normed states of the same shape and dtype."""
         weight = self.weight
-        if states.device.type == "cpu" or type(weight) is not nn.Parameter or weight.dtype != states.dtype:
-            plain: Tensor = super().forward(states)  # type: ignore[misc]
-            return plain
-        return rms_norm(states, weight.shape, weight, self.variance_epsilon)
+        on_cpu = hidden_states.device.type == "cpu"
+        if on_cpu or type(weight) is not nn.Parameter or weight.dtype != hidden_states.dtype:
+            normed: Tensor = super().forward(hidden_states)  # type: ignore[misc]
+            return normed
+        return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class has no name in a module: a copy is made of that of transformers, and joined."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new, (self.plain,), *reduced[2:])
+
+
+def _new(kind: Any) -> nn.Module:
+    """Return a joined norm without contents, of a class of transformers."""
+    joined: Any = _joined(kind)
+    return joined.__new__(joined)  # type: ignore[no-any-return]
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether a class's norm has the formula of `rms_norm`, on random numbers."""
-    random = torch.Generator().manual_seed(0)
-    weight, states = torch.randn(2, 16, generator=random)
-    stub = SimpleNamespace(weight=weight, variance_epsilon=0.5)
-    try:
-        found = kind.forward(stub, states[None])
-    except (AttributeError, TypeError, RuntimeError):  # other names, or other arguments
+    """Return whether a class's norm has the formula of `rms_norm`, on random numbers small and large."""
+    if list(inspect.signature(kind.forward).parameters) != ["self", "hidden_states"]:
         return False
-    return isinstance(found, Tensor) and torch.allclose(found[0], rms_norm(states, (16,), weight, 0.5))
+    random = torch.Generator().manual_seed(0)
+    for size in (1.0, 1e-3, 1e4):
+        weight, states = torch.randn(2, 16, generator=random)
+        states = states * size
+        stub = SimpleNamespace(weight=weight, variance_epsilon=0.5)
+        try:
+            found = kind.forward(stub, states[None])
+        except Exception:  # code of any model: it has other names, or wants another shape
+            return False
+        wanted = rms_norm(states, (16,), weight, 0.5)
+        if not isinstance(found, Tensor) or not torch.allclose(found[0], wanted):
+            return False
+    return True

@@ -87,6 +87,18 @@ def test_where_compiling_fails_the_plain_way_goes_on(
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+def test_memory_that_ends_is_no_fault_of_the_compiler() -> None:
+    head = Plain()
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    head._outputs = full
+    with pytest.raises(torch.OutOfMemoryError):
+        head.outputs()
+    assert head._works
+
+
 def test_a_logit_of_no_probability_adds_nothing() -> None:
     raw = torch.tensor([[0.0, 1.0, -float("inf")]], dtype=torch.float64)
     target = torch.tensor([1])

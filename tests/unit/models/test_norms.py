@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -33,10 +34,36 @@ def test_a_plain_norm_is_joined_and_keeps_its_bits_on_a_cpu(kind: type[nn.Module
     assert torch.equal(copied(states), wanted)
 
 
-def test_a_norm_of_another_formula_stays() -> None:
-    norm = GemmaRMSNorm(12)
+class ResidualRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states)
+
+
+class ClampingRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states.clamp(-100, 100))
+
+
+class PickyRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        assert hidden_states.dim() == 3
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("kind", [GemmaRMSNorm, ResidualRMSNorm, ClampingRMSNorm, PickyRMSNorm])
+def test_a_norm_of_another_form_stays(kind: type[nn.Module]) -> None:
+    norm = kind(12)
     norms.join_norms(norm)
-    assert type(norm) is GemmaRMSNorm
+    assert type(norm) is kind
+
+
+def test_a_joined_norm_can_be_pickled() -> None:
+    norm = LlamaRMSNorm(12)
+    nn.init.normal_(norm.weight)
+    norms.join_norms(norm)
+    again = pickle.loads(pickle.dumps(norm))
+    states = torch.randn(3, 12)
+    assert type(again) is type(norm) and torch.equal(again(states), norm(states))
 
 
 def test_elsewhere_it_is_one_operation_of_states_of_the_weights_dtype() -> None:

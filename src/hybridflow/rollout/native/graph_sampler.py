@@ -59,6 +59,7 @@ class GraphSampler:
         """Reason why graphs are not used any longer, or None."""
         self._recorder = recorder
         self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
+        self._compared: set[int] = set()  # mixtures of which a graph gave what its step gave
         self._buffers: dict[str, Tensor] = {}
         self._place: int | None = None  # of the table whose columns the buffers have
 
@@ -117,7 +118,7 @@ class GraphSampler:
         return rows <= most_rows and width <= most_stops
 
     def _record(self, key: tuple[int, int], count: int) -> Tensor | None:
-        """Record a graph; the first one is compared with what it was recorded from."""
+        """Record a graph; the first of each mixture is compared with what it was recorded from."""
         rows, needs = key
         own = {name: buffer[:rows] for name, buffer in self._buffers.items()}
         plan = SamplingPlan([needs] * rows)
@@ -132,7 +133,7 @@ class GraphSampler:
         try:
             replay = self._recorder.record(run)
             facts = replay()[:count]
-            if self.num_recorded == 0 and not _agree(facts, run()[:count]):
+            if needs not in self._compared and not _agree(facts, run()[:count]):
                 raise RuntimeError("the graph chose other tokens than the step that it was recorded from")
         except Exception as error:  # whatever forbids a recording: the tokens are chosen without
             self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -144,6 +145,7 @@ class GraphSampler:
             )
             return None
         self.num_recorded += 1
+        self._compared.add(needs)
         self._graphs[key] = replay
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +51,12 @@ SAME_SHAPE = ("allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduc
 """Calls whose tensors have one shape on all ranks. (A rank's part of a list may have a shape of its own.)"""
 MOST_KEPT = 1024
 """Calls whose work may still be waited for. What waits in C++ takes none of them off the list."""
+
+
+_recent: deque[Any] = deque(maxlen=MOST_KEPT)
+"""Tensors of the newest calls. A thread of gloo drops its own with a lock held that the next call wants, with
+Python's held: it must not be the last to hold one, which wants Python's too.
+"""
 
 
 class _Pending(NamedTuple):
@@ -177,6 +183,7 @@ def _on_device(name: str, operator: Any, below: Callable[..., Any]) -> Callable[
         with stream:
             timeline.work(name, *_read_and_written(name, args))
         result = below(*low)
+        _recent.append((low, result))
         work = _work_of(result)
         if name not in OF_TWO:
             _real_wait(work)  # the bytes are there; whoever uses them has to wait all the same
@@ -195,7 +202,13 @@ def _on_host(name: str, below: Callable[..., Any]) -> Callable[..., Any]:
         group = _group_of(args)
         if name not in OF_TWO:
             _compare(name, group, [each for each in tree_leaves(args) if isinstance(each, Tensor)], "host")
-        return below(*args)
+        result = below(*args)
+        _recent.append((args, result))
+        if name not in OF_TWO:
+            work = _work_of(result)
+            if work is not None:
+                _real_wait(work)
+        return result
 
     return run
 

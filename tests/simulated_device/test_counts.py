@@ -62,8 +62,15 @@ def test_waits_of_a_training_step(keys: tuple[str, ...], most: int) -> None:
     assert each("update")[0] <= 1
 
 
-@pytest.mark.parametrize("leaders", [4, 1024])
-@pytest.mark.parametrize("limit", ["top_p=0.9", "top_k=200"])
+@pytest.mark.parametrize(
+    ("limit", "leaders"),
+    [
+        ("top_p=0.9", 4),
+        pytest.param("top_p=0.9", 1024, marks=pytest.mark.slow),
+        pytest.param("top_k=200", 4, marks=pytest.mark.slow),
+        pytest.param("top_k=200", 1024, marks=pytest.mark.slow),
+    ],
+)
 def test_a_quiet_decode_step_does_not_wait_to_learn_whether_the_leaders_suffice(
     limit: str, leaders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

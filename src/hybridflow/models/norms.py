@@ -68,14 +68,15 @@ def _is_plain(kind: Any) -> bool:
         return False
     random = torch.Generator().manual_seed(0)
     for size in (1.0, 1e-3, 1e4):
-        weight, states = torch.randn(2, 16, generator=random)
-        states = states * size
-        stub = SimpleNamespace(weight=weight, variance_epsilon=0.5)
-        try:
-            found = kind.forward(stub, states[None])
-        except Exception:  # code of any model: it has other names, or wants another shape
-            return False
-        wanted = rms_norm(states, (16,), weight, 0.5)
-        if not isinstance(found, Tensor) or not torch.allclose(found[0], wanted):
-            return False
+        with torch.device("cpu"), torch.no_grad():  # a model may be made on the meta device
+            weight, states = torch.randn(2, 16, generator=random)
+            states = states * size
+            stub = SimpleNamespace(weight=weight, variance_epsilon=0.5)
+            try:
+                found = kind.forward(stub, states[None])
+            except Exception:  # code of any model: it has other names, or wants another shape
+                return False
+            wanted = rms_norm(states, (16,), weight, 0.5)
+            if not isinstance(found, Tensor) or not torch.allclose(found[0], wanted):
+                return False
     return True

@@ -34,6 +34,16 @@ def test_a_plain_norm_is_joined_and_keeps_its_bits_on_a_cpu(kind: type[nn.Module
     assert torch.equal(copied(states), wanted)
 
 
+def test_a_model_may_be_made_on_the_meta_device() -> None:
+    class FirstRMSNorm(LlamaRMSNorm):
+        """A class that was not looked at before."""
+
+    with torch.device("meta"):
+        norm = FirstRMSNorm(12)
+        norms.join_norms(norm)
+    assert isinstance(norm, norms.JoinedNorm) and norm.weight.is_meta
+
+
 class ResidualRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         return super().forward(hidden_states)

@@ -50,7 +50,7 @@ class Accelerator:
     """Environment variables that say which devices a process sees; the first is torch's own."""
     files: tuple[str, ...] = ()
     """Patterns of paths from the root, of each of which a device has one file. The first that finds any
-    counts the devices without torch; with none they cannot be counted so.
+    counts the devices without torch; with none they cannot be counted so. (WSL has one file for all.)
     """
     package: str | None = None
     """Package without which torch does not know the device; it is imported before the device is used."""

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "hybridflow"
 LONG_ROW = 4096
-"""Tokens from which a row has a call of its own: then the kernel matters, and no longer the cost of calls."""
+"""The longest row that shares one call with others: for longer ones a faster kernel is to be worth a call for
+each. Estimated, not measured.
+"""
 MOST_SCORES = 2**26
 """Scores of attention that is written out which are in memory at once: 256 MiB of float32."""
 

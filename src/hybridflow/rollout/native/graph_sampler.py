@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybridflow.distributed.facilities import Recorder
 from hybridflow.rollout.native import sampling
+from hybridflow.rollout.native.graphs import MOST_GRAPHS
 from hybridflow.rollout.native.random_numbers import uniforms
 from hybridflow.rollout.native.rows import FILLING, RowTable
 from hybridflow.rollout.native.sampling import RowSettings, SamplingPlan, sample
@@ -43,8 +44,6 @@ RECORDED = (
 """Needs that decide which operations a recording has."""
 NOT_RECORDED = sampling.EDITS | sampling.TOP_LOG_PROBS | sampling.WHOLE
 LEAST_STOPS = 8
-MOST_GRAPHS = 64
-"""Graphs that are kept; the least recently used one is dropped first."""
 
 
 class GraphSampler:

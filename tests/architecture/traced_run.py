@@ -29,6 +29,8 @@ TARGETS = {
 }
 STEP = ("trainer/trainer.py", "Trainer._train_step")
 """What the loop calls once for each step, generation and update together."""
+HANDED_OVER = ("rollout/engine_replica.py", "EngineReplica.resume")
+"""What starts the thread that steps an engine: the way of what is done there begins with the way to this."""
 POLLING = {"progress"}
 """Names of threads that only look at the clock: how often they do depends on the machine's load."""
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -44,6 +46,7 @@ class Recorder:
         self.step = 0
         self.entered: set[tuple[str, str, int]] = set()
         self._places: dict[CodeType, Place | None] = {}
+        self._to_thread: tuple[tuple[str, str, int], ...] = ()
         self._measures = {place: name for name, place in TARGETS.items()}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -56,8 +59,13 @@ class Recorder:
             self.step += 1
         if self.step == 2 and threading.current_thread().name not in POLLING:
             self.entered.add((*place, frame.f_code.co_firstlineno))
+        if place == HANDED_OVER:
+            self._to_thread = self._way(frame)
         if place in self._measures:
-            self.ways[self._measures[place]][self._way(frame)] = None
+            way = self._way(frame)
+            if way[0][:2] != COMMAND and threading.current_thread().name.startswith("rollout "):
+                way = self._to_thread + way
+            self.ways[self._measures[place]][way] = None
 
     def _place(self, code: CodeType) -> Place | None:
         """Return the file and the name of a function of our own; None for others, modules and classes."""

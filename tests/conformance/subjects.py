@@ -82,7 +82,7 @@ class Subject:
     @contextmanager
     def replica(self) -> Iterator[EngineReplica]:
         """The engine as all callers see it, for as long as the block lasts."""
-        replica = EngineReplica(self.engine.open, name=f"{self.name}-0")
+        replica = EngineReplica(self.engine, name=f"{self.name}-0")
         try:
             yield replica
         finally:

@@ -80,7 +80,7 @@ def show_model(
         AgentConfig(),
     )
     episode = Episode(PromptRow([], row, 0), 0, 0, seed, seed, SamplingParams(max_new_tokens))
-    with closing(EngineReplica(engine.open)) as replica:
+    with closing(EngineReplica(engine)) as replica:
         limits = PolicyLimits(
             longest, longest, request_deadline=AgentConfig().request_deadline, lost_replicas=0
         )

@@ -111,5 +111,5 @@ def used_accelerator() -> torch.device | None:
         return None
     module = torch.get_device_module(own)
     if module.is_available() and module.is_initialized():
-        return own
+        return torch.device(own.type, module.current_device())
     return None

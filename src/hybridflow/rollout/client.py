@@ -33,7 +33,7 @@ class DeadlinePassed(RolloutError):
 
 
 class Replica(Protocol):
-    """One engine that serves many callers, from any thread; of its methods only `pause` blocks."""
+    """One engine that serves many callers, from any thread; no method but `close` blocks."""
 
     name: str
 
@@ -65,10 +65,6 @@ class Replica(Protocol):
     def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]: ...
 
     def abort(self, request_ids: Iterable[int]) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
 
     def close(self, timeout_s: float = 60.0) -> None:
         """End it; requests without an answer get ReplicaLost. RolloutError where it takes longer."""
@@ -152,9 +148,11 @@ class LLMClient:
                 replica.abort(ids)
 
     async def pause(self) -> None:
-        """Return when all live replicas stand between two steps; RolloutError where one never does."""
+        """Return when all live replicas of this process stand between two steps; RolloutError where one never
+        does.
+        """
         pausing = asyncio.gather(
-            *(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True
+            *(asyncio.to_thread(replica.pause) for replica in self._here()), return_exceptions=True
         )
         try:
             results = await asyncio.shield(pausing)
@@ -162,15 +160,19 @@ class LLMClient:
             await pausing
             self.resume()
             raise
-        problems = [one for one in results if one is not None and not isinstance(one, ReplicaLost)]
+        problems = [one for one in results if isinstance(one, BaseException)]
         if problems:
             self.resume()
             raise problems[0]
 
     def resume(self) -> None:
         """Go on after `pause`, under the weights there are now."""
-        for replica in self._alive():
-            replica.resume()
+        for replica in self._here():
+            with suppress(ReplicaLost):
+                replica.resume()
+
+    def _here(self) -> list[EngineReplica]:
+        return [replica for replica in self._alive() if isinstance(replica, EngineReplica)]
 
     def _alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.failure is None]

@@ -107,11 +107,15 @@ def whole_of(request: GenerationRequest, rest: GenerationOutput) -> GenerationOu
 
 def check_ids(requests: Sequence[GenerationRequest], running: Container[int] = ()) -> None:
     """RolloutError where two requests have the same id, or one has that of a request that is `running`."""
-    ids = {request.request_id for request in requests}
-    if len(ids) != len(requests) or any(number in running for number in ids):
-        raise RolloutError(
-            "two requests that run at the same time have the same request_id: they must be unique"
-        )
+    seen: set[int] = set()
+    for request in requests:
+        number = request.request_id
+        if number in seen or number in running:
+            raise RolloutError(
+                f"two requests that run at the same time have the same request_id: {number}; they must be "
+                "unique"
+            )
+        seen.add(number)
 
 
 def sort_out(

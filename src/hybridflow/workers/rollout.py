@@ -5,51 +5,44 @@ same processes, shards      shards are gathered when the engine wakes up and fre
 other processes             `RolloutGroup.update_from` pushes weights before a step
 engine with own weights     the same call pushes weights into the engine, wherever it is (vLLM, SGLang)
 
-Requests come and outputs go beside the ordered calls; the engine itself is stepped inside of one, `serve`.
-They have a channel: those of one are set aside, with what they have begun, while those of the other are
-served.
+Requests come and outputs go beside the ordered calls. The engine is stepped by `EngineReplica`, in a thread
+that runs from `resume` to `pause`, and its weights change between two steps of it.
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from hybridflow.controller import Dispatch, register
+from hybridflow.distributed.device import used_accelerator
 from hybridflow.distributed.replica_ranks import ReplicaRanks
-from hybridflow.errors import RolloutError
-from hybridflow.observability.progress import progress
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
-from hybridflow.rollout.turns import Turns
+from hybridflow.errors import HybridFlowError, RolloutError
+from hybridflow.rollout.base import (
+    EngineSession,
+    GenerationOutput,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutStats,
+)
+from hybridflow.rollout.engine_replica import EngineReplica, ReplicaUse
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.exact import ExactRollout
 
-CHANNELS = 2
-"""Number of channels: the first for requests that are served without an end, the second for a list of them
-that is answered in between.
+Kind = Literal["stream", "list"]
+"""Two kinds of requests: a stream of them that come and go without an end, and those of a list, or of one
+piece of work, that are answered in between while the stream is set aside.
 """
 COLLECTOR_NUMBERS = 1 << 48
 """Requests of collector k have the numbers from (k + 1) times this on, those of the driver smaller ones."""
 Deliver = Callable[[int, GenerationOutput], None]
 """Sends an output to the process that has asked for it; the first argument is the rank that has it."""
-Finished = Callable[[GenerationOutput], None]
-"""Called with each output as soon as it is there."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """The state of a replica after a turn."""
-
-    finished: bool
-    """Whether its session has ended, so that the engine sleeps."""
-    version: int
-    """Version of its weights, as the engine says."""
-    stats: RolloutStats
-    """Counts of the session so far."""
-    has_requests: bool
-    """Whether its engine has requests without an answer."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +50,18 @@ class Collected:
     """Outputs that have finished since they were last asked for."""
 
     outputs: list[GenerationOutput]
-    turn_is_over: bool
-    """Whether they are the last ones of a turn."""
+    silence: float
+    """Seconds for which the engine has read and sampled no token although requests waited for it."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """The state of a rank whose engine sleeps."""
+
+    version: int
+    """Version of its weights, as the engine says."""
+    stats: RolloutStats
+    """Counts since it was resumed."""
 
 
 class RolloutWorker(ExactRollout):
@@ -83,48 +86,57 @@ class RolloutWorker(ExactRollout):
         self.owned = owned
         self.ranks = ranks or ReplicaRanks()
         self.recomputes = recomputes
-        self._turns = tuple(Turns(self.ranks) for _ in range(CHANNELS))
-        self._session = 0
+        self._device = used_accelerator()
         self._dropped: int | None = None
         """Version of the weights that the engine dropped when it fell asleep; it gets them again first."""
         self._deliver: Deliver | None = None
-        # outputs with the numbers of their sessions; None ends a turn
-        self._outbox: queue.SimpleQueue[tuple[int, GenerationOutput | None]] = queue.SimpleQueue()
+        self._use = ReplicaUse()
+        self._replicas: dict[Kind, EngineReplica] = {}
+        # None ends a wait for outputs
+        self._outboxes: dict[Kind, queue.SimpleQueue[GenerationOutput | BaseException | None]] = {
+            "stream": queue.SimpleQueue(),
+            "list": queue.SimpleQueue(),
+        }
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def submit(self, requests: Sequence[GenerationRequest], channel: int = 0) -> None:
+    def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "stream") -> None:
         """Have requests join before the next step, all before the same one."""
-        self._turns[channel].inbox.submit(requests)
+        for answer in self._replica(kind).submit_many(requests):
+            answer.add_done_callback(partial(self._answered, kind))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def abort(self, request_ids: Sequence[int], channel: int = 0) -> None:
+    def abort(self, request_ids: Sequence[int], kind: Kind = "stream") -> None:
         """Have requests end with what they have; unknown ones are passed over."""
-        self._turns[channel].inbox.abort(request_ids)
+        self._replica(kind).abort(request_ids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def park(self, session: int, channel: int = 0) -> None:
-        """Have the session of this number end before its next step; its requests go on in the next one."""
-        self._turns[channel].inbox.park(session)
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def rest(self, session: int, channel: int = 0) -> None:
-        """Have the session of this number stand before its next step, so that its weights may change: it is
-        parked where keys and values are to be computed again, and else only its turn ends.
-        """
-        if self.recomputes:
-            self._turns[channel].inbox.park(session)
-        else:
-            self._turns[channel].inbox.rest(session)
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def num_waiting(self, channel: int = 0) -> int:
+    def num_waiting(self, kind: Kind = "stream") -> int:
         """Return how many requests have no room in the engine now."""
-        return self._turns[channel].num_waiting
+        replica = self._replica(kind)
+        return 0 if replica.stands else replica.waiting
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def forget(self, channel: int = 0) -> None:
-        """Forget the requests that wait for a session."""
-        self._turns[channel].inbox.forget()
+    def forget(self, kind: Kind = "stream") -> None:
+        """Have all requests end; nobody gets their outputs, nor those that nobody has collected."""
+        self._replica(kind).forget("nobody awaits it any longer")
+        with suppress(queue.Empty):
+            while True:
+                self._outboxes[kind].get_nowait()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def wake(self, kind: Kind = "stream") -> None:
+        """Have `collect` return at once."""
+        self._outboxes[kind].put(None)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds in which this rank's engine was busy, standing or empty."""
+        return self._use.seconds()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
+    def stack(self, kind: Kind = "stream") -> str:
+        """Return where the thread is that steps this rank's engine."""
+        return self._replica(kind).stack()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def deliver_by(self, deliver: Deliver) -> None:
@@ -132,74 +144,79 @@ class RolloutWorker(ExactRollout):
         self._deliver = deliver
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
-    def collect(self, session: int, seconds: float) -> Collected:
-        """Return the outputs of a session that have finished, or wait at most `seconds` for the first."""
+    def collect(self, seconds: float, kind: Kind = "stream") -> Collected:
+        """Return the outputs that have finished, or wait at most `seconds` for the first.
+
+        Raises what the engine has failed of.
+        """
         outputs: list[GenerationOutput] = []
         wait = seconds
         while True:
             try:
-                number, output = self._outbox.get(timeout=wait)
+                found = self._outboxes[kind].get(timeout=wait)
             except queue.Empty:
-                return Collected(outputs, turn_is_over=False)
-            if number != session:  # of one that was broken off
-                continue
-            if output is None:
-                return Collected(outputs, turn_is_over=True)
-            outputs.append(output)
+                break
+            if isinstance(found, BaseException):
+                raise found
+            if found is not None:
+                outputs.append(found)
             wait = 0.0
+        return Collected(outputs, self._replica(kind).silence)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def resume(self, kind: Kind = "stream", *, closed: bool = False) -> None:
+        """Have the engine stepped for the requests of a kind, as `EngineReplica.resume` explains.
+
+        All ranks of the role are resumed together: they fetch weights and send them to each other.
+        """
+        self._replica(kind).resume(closed=closed)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def serve(
-        self,
-        session: int,
-        channel: int = 0,
-        *,
-        closed: bool,
-        seconds: float,
-        awaited: tuple[int, int | None] = (0, None),
-        finished: Finished | None = None,
-    ) -> Served:
-        """Step the engine for a turn of about `seconds`, as `Turns.turn` explains.
+    def pause(self, kind: Kind = "stream") -> Paused:
+        """Return when the engine is not stepped any more, and sleeps.
 
-        All ranks of the role serve together. In the first turn of a session (counted from 1) they fetch
-        weights and send them to each other. When the session ends, the KV cache and gathered weights are
-        freed. Outputs go to `finished` or, without it, to `collect`. `awaited`, for the display: how many
-        there have been, and how many there will be (None: nobody knows).
+        What it has begun goes on when it is resumed, under the weights of then.
         """
-        leads = self.ranks.rank == 0  # the outputs of the others are the same
-        turns = self._turns[channel]
-        try:
-            if session != self._session:
-                self._begin(session)
-            elif turns.finished:
-                return self._served(turns)
-            turn = turns.turn(self.engine, session, closed=closed, seconds=seconds)
-            for output in progress.results(turn, awaited[1], done=awaited[0]):
-                if leads and self._deliver is not None and output.request_id >= COLLECTOR_NUMBERS:
-                    self._deliver(self.rank, output)
-                elif leads and finished is None:
-                    self._outbox.put((session, output))
-                elif leads and finished is not None:
-                    finished(output)
-        finally:
-            if turns.finished:
-                self._sleep()
-            if leads and finished is None:
-                self._outbox.put((session, None))
-        return self._served(turns)
+        stats = self._replica(kind).pause(None, keep_kv=False)
+        self.wake(kind)
+        return Paused(self._version, stats)
 
-    def _begin(self, session: int) -> None:
-        """Wake the engine, on all ranks: those without a request send their shards to the others."""
-        for turns in self._turns:
-            if not turns.finished:  # the one before was broken off, and others may have slept since
-                turns.end()
-                self._sleep()
-        self._session = session
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
+        """Load the weights that the actor's ranks sent, unless this rank shares the actor's.
+
+        Raises RolloutError where they are not what the actor's ranks hold.
+        """
+        if self.pushed is not None:
+            self._change(version, partial(self.pushed.update, self.engine, shares, version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def renew_weights(self, *, version: int) -> None:
+        """Take over the weights of the policy in this process as `version`: load them where the engine has
+        its own, and else note that the shared ones have changed.
+
+        Raises RolloutError where they did not arrive.
+        """
+        self._change(version, partial(self._renew, version))
+
+    # ---- the engine as a replica has it
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Counts of the engine's newest session."""
+        return self.engine.stats
+
+    def wake_up(self) -> None:
+        """Wake the engine; on all ranks at once, as those without a request send their shards to others."""
         if self._dropped is not None:
-            self.renew_weights(version=self._dropped)
+            self._renew(self._dropped)
         self.engine.wake_up()
 
-    def _sleep(self) -> None:
+    def open(self, *, closed: bool = False) -> EngineSession:
+        """Open a session of the engine."""
+        return self.engine.open(closed=closed)
+
+    def sleep(self) -> None:
         """Free the engine's memory. Weights that are in this process anyway are dropped: the engine would
         copy them to the CPU, and most often new ones are pushed before it generates again.
         """
@@ -211,38 +228,58 @@ class RolloutWorker(ExactRollout):
         if self.engine.policy_version != version:
             self._dropped = version
 
-    def _served(self, turns: Turns) -> Served:
-        version = self.engine.policy_version if self._dropped is None else self._dropped
-        return Served(turns.finished, version, self.engine.stats, turns.has_requests)
+    def _replica(self, kind: Kind) -> EngineReplica:
+        """Return the replica for requests of a kind; another one after the engine has failed."""
+        replica = self._replicas.get(kind)
+        if replica is None or replica.failure is not None:
+            replica = EngineReplica(
+                self,
+                name=f"rollout-{self.rank}",
+                ranks=self.ranks,
+                device=self._device,
+                paused=True,
+                use=self._use,
+                ended=partial(self._failed, kind),
+            )
+            self._replicas[kind] = replica
+        return replica
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
-        """Load the weights that the actor's ranks sent, unless this rank shares the actor's.
-
-        Raises RolloutError where they are not what the actor's ranks hold.
-        """
-        if self.pushed is not None:
-            self.pushed.update(self.engine, shares, version)
-            self._confirm(version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def renew_weights(self, *, version: int) -> None:
-        """Take over the weights of the policy in this process as `version`: load them where the engine has
-        its own, and else note that the shared ones have changed.
-
-        Raises RolloutError where they did not arrive.
-        """
-        if self.owned is not None:
-            self.owned.update(self.engine, version)
+    def _answered(self, kind: Kind, answer: Future[GenerationOutput]) -> None:
+        if answer.exception() is not None:  # `_failed` has told it, or nobody wants to know
+            return
+        output = answer.result()
+        if self._deliver is not None and output.request_id >= COLLECTOR_NUMBERS:
+            self._deliver(self.rank, output)
         else:
-            self.engine.set_version(version)
-        self._dropped = None
-        self._confirm(version)
+            self._outboxes[kind].put(output)
 
-    def _confirm(self, version: int) -> None:
-        reported = self.engine.policy_version
+    def _failed(self, kind: Kind, error: BaseException, left: int) -> None:
+        if not isinstance(error, HybridFlowError):
+            problem = RolloutError(
+                f"the engine failed with {left} requests left: {type(error).__name__}: {error}"
+            )
+            problem.__cause__ = error
+            error = problem
+        self._outboxes[kind].put(error)
+
+    def _change(self, version: int, update: Callable[[], None]) -> None:
+        running = [replica for replica in self._replicas.values() if not replica.stands]
+        replica = running[0] if running else self._replica("stream")
+        replica.update_weights(update, preempts=self.recomputes)
+        reported = self._version
         if reported != version:
             raise RolloutError(
                 f"rollout rank {self.rank} was given weights of version {version} and has those of version "
                 f"{reported}: the update did not reach it"
             )
+
+    def _renew(self, version: int) -> None:
+        if self.owned is not None:
+            self.owned.update(self.engine, version)
+        else:
+            self.engine.set_version(version)
+        self._dropped = None
+
+    @property
+    def _version(self) -> int:
+        return self.engine.policy_version if self._dropped is None else self._dropped

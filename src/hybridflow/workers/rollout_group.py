@@ -1,9 +1,9 @@
 """The driver's view of generation: replicas of the workers that many callers share, and their weights.
 
-generate(list) ──submit_many──► WorkerReplica ──submit──► worker's inbox ─┐
-opened(), run(work) ──LLMClient──submit──┘ ▲                              │ serve, turn by turn
-                                           └── outputs, as they finish ◄──┘
-actor ──stage──► StagedWeights ──take, between two turns──► all replicas
+generate(list) ──submit_many──► WorkerReplica ──submit──► EngineReplica in the worker ─┐
+opened(), run(work) ──LLMClient──submit──┘ ▲                                           │ collect
+                                           └── outputs, as they finish ◄── serve ◄─────┘
+actor ──stage──► StagedWeights ──take, between two steps──► all replicas
 """
 
 from __future__ import annotations
@@ -11,27 +11,33 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Literal, TypeVar
 
 from hybridflow.controller import Future, WorkerGroup
 from hybridflow.controller.dealing import cut_items, plan_items
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutError, WorkerError, WorkerLost
+from hybridflow.observability.occupancy import Occupancy
+from hybridflow.observability.progress import progress
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.rollout.requests import check_ids
 from hybridflow.weight_sync.remote_push import WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
-from hybridflow.workers.rollout import CHANNELS, Finished, RolloutWorker
+from hybridflow.workers.rollout import Collected, Kind, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica
-from hybridflow.workers.rollout_service import Over, Service
-from hybridflow.workers.rollout_use import ReplicaUse, mean_seconds
 
 T = TypeVar("T")
 
+Over = Callable[[], bool]
+"""Whether enough was served; called in the thread that serves."""
+Finished = Callable[[GenerationOutput], None]
+"""Called with each output as soon as it is there."""
+
+POLL_SECONDS = 5.0
+"""Longest wait for the next output of a rank before it is asked again."""
 UNWIND_SECONDS = 1.0
 """Time for work to hear that its engines are lost, before it is cancelled."""
 
@@ -55,6 +61,170 @@ class StagedWeights:
     """The parts of the actor's ranks, by reference; None once they were taken, which frees their memory."""
 
 
+class ReplicaSet:
+    """All replicas, for the requests of one kind: they are sent here, and the engines stepped for them.
+
+    One thread at a time serves; every other method may be called from any thread.
+    """
+
+    def __init__(self, group: WorkerGroup[RolloutWorker], kind: Kind) -> None:
+        self._group = group
+        self._kind = kind
+        self._occupancy = Occupancy("paused")
+        self.replicas = tuple(
+            WorkerReplica(group, rank, kind, self._stepped_seconds) for rank in group.mesh.leaders
+        )
+        self._lock = threading.RLock()  # held while engines are resumed or paused
+        self._serves = False
+        self._steps = False
+        self._closed = False
+        self._holds = 0  # contexts in which the requests are set aside
+        self._stats: list[RolloutStats] = []
+        self._polls: dict[int, Future[Collected]] = {}
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a step of the engines may take before something is wrong."""
+        return min(self._group.backend.call_timeout, threading.TIMEOUT_MAX / 4)
+
+    @contextmanager
+    def opened(self) -> Iterator[LLMClient]:
+        """Let the replicas take requests in this context; afterwards nothing of them is left anywhere."""
+        for replica in self.replicas:
+            replica.open()
+        try:
+            yield LLMClient(self.replicas)
+        except BaseException as error:
+            self.lose(error)
+            raise
+        finally:
+            for replica in self.replicas:
+                replica.lose(replica.failure or "nothing is generated now: generate() or run() has ended")
+
+    def lose(self, error: BaseException) -> None:
+        """Fail the requests without an answer, and take no others, because of this error."""
+        for replica in self.replicas:
+            replica.lose(f"generation has ended: {type(error).__name__}: {error}")
+
+    def serve(
+        self,
+        over: Over,
+        *,
+        closed: bool = False,
+        total: int | None = None,
+        finished: Finished | None = None,
+    ) -> RolloutStats:
+        """Have the engines stepped, and hand their outputs out, until it is `over`; return their counts.
+
+        With `closed` the engines have all requests already. For the display, there will be `total` outputs.
+        Where the engines fail, all requests without an answer fail with them.
+        """
+        if over():
+            return RolloutStats()
+        try:
+            self._begin(closed)
+            for output in progress.results(self._outputs(over), total):
+                if finished is not None:
+                    finished(output)
+            self._end()
+        except BaseException as error:
+            left = sum(replica.load for replica in self.replicas)
+            if left:
+                names = ", ".join(replica.name for replica in self.replicas)
+                error.add_note(f"{left} requests had no answer of {names}")
+            self.lose(error)
+            if not isinstance(error, WorkerLost):  # else it would never come to the end of a step
+                with suppress(WorkerError):
+                    self._end()
+            raise
+        return RolloutStats.join(self._stats, together=False)
+
+    def wake(self) -> None:
+        """Have `serve` look at once whether it is over."""
+        with suppress(WorkerError):  # it is lost, which whoever serves is told
+            self._group.call_one(0, RolloutWorker.wake, self._kind)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Have the requests wait in this context: what was begun of them goes on afterwards."""
+        with self._lock:
+            self._holds += 1
+            self._pause()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds -= 1
+                if self._serves and not self._holds:
+                    self._resume()
+
+    @contextmanager
+    def clock_stands(self) -> Iterator[None]:
+        """Have the clock of deadlines stand in this context, while weights change; it is not left before
+        they have.
+        """
+        with self._lock:
+            before = self._occupancy.be("paused")
+            try:
+                yield
+            finally:
+                self._occupancy.be(before)
+
+    def _begin(self, closed: bool) -> None:
+        with self._lock:
+            self._serves = True
+            self._closed = closed
+            self._stats = []
+            if not self._holds:
+                self._resume()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._serves = False
+            self._pause()
+
+    def _resume(self) -> None:
+        self._group.call(RolloutWorker.resume, self._kind, closed=self._closed)
+        self._occupancy.be("stepped")
+        self._steps = True
+
+    def _pause(self) -> None:
+        if self._steps:
+            self._steps = False
+            self._occupancy.be("paused")
+            paused = self._group.call_list(RolloutWorker.pause, self._kind)
+            self._stats.append(RolloutStats.join([state.stats for state in paused], together=True))
+            for replica, state in zip(self.replicas, paused, strict=True):
+                replica.version = state.version
+
+    def _outputs(self, over: Over) -> Iterator[GenerationOutput]:
+        """Hand outputs to their callers, and yield them, as they come; raise what an engine has failed of."""
+        seconds = min(POLL_SECONDS, self.patience / 4)
+        by_rank = {replica.rank: replica for replica in self.replicas}
+        while not over():
+            for rank in range(self._group.world_size):
+                if rank not in self._polls:  # one may be left of the time before
+                    self._polls[rank] = self._group.call_one(rank, RolloutWorker.collect, seconds, self._kind)
+            parts = [part for poll in self._polls.values() for part in poll.parts.values()]
+            concurrent.futures.wait(parts, return_when=concurrent.futures.FIRST_COMPLETED)
+            for rank in [rank for rank, poll in self._polls.items() if poll.done()]:
+                found = self._polls.pop(rank).result()
+                for output in found.outputs:
+                    by_rank[rank].answer(output)
+                    yield output
+                if found.silence > self.patience:
+                    lost = WorkerLost(
+                        f"{self._group.role}-{rank} has read and sampled no token for {self.patience:g} s "
+                        "(trainer.worker_timeout) while requests waited: an engine hangs"
+                    )
+                    stack = self._group.call_one(rank, RolloutWorker.stack, self._kind).result()
+                    lost.add_note(f"it is here:\n{stack}")
+                    raise lost
+
+    def _stepped_seconds(self) -> float:
+        return self._occupancy.seconds().get("stepped", 0.0)
+
+
 class RolloutGroup(WorkerGroup[RolloutWorker]):
     """The replicas of the rollout, of `tensor_model_parallel_size` ranks each.
 
@@ -65,30 +235,22 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        numbers = count(1)
-        self._uses = [ReplicaUse() for _ in self.mesh.leaders]
-        self._services = tuple(
-            Service(self, channel, lambda: next(numbers), self._uses) for channel in range(CHANNELS)
-        )
-        self._main = self._services[0]
+        self._stream = ReplicaSet(self, "stream")
+        self._list = ReplicaSet(self, "list")
         self._is_open = False
         self._in_between = threading.Lock()
 
     @property
     def replicas(self) -> tuple[WorkerReplica, ...]:
         """The replicas, in the order of their ranks."""
-        return self._main.replicas
+        return self._stream.replicas
 
     def seconds_in(self, state: Literal["busy", "standing"]) -> float:
-        """Return the seconds since the start in which a replica, on the mean, was stepped for requests
+        """Return the seconds since the start in which a replica, on average, was stepped for requests
         (`busy`), or had requests and was not stepped (`standing`).
         """
-        return mean_seconds(self._uses, state)
-
-    def note_asked(self, asked: bool) -> None:
-        """Note whether processes beside the driver have requests without an answer (`seconds_in`)."""
-        for use in self._uses:
-            use.be_asked(0, asked)
+        calls = [self.call_one(rank, RolloutWorker.seconds) for rank in self.mesh.leaders]
+        return sum(call.result().get(state, 0.0) for call in calls) / len(calls)
 
     @contextmanager
     def opened(self) -> Iterator[LLMClient]:
@@ -101,7 +263,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
             raise RolloutError(f"{self.role} is open already: one caller at a time opens it")
         self._is_open = True
         try:
-            with self._main.opened() as client:
+            with self._stream.opened() as client:
                 yield client
         finally:
             self._is_open = False
@@ -109,16 +271,15 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     def serve(self, over: Over) -> RolloutStats:
         """Answer the requests of `opened` in the caller's thread, until `over()` is true; return counts.
 
-        Call `wake` when `over()` has become true: it is asked then, in the thread that wakes and in this one,
-        and between two sessions. Requests without an answer keep what they have begun, and go on in the next
-        `serve`, under the weights of then. Where an engine fails, its error is raised and all these requests
-        get ReplicaLost.
+        Call `wake` when `over()` has become true. Requests without an answer keep what they have begun, and
+        go on in the next `serve`, under the weights of then. Where an engine fails, its error is raised and
+        all these requests get ReplicaLost.
         """
-        return self._main.serve(over)
+        return self._stream.serve(over)
 
     def wake(self) -> None:
         """Have `serve` end if it is over by now; any thread may call this."""
-        self._main.wake()
+        self._stream.wake()
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
@@ -132,14 +293,14 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         if len(self.replicas) > 1:
             parts = cut_items(requests, plan_items(requests, self.mesh))
         answers = {}
-        with self._service() as (service, _):
-            for replica, part in zip(service.replicas, parts, strict=True):
+        with self._serving() as (serving, _):
+            for replica, part in zip(serving.replicas, parts, strict=True):
                 for request, answer in zip(part, replica.submit_many(part)):
                     answers[request.request_id] = answer
-            for replica in service.replicas:
+            for replica in serving.replicas:
                 replica.wait_until_submitted()
-            stats = service.serve(
-                lambda: not any(replica.load for replica in service.replicas),
+            stats = serving.serve(
+                lambda: not any(replica.load for replica in serving.replicas),
                 closed=True,
                 total=len(requests),
                 finished=finished,
@@ -152,33 +313,19 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         Returns its result, and counts of all replicas together; raises what it raises. Where an engine
         fails, `work` gets ReplicaLost, and the engine's error is raised here.
         """
-        with self._service() as (service, client), in_own_loop(lambda: work(client)) as result:
-            result.add_done_callback(lambda _: service.wake())
+        with self._serving() as (serving, client), in_own_loop(lambda: work(client)) as result:
+            result.add_done_callback(lambda _: serving.wake())
             try:
-                stats = service.serve(result.done)
+                stats = serving.serve(result.done)
             except BaseException:
                 concurrent.futures.wait([result], UNWIND_SECONDS)  # its requests have just failed
                 raise
         return result.result(), stats
 
-    def pause(self) -> None:
-        """Return when no request of `opened` is served any more; all keep what they have begun. RolloutError
-        where that takes longer than a call may.
-        """
-        self._main.pause()
-
-    def resume(self) -> None:
-        """Take back one `pause`."""
-        self._main.resume()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Have the engines stand in this context, so that other calls of the workers wait for no turn."""
-        return self._main.paused("rest")
-
     def break_off(self) -> None:
         """Have `generate` or `serve` in another thread end; requests without an answer get ReplicaLost."""
-        self._main.lose(RolloutError("it was broken off"))
-        self._main.wake()
+        self._stream.lose(RolloutError("it was broken off"))
+        self._stream.wake()
 
     def can_stage(self, actor: ActorGroup) -> bool:
         """Return whether the actor's weights can be kept beside those that generate, until they are taken.
@@ -204,7 +351,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return _exported(actor, version)
 
     def take(self, staged: StagedWeights) -> None:
-        """Give all replicas staged weights, between two turns of whatever they serve, and free these.
+        """Give all replicas staged weights, between two steps of whatever they serve, and free these.
 
         Raises RolloutError where they do not arrive as the actor held them, or were taken before, WorkerError
         where that takes longer than trainer.worker_timeout.
@@ -213,11 +360,11 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         if shares is None:
             raise RolloutError(f"weights of version {staged.version} were taken already: stage them again")
         staged.shares = None
-        with self._standing(staged.version):
+        with self._taking(staged.version):
             self.call(RolloutWorker.update_weights, shares.by_reference(), version=staged.version)
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
-        """Give all replicas the actor's weights, called `version` from now on, between two turns of whatever
+        """Give all replicas the actor's weights, called `version` from now on, between two steps of whatever
         they serve.
 
         Where replicas share the actor's module nothing is sent, and they learn its version. Raises
@@ -231,41 +378,40 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                     f"{actor.role} has {actor.world_size}: all must take part where shards are gathered, and "
                     "no others. Set trainer.placement.rollout to the actor's pool, or to others only"
                 )
-            with self._standing(version):
+            with self._taking(version):
                 self.call(RolloutWorker.renew_weights, version=version)
             return
         self.take(_exported(actor, version))
 
     @contextmanager
-    def _service(self) -> Iterator[tuple[Service, LLMClient]]:
-        """Give a service to one caller, with a client: within `opened` the one in between, while the requests
-        of the other stand.
+    def _serving(self) -> Iterator[tuple[ReplicaSet, LLMClient]]:
+        """Give a way to serve to one caller, with a client: within `opened` the one in between, while the
+        requests of the other are set aside.
         """
         if not self._is_open:
             with self.opened() as client:
-                yield self._main, client
+                yield self._stream, client
             return
-        between = self._services[1]
         if not self._in_between.acquire(blocking=False):
             raise RolloutError(f"{self.role} generates a list already: one caller at a time may")
         try:
-            with self._main.paused(), between.opened() as client:
-                yield between, client
+            with self._stream.set_aside(), self._list.opened() as client:
+                yield self._list, client
         finally:
             self._in_between.release()
 
     @contextmanager
-    def _standing(self, version: int) -> Iterator[None]:
-        """Have the engines stand while they get weights of this version, which their replicas then have."""
-        names = ", ".join(replica.name for replica in self.replicas)
+    def _taking(self, version: int) -> Iterator[None]:
+        """Have the replicas take weights of this version in this context, which they then have."""
         try:
-            with self._main.paused("rest"), self._services[1].paused("rest"):
+            with self._stream.clock_stands(), self._list.clock_stands():
                 yield
         except Exception as error:
+            names = ", ".join(replica.name for replica in self.replicas)
             error.add_note(f"while {names} took weights of version {version}")
             raise
-        for service in self._services:
-            for replica in service.replicas:
+        for serving in (self._stream, self._list):
+            for replica in serving.replicas:
                 replica.version = version
 
 

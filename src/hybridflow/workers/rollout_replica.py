@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -14,40 +15,27 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.client import ReplicaLost
 from hybridflow.rollout.engine_replica import Tap
 from hybridflow.rollout.requests import check_ids
-from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.rollout_use import ReplicaUse
+from hybridflow.workers.rollout import Kind, RolloutWorker
 
 
 class WorkerReplica:
-    """A replica in the workers (`client.Replica`); its methods may be called from any thread.
+    """A replica in the workers (`client.Replica`) for requests of one kind; any thread may call its methods.
 
-    It takes requests while it is open. `rank` is the replica's first, and `channel` the worker's channel for
-    these requests, of which `use` is told. `stepped` gives the seconds in which they were served. `pause` and
-    `resume` stop and restart all replicas that are served together.
+    It takes requests while it is open. `rank` is the replica's first. `clock` gives the seconds that
+    deadlines count.
     """
 
     def __init__(
-        self,
-        group: Peers,
-        rank: int,
-        channel: int,
-        use: ReplicaUse,
-        *,
-        stepped: Callable[[], float],
-        pause: Callable[[], None],
-        resume: Callable[[], None],
+        self, group: Peers, rank: int, kind: Kind = "stream", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = f"{group.role}-{rank}"
         self.rank = rank
         self.version: int | None = None
-        """Version of the weights, as the engine said at the end of its newest turn or update."""
+        """Version of the weights, as the engine said when it was last heard of."""
         self.failure: str | None = "nothing is generated yet: use opened(), generate() or run()"
         self._group = group
-        self._channel = channel
-        self._use = use
-        self._stepped = stepped
-        self._pause = pause
-        self._resume = resume
+        self._kind = kind
+        self._clock = clock
         self._lock = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[GenerationOutput]] = {}
         self._sent: Future[None] | None = None  # the newest call of `submit`; earlier ones end before it
@@ -64,7 +52,7 @@ class WorkerReplica:
         """Seconds in which the engines were stepped for these requests: a deadline does not count updates of
         the weights, training on the same devices, and validations.
         """
-        return self._stepped()
+        return self._clock()
 
     @property
     def waiting(self) -> int:
@@ -75,7 +63,7 @@ class WorkerReplica:
                 self._looked = None
                 self._waiting = looked.result()
             if self._looked is None:
-                self._looked = self._group.call_one(self.rank, RolloutWorker.num_waiting, self._channel)
+                self._looked = self._group.call_one(self.rank, RolloutWorker.num_waiting, self._kind)
         return self._waiting
 
     def submit(
@@ -102,8 +90,7 @@ class WorkerReplica:
                 future.set_running_or_notify_cancel()  # a caller that gives up says abort()
                 self._answers[request.request_id] = future
             if requests:
-                self._use.be_asked(self._channel, True)
-                self._sent = self._group.call_one(self.rank, RolloutWorker.submit, requests, self._channel)
+                self._sent = self._group.call_one(self.rank, RolloutWorker.submit, requests, self._kind)
         return futures
 
     def wait_until_submitted(self) -> None:
@@ -114,23 +101,11 @@ class WorkerReplica:
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these requests with what they have; unknown ones are passed over."""
         with suppress(WorkerError):  # it is lost, and with it what was to end
-            self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._channel)
-
-    def pause(self) -> None:
-        """Return when no engine of the role is stepped any more; the requests keep what they have begun.
-        RolloutError where that takes too long.
-        """
-        self._pause()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._resume()
+            self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._kind)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Take no more requests; those without an answer get ReplicaLost."""
-        running = list(self._answers)
         self.lose(f"replica {self.name} was closed")
-        self.abort(running)
 
     def open(self) -> None:
         """Take requests from now on."""
@@ -140,7 +115,6 @@ class WorkerReplica:
         """Give an output to whoever awaits it, if anybody does."""
         with self._lock:
             future = self._answers.pop(output.request_id, None)
-            self._use.be_asked(self._channel, bool(self._answers))
         if future is not None:
             future.set_result(output)
 
@@ -150,9 +124,8 @@ class WorkerReplica:
             self.failure = failure
             left = self._answers
             self._answers = {}
-            self._use.be_asked(self._channel, False)
         if left:
             with suppress(WorkerError):  # the worker itself may be what is lost
-                self._group.call_one(self.rank, RolloutWorker.forget, self._channel)
+                self._group.call_one(self.rank, RolloutWorker.forget, self._kind)
         for future in left.values():
             future.set_exception(ReplicaLost(failure))

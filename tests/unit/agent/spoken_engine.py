@@ -25,10 +25,7 @@ LIMITS = PolicyLimits(max_model_len=400, max_prompt_length=200, request_deadline
 @contextmanager
 def client_of(*sessions: FakeSession) -> Iterator[LLMClient]:
     """A client of replicas, one for each of these sessions."""
-    replicas = [
-        EngineReplica(lambda session=session: session, name=f"spoken-{number}")
-        for number, session in enumerate(sessions)
-    ]
+    replicas = [EngineReplica(session, name=f"spoken-{number}") for number, session in enumerate(sessions)]
     try:
         yield LLMClient(replicas)
     finally:

@@ -9,7 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, PartialOutput
+from hybridflow.rollout.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    PartialOutput,
+    RolloutStats,
+)
 
 Script = Callable[[GenerationRequest], Sequence[int]]
 LOG_PROB = -0.5
@@ -118,6 +124,21 @@ class FakeSession:
 
     def close(self) -> None:
         self.closed = True
+
+    # ---- it is its own engine, which is always awake
+
+    def open(self, *, closed: bool = False) -> FakeSession:
+        return self
+
+    @property
+    def stats(self) -> RolloutStats:
+        return RolloutStats(generated_tokens=self.steps)
+
+    def wake_up(self) -> None:
+        """Nothing."""
+
+    def sleep(self) -> None:
+        """Nothing."""
 
     def _leave(self, request: GenerationRequest, reason: FinishReason) -> GenerationOutput:
         return self._output(self._rows.pop(request.request_id), reason)

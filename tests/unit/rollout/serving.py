@@ -109,9 +109,7 @@ def serve_script(
 ) -> Iterator[Served]:
     """A server over sessions that say what `script` says."""
     sessions = [FakeSession(script, end=TOKENIZER.eos_token_id, **options) for _ in range(replicas)]
-    client = LLMClient(
-        [EngineReplica(lambda own=own: own, name=f"native-{n}") for n, own in enumerate(sessions)]
-    )
+    client = LLMClient([EngineReplica(own, name=f"native-{n}") for n, own in enumerate(sessions)])
     with serve_client(client, tiny_model(**(model or {})), limits) as served:
         served.sessions.extend(sessions)
         yield served

@@ -35,9 +35,7 @@ def make() -> Iterator[Make]:
 
     def made(count: int = 1, **options: Any) -> tuple[LLMClient, list[FakeSession]]:
         sessions = [FakeSession(says, **options) for _ in range(count)]
-        replicas.extend(
-            EngineReplica(lambda own=session: own, name=f"native-{n}") for n, session in enumerate(sessions)
-        )
+        replicas.extend(EngineReplica(session, name=f"native-{n}") for n, session in enumerate(sessions))
         return LLMClient(replicas[-count:]), sessions
 
     yield made
@@ -68,7 +66,7 @@ def test_requests_that_are_submitted_together_join_before_one_step(make: Make) -
     session.version = 7
     (replica,) = client.replicas
     assert isinstance(replica, EngineReplica)
-    with pytest.raises(RolloutError, match="request 1 is running already"):
+    with pytest.raises(RolloutError, match="the same request_id: 1"):
         replica.submit_many([request(0), request(1), request(1)])
     assert replica.load == session.num_added == 0  # none of them has joined
     answers = replica.submit_many([request(number) for number in range(8)])
@@ -356,10 +354,11 @@ def test_closing_tells_those_who_wait(make: Make) -> None:
 
 
 def test_a_session_that_does_not_open_is_a_dead_replica() -> None:
-    def broken() -> FakeSession:
-        raise RolloutError("the engine is asleep")
+    class Broken(FakeSession):
+        def open(self, *, closed: bool = False) -> FakeSession:
+            raise RolloutError("the engine is asleep")
 
-    client = LLMClient([EngineReplica(broken)])
+    client = LLMClient([EngineReplica(Broken(says))])
     with pytest.raises(ReplicaLost, match="native-0 died: RolloutError: the engine is asleep"):
         run(client.generate(request(0)))
     with pytest.raises(RolloutError, match="at least one replica"):

@@ -242,7 +242,7 @@ class Slow(SlowTokenizer):
             time.sleep(600)
         return TOKENIZER(text, **options)
 
-client = LLMClient([EngineReplica(lambda: StuckSession(echoes))])
+client = LLMClient([EngineReplica(StuckSession(echoes))])
 bound = listen("127.0.0.1", 0)
 print(bound.getsockname()[1], flush=True)
 run_server(Service(client, tiny_model(tokenizer=Slow()), Limits()), bound, token=TOKEN, grace_s=1)

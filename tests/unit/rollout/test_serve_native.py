@@ -119,7 +119,7 @@ def test_a_stop_text_ends_generation(served: Served) -> None:
 
 def test_a_weight_swap_in_flight(model: Path) -> None:
     engine = NativeEngine(build_policy(model, device="cpu"), eos_token_ids=[])
-    replica = EngineReplica(engine.open)
+    replica = EngineReplica(engine)
     answer = replica.submit(
         GenerationRequest(0, Prompt(tuple(ids(PROMPT))), SamplingParams(400, greedy=True), 0)
     )

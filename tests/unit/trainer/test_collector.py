@@ -133,7 +133,6 @@ def test_a_group_that_is_played_as_its_collector_is_lost_does_not_wait_forever()
 
     collectors = Collectors.__new__(Collectors)
     collectors._group = cast(Any, LostGroup())
-    collectors._rollout = cast(Any, SimpleNamespace(note_asked=lambda asked: None))
     collectors._waiting = [{}]
     collectors._polls = set()
     tasks: list[asyncio.Task[None]] = []

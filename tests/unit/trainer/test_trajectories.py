@@ -22,8 +22,7 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.group_filter import rows_of, uids_of
-from hybridflow.workers.rollout import Finished
-from hybridflow.workers.rollout_group import Generated
+from hybridflow.workers.rollout_group import Finished, Generated
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=None):

@@ -78,11 +78,6 @@ def what_work_raises_is_raised(group: RolloutGroup) -> None:
 def weights_change_while_requests_run(group: RolloutGroup) -> None:
     set_version(group, 1)
 
-    def change() -> None:
-        group.replicas[0].pause()
-        set_version(group, 2)
-        group.replicas[0].resume()
-
     async def every_replica_steps(client: LLMClient, first: int) -> None:
         short = [replica.submit(request(first + place, 2)) for place, replica in enumerate(client.replicas)]
         await asyncio.gather(*map(asyncio.wrap_future, short))
@@ -92,7 +87,7 @@ def weights_change_while_requests_run(group: RolloutGroup) -> None:
         long = [asyncio.create_task(client.generate(request(number, 10_000_000))) for number in (1, 2)]
         await client.generate(request(3, 2))  # the tasks have handed theirs in
         await every_replica_steps(client, 10)  # under version 1
-        await asyncio.to_thread(change)
+        await asyncio.to_thread(set_version, group, 2)
         await every_replica_steps(client, 20)  # under version 2
         await client.abort([1, 2])
         return list(await asyncio.gather(*long))
@@ -132,32 +127,6 @@ def whoever_breaks_off_can_go_on(group: RolloutGroup) -> None:
     assert [len(output.token_ids) for output in outputs] == [4, 2]
 
 
-def two_pauses_at_once_leave_nothing_behind(group: RolloutGroup) -> None:
-    async def work(client: LLMClient) -> list[GenerationOutput]:
-        long = [asyncio.create_task(client.generate(request(number, 3000))) for number in (1, 2, 3)]
-        for _ in range(3):
-            await client.generate(request(9, 2))
-            await client.pause()
-            await client.pause()
-            client.resume()
-            client.resume()
-        return list(await asyncio.gather(*long))
-
-    for _ in range(2):
-        outputs, _ = group.run(work)
-        assert [len(output.token_ids) for output in outputs] == [3000] * 3
-
-
-def work_may_end_while_it_is_paused(group: RolloutGroup) -> None:
-    async def work(client: LLMClient) -> str:
-        await client.generate(request(1, 2))
-        await client.pause()
-        return "ended"
-
-    assert group.run(work)[0] == "ended"
-    agents_talk_side_by_side(group)
-
-
 def nothing_is_left_of_requests_that_nobody_awaits(group: RolloutGroup) -> None:
     async def work(client: LLMClient) -> None:
         client.replicas[0].submit(request(1, 100_000))
@@ -178,8 +147,6 @@ def equal_ids_are_refused_before_any_runs(group: RolloutGroup) -> None:
 
 
 SCENES = [
-    two_pauses_at_once_leave_nothing_behind,
-    work_may_end_while_it_is_paused,
     nothing_is_left_of_requests_that_nobody_awaits,
     equal_ids_are_refused_before_any_runs,
     a_list_is_answered_in_its_order,

@@ -99,8 +99,10 @@ class Standing(NativeEngine):
 
 
 def standing_factories(host: Any) -> Any:
-    engine = Standing(exact_policy(), eos_token_ids=[2])
-    return {"actor": actor_worker, "rollout": lambda info: RolloutWorker(engine)}
+    policy = exact_policy().requires_grad_(False)
+    push = RemotePush(policy, Holding.whole(policy))
+    engine = Standing(policy, eos_token_ids=[2])
+    return {"actor": actor_worker, "rollout": lambda info: RolloutWorker(engine, push)}
 
 
 class Groups:

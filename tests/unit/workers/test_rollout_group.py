@@ -25,12 +25,6 @@ def test_in_this_process(scene: Callable[[RolloutGroup], None]) -> None:
     scene(group_on(LocalBackend(factories)))
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_in_many_short_turns(scene: Callable[[RolloutGroup], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.02)
-    scene(group_on(LocalBackend(factories)))
-
-
 def test_an_engine_that_dies_ends_the_work_with_its_own_error() -> None:
     engine = ScriptedEngine(dies_at=3)
     group = group_on(LocalBackend(lambda host: {"rollout": lambda info: RolloutWorker(engine)}))

@@ -112,18 +112,15 @@ def tokens(outputs: list[GenerationOutput]) -> list[tuple[int, list[int]]]:
 
 def generated(worker: RolloutWorker, asked: Sequence[GenerationRequest]) -> list[GenerationOutput]:
     """Outputs of one worker, in the order of the requests; none on the later ranks of a replica."""
-    found: dict[int, GenerationOutput] = {}
     if worker.ranks.rank == 0:
         worker.submit(asked)
-    state = worker.serve(
-        worker._session + 1,
-        closed=True,
-        seconds=600.0,
-        finished=lambda output: found.update({output.request_id: output}),
-    )
-    assert state.finished
+    worker.resume(closed=True)
+    found: dict[int, GenerationOutput] = {}
+    while worker.ranks.rank == 0 and len(found) < len(asked):
+        found |= {output.request_id: output for output in worker.collect(60.0).outputs}
+    worker.pause()
     if worker.ranks.rank > 0:
-        assert not found
+        assert not worker.collect(0.0).outputs
         return []
     return [found[request.request_id] for request in asked]
 

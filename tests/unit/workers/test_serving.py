@@ -7,9 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,15 +27,13 @@ from transformers import DynamicCache
 from hybridflow.controller import LocalBackend
 from hybridflow.errors import RolloutError, WorkerLost
 from hybridflow.models.policy import PolicyModel
-from hybridflow.observability.occupancy import Occupancy
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.client import ReplicaLost
+from hybridflow.rollout.engine_replica import ReplicaUse
 from hybridflow.rollout.native import session as native
-from hybridflow.workers import rollout_service
+from hybridflow.weight_sync.remote_push import RemotePush
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS, RolloutWorker
-from hybridflow.workers.rollout_turn import Session
-from hybridflow.workers.rollout_use import ReplicaUse
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
@@ -124,52 +120,64 @@ def test_a_replica_is_busy_while_it_is_stepped_for_requests_and_stands_while_the
     states = ["empty"]
 
     class Noted(ReplicaUse):
-        def _note(self, channels: set[int], channel: int, there: bool) -> None:
-            super()._note(channels, channel, there)
+        def note(self, replica: object, **facts: bool | None) -> None:
+            super().note(replica, **facts)
             state = self._occupancy.be(states[-1])
             self._occupancy.be(state)
             if state != states[-1]:
                 states.append(state)
 
-    monkeypatch.setattr("hybridflow.workers.rollout_group.ReplicaUse", Noted)
+    monkeypatch.setattr("hybridflow.workers.rollout.ReplicaUse", Noted)
     groups = Groups(Apart(factories))
     group = groups.rollout
     with group.opened():
         first = submit(group, [request(1, 4), request(2)])
         first[1].add_done_callback(lambda _: group.wake())
-        group.serve(lambda: first[1].done())  # parked with the second one begun
+        group.serve(lambda: first[1].done())  # preempted with the second one begun
         group.update_from(groups.actor, 1)
-        group.generate([request(3, 2)])  # of another channel
+        group.generate([request(3, 2)])  # of a list in between
         first[2].add_done_callback(lambda _: group.wake())
         group.serve(lambda: first[2].done())
     assert states == ["empty", "standing", "busy", "standing", "busy", "standing", "busy", "empty"]
     assert group.seconds_in("busy") > 0 and group.seconds_in("standing") > 0
 
 
-def test_requests_of_a_session_that_rests_stand() -> None:
-    group = Groups(Apart(keeping_factories)).rollout
-    with group.opened(), serving_all_the_time(group):
-        submit(group, [request(1, 2)])[1].result(60)
-        with group.paused():
-            (answer,) = submit(group, [request(2, 2)]).values()
-            busy = group.seconds_in("busy")
-            stood = group.seconds_in("standing")
-            time.sleep(0.01)
-            assert group.seconds_in("busy") == busy and group.seconds_in("standing") > stood
-        answer.result(60)
+class SlowPush(RemotePush):
+    """A push that takes a moment, and looks at the group meanwhile."""
+
+    def __init__(self, push: RemotePush, look: Callable[[], None]) -> None:
+        super().__init__(push.policy, push.holding)
+        self.look = look
+
+    def update(self, *args: Any) -> None:
+        self.look()
+        super().update(*args)
 
 
-def test_the_clock_of_deadlines_stands_while_the_requests_do() -> None:
-    group = Groups(Apart(factories)).rollout
+def test_requests_stand_and_the_clock_of_their_deadlines_too_while_weights_change() -> None:
+    groups = Groups(Apart(keeping_factories))
+    group = groups.rollout
     (replica,) = group.replicas
+    looks = []
+
+    def look() -> None:
+        before = group.seconds_in("busy"), replica.clock
+        submit(group, [request(2, 2)])
+        stood = group.seconds_in("standing")
+        time.sleep(0.01)
+        looks.append((group.seconds_in("busy"), replica.clock) == before)
+        looks.append(group.seconds_in("standing") > stood)
+
+    worker = group.backend.worker("rollout")  # type: ignore[attr-defined]
+    worker.pushed = SlowPush(worker.pushed, look)
     with group.opened(), serving_all_the_time(group):
         submit(group, [request(1, 2)])[1].result(60)
-        with group.paused():
-            stood = replica.clock
-            assert 0 < stood == replica.clock
+        group.update_from(groups.actor, 1)
+        clock = replica.clock
         group.generate([request(2, 2)])
         submit(group, [request(3, 2)])[3].result(60)
-        assert replica.clock > stood
+        assert replica.clock > clock > 0
+    assert looks == [True, True]
 
 
 class Patient(Apart):
@@ -178,117 +186,63 @@ class Patient(Apart):
     call_timeout = 0.05
 
 
+def silent(self: native.Session) -> list[GenerationOutput]:
+    time.sleep(0.001)
+    return []
+
+
 def test_an_engine_that_samples_nothing_any_more_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.01)
     group = Groups(Patient(factories)).rollout
     with group.opened():
         (answer,) = submit(group, [request(1)]).values()
-        monkeypatch.setattr(native.Session, "step", lambda self: [])
-        with pytest.raises(WorkerLost, match=r"rollout-0 have read and sampled no token for 0\.05 s"):
+        monkeypatch.setattr(native.Session, "step", silent)
+        with pytest.raises(WorkerLost, match=r"rollout-0 has read and sampled no token for 0\.05 s"):
             group.serve(answer.done)
         with pytest.raises(ReplicaLost, match="an engine hangs"):
             answer.result(0)
 
 
-def test_a_step_without_an_end_is_a_loss_for_whoever_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = threading.Event()
+def test_a_step_without_an_end_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
 
     def step(self: native.Session) -> list[GenerationOutput]:
-        begun.set()
         goes_on.wait(600)
         return []
 
     monkeypatch.setattr(native.Session, "step", step)
     group = Groups(Patient(factories)).rollout
-    with group.opened(), serving_all_the_time(group):
-        submit(group, [request(1)])
-        assert begun.wait(600)
-        with pytest.raises(WorkerLost, match=r"within 0\.1 s, twice trainer\.worker_timeout"):
-            group.pause()
-        goes_on.set()
+    with pytest.raises(WorkerLost, match=r"for 0\.05 s"):
+        group.generate([request(1)])
+    goes_on.set()
 
 
 def test_requests_that_the_driver_does_not_know_are_watched_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.01)
-    monkeypatch.setattr(native.Session, "step", lambda self: [])
+    monkeypatch.setattr(native.Session, "step", silent)
     group = Groups(Patient(factories)).rollout
     with group.opened(), serving_all_the_time(group) as failures:
-        group.call_one(0, RolloutWorker.submit, [request(COLLECTOR_NUMBERS)], 0).result(60)
+        group.call_one(0, RolloutWorker.submit, [request(COLLECTOR_NUMBERS)]).result(60)
         wait_for(lambda: bool(failures))
     assert isinstance(failures[0], WorkerLost)
 
 
-def test_a_long_rest_is_no_silence_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turn after it may end before the first step, because the next weights are there already."""
-    ahead = 0.0
-    silent = threading.Event()
-    turn = Session.turn
-    step = native.Session.step
-
-    def one_turn(self: Session, *args: Any) -> Any:
-        served = turn(self, *args)
-        silent.clear()
-        return served
-
-    def stepped(self: native.Session) -> list[GenerationOutput]:
-        return [] if silent.is_set() else step(self)
-
-    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.01)
-    monkeypatch.setattr(Patient, "call_timeout", 100.0)
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)
-    monkeypatch.setattr(rollout_service, "time", clock)
-    monkeypatch.setattr(rollout_service, "Occupancy", partial(Occupancy, clock=clock.monotonic))
-    monkeypatch.setattr(native.Session, "step", stepped)
-    monkeypatch.setattr(Session, "turn", one_turn)
-    group = Groups(Patient(keeping_factories)).rollout
+def test_an_engine_without_requests_and_a_long_change_of_weights_are_no_silence() -> None:
+    groups = Groups(Patient(keeping_factories))
+    group = groups.rollout
+    group.backend.call_timeout = 1.0  # type: ignore[misc]
+    worker = group.backend.worker("rollout")  # type: ignore[attr-defined]
+    worker.pushed = SlowPush(worker.pushed, lambda: time.sleep(1.5))
     with group.opened(), serving_all_the_time(group) as failures:
         submit(group, [request(1, 2)])[1].result(60)
-        with group.paused():
-            (answer,) = submit(group, [request(2, 2)]).values()
-            silent.set()
-            ahead = 1000.0
+        time.sleep(1.5)
+        (answer,) = submit(group, [request(2, 1000)]).values()
+        group.update_from(groups.actor, 1)
+        group.call_one(0, RolloutWorker.abort, [2])
+        answer.result(60)
+        with group._stream.set_aside():
+            (answer,) = submit(group, [request(3, 2)]).values()
+            time.sleep(1.5)
         answer.result(60)
     assert not failures
-
-
-def test_an_engine_without_requests_may_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.01)
-    group = Groups(Patient(factories)).rollout
-    turns = 0
-    turn = Session.turn
-
-    def counted(self: Session, *args: Any) -> Any:
-        nonlocal turns
-        turns += 1
-        if turns == 20:
-            group.wake()
-        return turn(self, *args)
-
-    monkeypatch.setattr(Session, "turn", counted)
-    with group.opened():
-        group.serve(lambda: turns >= 20)
-    assert turns == 20
-
-
-class MorePatient(Apart):
-    """One process, whose calls have time for a step also where others take the processor."""
-
-    call_timeout = 0.25
-
-
-def test_requests_stand_as_long_as_a_list_in_between_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Groups(MorePatient(factories)).rollout
-    with group.opened(), serving_all_the_time(group) as failures:
-        with group.paused():
-            threading.Event().wait(2.0)  # far beyond what a pause may take that nobody ends
-            assert not failures
-        (answer,) = submit(group, [request(1, 2)]).values()
-        answer.result(60)
-        group.pause()
-        wait_for(lambda: bool(failures))
-        group.resume()
-    assert "a pause was not ended by a resume" in str(failures[0])
 
 
 def wait_for(ready: Callable[[], bool]) -> None:

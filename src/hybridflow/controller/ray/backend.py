@@ -52,7 +52,7 @@ INLINE_BYTES = 64 * 1024
 once for all ranks that share them.
 """
 CLOSE_SECONDS = 5.0
-GROUPS = {"control": 1, "requests": 1, "collect": 1}
+GROUPS = {"control": 1, "requests": 1, "collect": 2}
 """Threads of a process beside that of the ordered calls. Each has one: several would change the order of
 calls, and a poll would hold back the requests in its thread.
 """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,11 @@ import torch
 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.accelerators import GPU, features
-from hybridflow.distributed.device import num_devices, resolve_device, set_current
+from hybridflow.distributed.device import num_devices, resolve_device
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens, resolve_dtype
 from hybridflow.models.rope import longest_generated
 from hybridflow.models.rounded_twin import RoundedTwin
-from hybridflow.rollout.base import EngineSession
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.server.model import ServedModel
@@ -88,7 +86,10 @@ def build_service(settings: ServeSettings) -> Service:
         chat_template=template if settings.chat_template else None,
     )
     client = LLMClient(
-        [EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)]
+        [
+            EngineReplica(engine, name=f"native-{place}", device=engine.model.device)
+            for place, engine in enumerate(engines)
+        ]
     )
     calls = f"tool calls are read as {parser} writes them"
     if parser is None:
@@ -142,14 +143,6 @@ def served_device(text: str) -> torch.device:
             f"--device {text}: this machine shows {count} {features(device.type).name}s, counted from 0"
         )
     return torch.device(device.type, index)
-
-
-def _opener(engine: NativeEngine) -> Callable[[], EngineSession]:
-    def opened() -> EngineSession:
-        set_current(engine.model.device)  # the current device is a thread's own
-        return engine.open()
-
-    return opened
 
 
 def _chat_template(settings: ServeSettings, tokenizer: Tokenizer) -> str | None:

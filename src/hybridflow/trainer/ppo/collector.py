@@ -15,7 +15,6 @@ import concurrent.futures
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +44,6 @@ from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS
 from hybridflow.workers.rollout_replica import WorkerReplica
-from hybridflow.workers.rollout_use import ReplicaUse
 
 STAYS = ("prompts", "responses", "input_ids", "rollout_log_probs")
 """Columns of tokens that are nowhere but in the store."""
@@ -137,10 +135,7 @@ class Collector(Worker):
     def ask(self, rollout: Peers, leaders: Sequence[int]) -> None:
         """Send requests to the ranks `leaders` of the rollout from now on."""
         for rank in leaders:
-            # whoever steps the engines, the driver, also pauses them
-            replica = WorkerReplica(
-                rollout, rank, 0, ReplicaUse(), stepped=time.monotonic, pause=_nothing, resume=_nothing
-            )
+            replica = WorkerReplica(rollout, rank)
             replica.open()
             self._replicas[rank] = replica
         self._client = LLMClient(tuple(self._replicas.values()))
@@ -217,7 +212,6 @@ class Collectors:
         """Whether the run reads all columns in the driver at each step."""
         self._group = group
         self._failures = failures
-        self._rollout = rollout
         self._waiting: list[dict[int, asyncio.Future[Played]]] = [{} for _ in range(group.world_size)]
         self._polls: set[asyncio.Task[None]] = set()
         leaders = [replica.rank for replica in rollout.replicas]
@@ -240,7 +234,6 @@ class Collectors:
         waiting = self._waiting[rank]
         found: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
         waiting[index] = found
-        self._rollout.note_asked(True)
         self._group.call_one(rank, Collector.play, index, prompt, timed)
         if len(waiting) == 1:
             poll = asyncio.create_task(self._poll(rank))
@@ -253,7 +246,6 @@ class Collectors:
                     raise ReplicaLost(client.failure)
         finally:
             waiting.pop(index, None)
-            self._rollout.note_asked(any(self._waiting))
         played = found.result()
         for outcome in played.failed:
             self._failures.add(outcome)
@@ -377,7 +369,3 @@ def _cause(error: BaseException) -> Exception:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -40,14 +40,6 @@ def test_in_processes_of_their_own(rollouts: RayBackend, scene: Callable[[Rollou
     assert len(group.replicas) == 2
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_in_many_short_turns(
-    rollouts: RayBackend, scene: Callable[[RolloutGroup], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hybridflow.workers.rollout_turn.TURN_SECONDS", 0.02)
-    scene(group_on(rollouts))
-
-
 def test_outputs_come_while_others_are_generated(rollouts: RayBackend) -> None:
     """The short response of each replica is heard of long before the long ones end."""
     heard: list[tuple[int, float]] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hybridflow.rollout.engine_replica import ReplicaUse
 from hybridflow.trainer.schedules.idle import IdleShares
-from hybridflow.workers.rollout_use import ReplicaUse, mean_seconds
 
 
 class Clock:
@@ -21,53 +21,44 @@ class Clock:
         self.now += seconds
 
 
-def test_a_replica_is_busy_only_where_it_is_stepped_for_requests_of_the_same_channel() -> None:
+def test_an_engine_is_busy_only_where_it_is_stepped_for_requests_of_the_same_replica() -> None:
     clock = Clock()
     use = ReplicaUse(clock)
     clock.pass_by(1)  # empty
-    use.be_stepped(0, True)
+    use.note(0, stepped=True)
     clock.pass_by(2)  # stepped without a request: empty
-    use.be_asked(0, True)
+    use.note(0, asked=True)
     clock.pass_by(4)  # busy
-    use.be_stepped(0, False)
+    use.note(0, stepped=False)
     clock.pass_by(8)  # standing
-    use.be_asked(1, True)
-    clock.pass_by(16)  # a request of another channel, which is not stepped either: standing
-    use.be_stepped(1, True)
+    use.note(1, asked=True)
+    clock.pass_by(16)  # a request of another replica, which is not stepped either: standing
+    use.note(1, stepped=True)
     clock.pass_by(32)  # busy with that one
-    use.be_asked(1, False)
-    clock.pass_by(64)  # the first channel's requests stand
-    use.be_asked(0, False)
+    use.note(1, asked=False)
+    clock.pass_by(64)  # the first replica's requests stand
+    use.note(0, asked=False)
     clock.pass_by(128)
     assert use.seconds() == {"empty": 131, "busy": 36, "standing": 88}
-
-
-def test_seconds_of_replicas_are_a_mean() -> None:
-    clock = Clock()
-    uses = [ReplicaUse(clock), ReplicaUse(clock)]
-    uses[0].be_asked(0, True)
-    uses[0].be_stepped(0, True)
-    clock.pass_by(3)
-    assert mean_seconds(uses, "busy") == 1.5 and mean_seconds(uses, "standing") == 0
 
 
 def test_shares_are_of_the_time_since_the_last_call_and_count_from_the_first_wait() -> None:
     clock = Clock()
     use = ReplicaUse(clock)
-    shares = IdleShares(lambda state: mean_seconds([use], state), clock)
-    use.be_asked(0, True)
-    use.be_stepped(0, True)
+    shares = IdleShares(lambda state: use.seconds().get(state, 0.0), clock)
+    use.note(0, asked=True)
+    use.note(0, stepped=True)
     clock.pass_by(50)  # before the first wait: the run starts
     assert shares.taken() == {}
     with shares.waiting():
         clock.pass_by(3)
         with shares.waiting():  # a wait in a wait counts once
             clock.pass_by(1)
-        use.be_asked(0, False)
+        use.note(0, asked=False)
         clock.pass_by(1)
     clock.pass_by(2)
-    use.be_stepped(0, False)
-    use.be_asked(0, True)
+    use.note(0, stepped=False)
+    use.note(0, asked=True)
     clock.pass_by(3)
     assert shares.taken() == {
         "fully_async/trainer/idle_ratio": pytest.approx(0.5),
@@ -75,7 +66,7 @@ def test_shares_are_of_the_time_since_the_last_call_and_count_from_the_first_wai
         "fully_async/rollouter/standing_ratio": pytest.approx(0.3),
     }
     assert shares.taken() == {}
-    use.be_stepped(0, True)
+    use.note(0, stepped=True)
     clock.pass_by(4)
     assert shares.taken() == {
         "fully_async/trainer/idle_ratio": 0.0,

@@ -106,7 +106,11 @@ class Profiler:
         if settings.tool == "torch":
             import torch
 
-            self._torch = torch.profiler.profile(record_shapes=False, with_stack=False)
+            # the engine that generates is stepped in a thread of its own
+            every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            self._torch = torch.profiler.profile(
+                record_shapes=False, with_stack=False, experimental_config=every_thread
+            )
             self._torch.start()
         elif settings.tool == "torch_memory":
             _device_facilities().start_memory_history(MOST_ALLOCATIONS)

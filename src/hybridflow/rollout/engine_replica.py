@@ -27,6 +27,7 @@ from hybridflow.distributed.device import set_current
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.observability.occupancy import Occupancy
+from hybridflow.observability.profiling import profiler
 from hybridflow.rollout.base import (
     EngineSession,
     GenerationOutput,
@@ -195,8 +196,11 @@ class EngineReplica:
 
     @property
     def waiting(self) -> int:
-        """Requests that had no room in the engine in the newest step."""
-        return self.counts[1]
+        """Requests that the session has and that get no tokens now, for want of room; 0 where it stands."""
+        session = self._session
+        if session is None or self.stands:
+            return 0
+        return max(0, len(self._running) - session.num_running)
 
     @property
     def clock(self) -> float:
@@ -362,8 +366,9 @@ class EngineReplica:
             if self._device is not None:
                 set_current(self._device)  # the current device is a thread's own
             self._use.note(self, stepped=True)
-            while self._round():
-                pass
+            with profiler.span("rollout.steps"):
+                while self._round():
+                    pass
         except BaseException as error:  # whatever ends this thread, nobody may wait for it any longer
             self._die(error)
         self._use.note(self, stepped=False)

@@ -12,6 +12,7 @@ that runs from `resume` to `pause`, and its weights change between two steps of 
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -91,6 +92,7 @@ class RolloutWorker(ExactRollout):
         """Version of the weights that the engine dropped when it fell asleep; it gets them again first."""
         self._deliver: Deliver | None = None
         self._use = ReplicaUse()
+        self._lock = threading.Lock()
         self._replicas: dict[Kind, EngineReplica] = {}
         # None ends a wait for outputs
         self._outboxes: dict[Kind, queue.SimpleQueue[GenerationOutput | BaseException | None]] = {
@@ -112,8 +114,7 @@ class RolloutWorker(ExactRollout):
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def num_waiting(self, kind: Kind = "stream") -> int:
         """Return how many requests have no room in the engine now."""
-        replica = self._replica(kind)
-        return 0 if replica.stands else replica.waiting
+        return self._replica(kind).waiting
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def forget(self, kind: Kind = "stream") -> None:
@@ -230,19 +231,20 @@ class RolloutWorker(ExactRollout):
 
     def _replica(self, kind: Kind) -> EngineReplica:
         """Return the replica for requests of a kind; another one after the engine has failed."""
-        replica = self._replicas.get(kind)
-        if replica is None or replica.failure is not None:
-            replica = EngineReplica(
-                self,
-                name=f"rollout-{self.rank}",
-                ranks=self.ranks,
-                device=self._device,
-                paused=True,
-                use=self._use,
-                ended=partial(self._failed, kind),
-            )
-            self._replicas[kind] = replica
-        return replica
+        with self._lock:  # requests, polls and ordered calls each come in a thread of their own
+            replica = self._replicas.get(kind)
+            if replica is None or replica.failure is not None:
+                replica = EngineReplica(
+                    self,
+                    name=f"rollout-{self.rank}",
+                    ranks=self.ranks,
+                    device=self._device,
+                    paused=True,
+                    use=self._use,
+                    ended=partial(self._failed, kind),
+                )
+                self._replicas[kind] = replica
+            return replica
 
     def _answered(self, kind: Kind, answer: Future[GenerationOutput]) -> None:
         if answer.exception() is not None:  # `_failed` has told it, or nobody wants to know

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from hybridflow.trainer.profiling import StepProfiler, trace_of
 class Multiplier(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def multiply(self) -> float:
-        return float((torch.ones(8, 8) @ torch.ones(8, 8)).sum())
+        found: list[float] = []
+        # an engine that generates is stepped in a thread of its own
+        thread = threading.Thread(
+            target=lambda: found.append(float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()))
+        )
+        thread.start()
+        thread.join()
+        return found[0]
 
 
 @pytest.fixture

@@ -175,7 +175,6 @@ class EngineReplica:
         self._changes: deque[_Change] = deque()
         self._pause: Literal["keep", "preempt"] | None = None
         self._failure: str | None = None
-        self._num_running = 0
         self._version: int | None = None
         self._stats: list[RolloutStats] = []  # of sessions that have ended since `resume`
         self._tokens = 0  # that the session has read and sampled
@@ -187,12 +186,6 @@ class EngineReplica:
     def load(self) -> int:
         """Number of requests that were submitted and not answered."""
         return len(self._tickets)
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """(running, waiting) requests, as of the newest step."""
-        running = self._num_running
-        return running, max(self.load - running, 0)
 
     @property
     def waiting(self) -> int:
@@ -372,7 +365,6 @@ class EngineReplica:
         except BaseException as error:  # whatever ends this thread, nobody may wait for it any longer
             self._die(error)
         self._use.note(self, stepped=False)
-        self._num_running = 0
         while True:
             with self._changed:
                 if not self._changes:
@@ -409,7 +401,6 @@ class EngineReplica:
             return True
         if not session.idle:
             self._answer(session, session.step())
-        self._num_running = session.num_running
         self._note_progress()
         self._grow(session)
         if self._closed and session.idle:

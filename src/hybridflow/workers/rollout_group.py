@@ -122,7 +122,12 @@ class ReplicaSet:
         if over():
             return RolloutStats()
         try:
-            self._begin(closed)
+            with self._lock:
+                self._serves = True
+                self._closed = closed
+                self._stats = []
+                if not self._holds:
+                    self._resume()
             for output in progress.results(self._outputs(over), total):
                 if finished is not None:
                     finished(output)
@@ -169,14 +174,6 @@ class ReplicaSet:
                 yield
             finally:
                 self._occupancy.be(before)
-
-    def _begin(self, closed: bool) -> None:
-        with self._lock:
-            self._serves = True
-            self._closed = closed
-            self._stats = []
-            if not self._holds:
-                self._resume()
 
     def _end(self) -> None:
         with self._lock:

@@ -123,7 +123,7 @@ def test_a_weight_swap_in_flight(model: Path) -> None:
     answer = replica.submit(
         GenerationRequest(0, Prompt(tuple(ids(PROMPT))), SamplingParams(400, greedy=True), 0)
     )
-    while not replica.counts[0]:
+    while not engine.stats.generated_tokens:
         assert not answer.done()
     replica.pause()
     state = {name: weight * 1.5 for name, weight in engine.policy.hf.state_dict().items()}

@@ -25,18 +25,9 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Lineage, Segment, Trajectory
-from hybridflow.trainer.ppo.collector import (
-    STAYS,
-    STORED,
-    TEXTS,
-    Collector,
-    Collectors,
-    divided,
-    needs_whole_rows,
-    shared_out,
-    whole,
-)
+from hybridflow.trainer.ppo.collector import Collector, Collectors, shared_out
 from hybridflow.trainer.ppo.group_filter import rows_of
+from hybridflow.trainer.ppo.remote_columns import STAYS, STORED, TEXTS, divided, needs_whole_rows, whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 

@@ -20,7 +20,6 @@ from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.protocol.prompt import MEDIA
 from hybridflow.protocol.randomness import generator
-from hybridflow.trainer.ppo.collector import REPETITION, whole
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
@@ -36,6 +35,7 @@ from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
+from hybridflow.trainer.ppo.remote_columns import REPETITION, whole
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.staleness import staleness_metrics

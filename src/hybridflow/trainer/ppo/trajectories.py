@@ -31,12 +31,13 @@ from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
-from hybridflow.trainer.ppo.collector import Collectors, whole
+from hybridflow.trainer.ppo.collector import Collectors
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.generation import validation_requests
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.groups import NO_REQUESTS, GroupMaker
 from hybridflow.trainer.ppo.overlong import filter_overlong
+from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.rollout_traces import RolloutTraces
 from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup

@@ -27,7 +27,7 @@ from hybridflow.controller import (
 )
 from hybridflow.controller.dealing import cut_items, plan_items
 from hybridflow.controller.dispatch import Lane
-from hybridflow.controller.row_store import RowStore, in_memory
+from hybridflow.controller.local import in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
@@ -189,7 +189,6 @@ class Simulated:
 
     in_process = False
     call_timeout = math.inf
-    driver_bytes = 0
 
     def __init__(self, mesh: MeshInfo) -> None:
         from hybridflow.controller.ray.transport import decode, encode
@@ -198,7 +197,6 @@ class Simulated:
         self._decode = decode
         self._mesh = mesh
         self._worker = TinyWorker()
-        self.rows = RowStore(in_memory)
         self.reset()
 
     def reset(self) -> None:
@@ -206,6 +204,14 @@ class Simulated:
         self.worker_seconds = 0.0
         self.seconds = {"encode": 0.0, "decode": 0.0}
         self.messages = self.sent = self.received = 0
+
+    def driver_bytes(self) -> int:
+        """Return 0: nothing leaves the process."""
+        return 0
+
+    def store(self, columns: DataProto) -> Part:
+        """Return a shard in this process."""
+        return in_memory(columns)
 
     def mesh(self, role: str) -> MeshInfo:
         return self._mesh

@@ -14,7 +14,7 @@ class RowIndex:
 
     num_rows: int
     row_id: list[int] | None
-    """The number of the row itself, by which a row store knows it."""
+    """The number of the row itself, which stays with it."""
     group: list[int] | None
     """The number of the row's group, where rows of a group stay on one rank."""
     num_tokens: list[int] | None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.masked import masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
@@ -170,11 +168,8 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         *,
         with_sum_pi_squared: bool = False,
         with_routes: bool = False,
-        fetch: Set[str] | None = None,
     ) -> DataProto:
-        """Compute the columns of `ActorWorker.log_probs`, which the batch's updates read from the row store;
-        return those in `fetch` (None: all).
-        """
+        """Compute the columns of `ActorWorker.log_probs`, which stay with the workers."""
         columns = ["old_log_probs", "entropys"]
         if with_sum_pi_squared:
             columns.append("sum_pi_squared")
@@ -183,7 +178,6 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         return self.call_and_keep(
             ActorWorker.log_probs,
             columns,
-            fetch,
             batch,
             with_sum_pi_squared=with_sum_pi_squared,
             with_routes=with_routes,
@@ -191,8 +185,7 @@ class ActorGroup(StatefulGroup[ActorWorker]):
 
     def measure(self, batch: DataProto, off_policy: OffPolicy) -> Metrics:
         """See `ActorWorker.measure`; nothing is called where there is nothing to measure."""
-        has_entropy = "entropys" in {*batch.names(), *self.backend.rows.names(batch)}
-        if off_policy.is_empty and not has_entropy:
+        if off_policy.is_empty and not batch.has("entropys"):
             return Metrics()
         return complete_correction(self.call(ActorWorker.measure, batch, off_policy=off_policy))
 
@@ -216,8 +209,8 @@ class ActorGroup(StatefulGroup[ActorWorker]):
             )
 
         rows = self.columns_read(ActorWorker.update_mini_batch, batch)
-        if prepare is not None and "rollout_log_probs" in batch:  # which it may compare with those of now
+        if prepare is not None and batch.has("rollout_log_probs"):  # which it may compare with those of now
             rows |= batch.select(["rollout_log_probs"], [])
-        if watch is None and "policy_version" in rows:
+        if watch is None and rows.has("policy_version"):
             rows.pop(["policy_version"])  # only the check looks at it
         return update_by_mini_batches(rows, plan, step, name="actor", prepare=prepare)

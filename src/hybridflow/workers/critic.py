@@ -51,8 +51,8 @@ class CriticGroup(StatefulGroup[CriticWorker]):
     """The driver's view of the critic."""
 
     def values(self, batch: DataProto) -> DataProto:
-        """See `CriticWorker.values`; updates read them from the row store."""
-        return self.call_and_keep(CriticWorker.values, ["values"], None, batch)
+        """See `CriticWorker.values`; they stay with the workers."""
+        return self.call_and_keep(CriticWorker.values, ["values"], batch)
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch."""

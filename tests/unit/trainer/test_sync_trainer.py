@@ -4,7 +4,9 @@ numbers on both sides.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +150,7 @@ def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) ->
         assert all(torch.equal(parameter, before[name]) for name, parameter in reference.named_parameters())
 
 
-def test_columns_that_only_workers_read_stay_in_the_row_store(model: Path, tmp_path: Path) -> None:
+def test_columns_that_only_workers_read_stay_with_them(model: Path, tmp_path: Path) -> None:
     """Where no samples are shown; the update is the same to the bit, and no step leaves rows behind."""
     weights, metrics = [], []
     for shows in (True, False):
@@ -157,9 +159,12 @@ def test_columns_that_only_workers_read_stay_in_the_row_store(model: Path, tmp_p
             trainer.step.shows = lambda step, shows=shows: shows
             for step in (1, 2):
                 batch, found = trainer.step(trainer.source.next(step).rows, step)
-                assert not trainer.step.row_store.list()
                 for name in ("ref_log_prob", "old_log_probs", "entropys"):
-                    assert (name in batch) == shows
+                    assert batch.has(name) and (name in batch) == shows
+                shards = [weakref.ref(shard) for each in batch.remote.values() for shard in each.shards]
+                del batch
+                gc.collect()
+                assert shards and not any(shard() for shard in shards), "they live as long as their rows"
             weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
             metrics.append(found.to_floats())
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
@@ -204,13 +209,10 @@ def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
             trainer.step.shows = lambda step: shows
             rows = trainer.source.next(1).rows
             if stored:
-                store = trainer.step.row_store
-                store.put(rows.batch["row_id"].tolist(), rows.pop(made_elsewhere))
-                later = rows.batch["row_id"] + 1000
-                store.put(later.tolist(), DataProto.from_dict({"values": later}))
+                kept = trainer.step.roles.actor.keep(rows, made_elsewhere)
+                rows.pop(made_elsewhere)
+                rows |= kept
             batch, found = trainer.step(rows, 1)
-            if stored:
-                assert set(store.list()) == set(later.tolist()), "rows of later steps stay"
             if shows:
                 assert {*made_elsewhere, "old_log_probs", "advantages"} <= {*batch.names()}
             weights.append([weight.clone() for weight in actor_module(trainer).parameters()])

@@ -25,19 +25,19 @@ from hybridflow.config import PPOConfig
 from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerFactory, WorkerGroup, register
 from hybridflow.controller.peers import Peers
 from hybridflow.controller.resource_pool import COLLECTOR
-from hybridflow.controller.stored_rows import PAD, STORED_AT, StoredAt
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
+from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.protocol.trajectory import Outcome
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.client import LLMClient, ReplicaLost
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.groups import GroupMaker
-from hybridflow.trainer.ppo.remote_columns import STORED, divided, needs_whole_rows
+from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows
 from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS
@@ -69,6 +69,8 @@ class Collected:
     groups: list[Played]
     ticket: int
     """By this number the collector gives the other columns of their rows, in their order."""
+    pad_id: int
+    """The id of padding in these."""
 
 
 @dataclass
@@ -164,11 +166,10 @@ class Collector(Worker):
             wait = 0.0
         ticket = next(self._tickets)
         kept = [rows for _, rows in found if len(rows)]
+        pad_id = self._maker.pad_token_id
         if kept:
-            pad = self._maker.pad_token_id
-            self._kept[ticket] = join_rows(kept, pad)
-            self._kept[ticket].meta_info[PAD] = pad
-        return Collected([played for played, _ in found], ticket)
+            self._kept[ticket] = join_rows(kept, pad_id)
+        return Collected([played for played, _ in found], ticket, pad_id)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def columns(self, ticket: int) -> DataProto:
@@ -270,9 +271,11 @@ class Collectors:
                 if shard is None:
                     future = self._group.call_one(rank, Collector.columns, collected.ticket)
                     shard = future.parts[rank]
-                places = [StoredAt(shard, number + row, STORED) for row in range(len(played.rows))]
+                fit = (*widths_of(played.rows), collected.pad_id)
+                numbers = range(number, number + len(played.rows))
                 number += len(played.rows)
-                played = replace(played, rows=played.rows | DataProto.from_dict({}, {STORED_AT: places}))
+                remote = {name: RemoteColumn.in_shard(shard, name, numbers, fit) for name in (*STAYS, *MASKS)}
+                played = replace(played, rows=played.rows | DataProto(remote=remote))
             found = self._waiting[rank].pop(played.index, None)
             if found is not None and not found.done():
                 found.set_result(played)

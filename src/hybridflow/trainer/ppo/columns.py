@@ -80,9 +80,9 @@ def loss_columns(config: PPOConfig) -> list[str]:
 def columns_fetched(
     config: PPOConfig, estimator: AdvantageEstimator, loss: PolicyLoss
 ) -> frozenset[str] | None:
-    """Return the stored columns that the driver itself reads; None means all.
+    """Return the remote columns that the driver computes with; None means all.
 
-    Workers read the others from the row store. PF-PPO draws rows again, with all their columns.
+    PF-PPO draws rows again, with all their columns.
     """
     if config.algorithm.use_pf_ppo or estimator.takes_all:
         return None

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hybridflow.config import PPOConfig
-from hybridflow.controller.stored_rows import with_stored
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.reward_watch import repeated_share
 from hybridflow.workers.losses import find_policy_loss
 
-STAYS = ("prompts", "responses", "input_ids", "rollout_log_probs")
-"""Columns of tokens that are nowhere but in the store."""
-SHARED = ("attention_mask", "response_mask", "policy_version", "call")
-"""Columns of tokens that the driver computes with; of these the store has the masks for workers too."""
-TEXTS = ("solution_str", "ground_truth", "extra_info")
-"""Object columns that are nowhere but in the store."""
-STORED = (*STAYS, *SHARED, *TEXTS)
+STAYS = (
+    "prompts",
+    "responses",
+    "input_ids",
+    "rollout_log_probs",
+    "solution_str",
+    "ground_truth",
+    "extra_info",
+)
+"""Columns of tokens and texts that stay with the collector."""
+MASKS = ("attention_mask", "response_mask")
+"""Columns that workers read there, and that the driver computes with."""
 REPETITION = "repetition"
 """The figure of the reward watch, which stands for the tokens that it is computed from."""
 
@@ -27,24 +33,27 @@ def divided(rows: DataProto) -> tuple[DataProto, DataProto]:
         return rows, rows
     view = ByTrajectory(rows)
     repeated = repeated_share(view.samples.batch["responses"], view.samples.batch["response_mask"])
-    tensors = [name for name in map(str, rows.batch.keys()) if name not in STAYS]
-    objects = [name for name in rows.non_tensor_batch if name not in TEXTS]
-    light = rows.select(tensors, objects) | DataProto.from_dict({REPETITION: view.spread(repeated)})
-    return light, rows.select([*STAYS, *SHARED], list(TEXTS))
+    names = [name for name in rows.names() if name not in STAYS]
+    light = _columns(rows, names) | DataProto.from_dict({REPETITION: view.spread(repeated)})
+    return light, _columns(rows, (*STAYS, *MASKS))
+
+
+def _columns(rows: DataProto, names: Collection[str]) -> DataProto:
+    objects = [name for name in names if name in rows.non_tensor_batch]
+    return rows.select([name for name in names if name not in objects], objects)
 
 
 def whole(rows: DataProto) -> DataProto:
     """Return rows with all columns, as the driver would have made them."""
-    rows = with_stored(rows)
+    rows = rows.materialized()
     if REPETITION in rows:
-        rows = rows.select()
         rows.pop([REPETITION])
     return rows
 
 
 def needs_whole_rows(config: PPOConfig) -> bool:
     """Return whether something reads columns in the driver at each step that are with collectors, or names
-    one that the step does not put into the row store.
+    one that the step does not keep remote.
     """
     trainer = config.trainer
     estimator = find_estimator(config.algorithm)

@@ -18,7 +18,6 @@ from hybridflow.agent.agents import Agents
 from hybridflow.agent.collate import collate
 from hybridflow.agent.single_turn import RequestBatch, demonstration_outputs
 from hybridflow.config import PPOConfig
-from hybridflow.controller.stored_rows import STORED_AT
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, RolloutError
@@ -54,7 +53,7 @@ class Trajectories(GroupMaker):
     """Turns prompts into scored trajectories, for training and for validation.
 
     With `collectors` those for training are made in their processes, and rows have in this one the columns
-    that the driver computes with; the others are where `stored_at` says.
+    that the driver computes with; the others are remote.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Trajectories(GroupMaker):
         RolloutError ends the run where too many batches in a row have no rows.
         """
         groups = [rows for rows in groups if len(rows)] or [collate([], self.pad_token_id)]
-        if len({STORED_AT in rows for rows in groups}) > 1:
+        if len({bool(rows.remote) for rows in groups}) > 1:
             groups = [whole(rows) for rows in groups]  # some of them are of a checkpoint
         batch = join_rows(groups, self.pad_token_id)
         batch = rows_of(batch, uids_of(batch)[: self.config.data.train_batch_size])

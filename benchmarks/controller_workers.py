@@ -30,7 +30,7 @@ from hybridflow.controller.dispatch import Lane
 from hybridflow.controller.local import in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 
 R = TypeVar("R")
 
@@ -110,10 +110,6 @@ class TinyGroup(WorkerGroup[TinyWorker]):
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         prompts = len(batch) // RESPONSES
-
-        def one(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(TinyWorker.update_mini_batch, mini, scale=scale)
-
         columns = [
             "input_ids",
             "attention_mask",
@@ -124,7 +120,10 @@ class TinyGroup(WorkerGroup[TinyWorker]):
             "advantages",
         ]
         plan = MiniBatchPlan(max(1, prompts // MINI_BATCHES), 1, True, 0, step)
-        return update_by_mini_batches(batch.select(columns, ["uid"]), plan, one, name="actor")
+        metrics = Metrics()
+        for mini, scale in mini_batches(batch.select(columns, ["uid"]), plan, metrics, name="actor"):
+            add_update(metrics, self.call(TinyWorker.update_mini_batch, mini, scale=scale))
+        return metrics
 
 
 def make_tiny(host: WorkerHost) -> Factories:

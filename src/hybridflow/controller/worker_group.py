@@ -64,12 +64,14 @@ class WorkerGroup(Generic[W]):
         assert registration_of(method).blocking, (
             f"{method.__name__} is registered with blocking=False: use submit"
         )
-        result: R = self._run("call", method, Call(args, dict(kwargs)))
+        dispatch, dealt = self._deal("call", method, args, kwargs)
+        found = self.backend.run(self.role, method.__name__, dealt.calls)
+        result: R = dispatch.collect(found, self.mesh, dealt)
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        return self._submit("submit", method, Call(args, dict(kwargs)))
+        return self._submit("submit", method, args, kwargs)
 
     def call_and_keep(
         self,
@@ -129,14 +131,14 @@ class WorkerGroup(Generic[W]):
         """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
         results.
         """
-        collected: list[R] = self._run("call_list", method, Call(args, dict(kwargs)))
-        return collected
+        _, dealt = self._deal("call_list", method, args, kwargs)
+        return self.backend.run(self.role, method.__name__, dealt.calls)
 
     def submit_list(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]:
         """Call an ALL_TO_LIST method without waiting; its list can be passed on by reference."""
-        return self._submit("submit_list", method, Call(args, dict(kwargs)))
+        return self._submit("submit_list", method, args, kwargs)
 
     def call_one(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -164,14 +166,14 @@ class WorkerGroup(Generic[W]):
         """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the
         result.
         """
-        collected: list[R] = self._run("call_each", method, Call(args, dict(kwargs)))
-        return collected
+        _, dealt = self._deal("call_each", method, args, kwargs)
+        return self.backend.run(self.role, method.__name__, dealt.calls)
 
     def submit_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> Future[list[R]]:
         """Call an ALL_TO_ALL method without waiting; its list of results can be passed on by reference."""
-        return self._submit("submit_each", method, Call(args, dict(kwargs)))
+        return self._submit("submit_each", method, args, kwargs)
 
     def columns_read(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """Return the batch with the columns that a call of `method` would send.
@@ -180,13 +182,24 @@ class WorkerGroup(Generic[W]):
         """
         return registration_of(method).columns_read(batch, self._also_read.get(method.__name__, ()))
 
-    def _deal(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Dealt:
-        """Deal the arguments. Of rows, only the columns that the method reads are sent, and of those that are
-        remote the places alone.
+    def _deal(
+        self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Dispatch, Dealt]:
+        """Return a method's rule, and the arguments as it deals them. Of rows, only the columns that the
+        method reads are sent, and of those that are remote the places alone.
+
+        Raises AssertionError where this way of calling does not fit the rule.
         """
-        call = pass_on(call, dispatch, self.mesh)
+        dispatch = registration_of(method).dispatch
+        ways = ("call", "submit")
+        if dispatch.per_rank:
+            ways = ("call_each", "submit_each")
+        elif dispatch.gives == "each":
+            ways = ("call_list", "submit_list")
+        assert way in ways, f"{method.__name__} is dispatched {dispatch.name}: use {' or '.join(ways)}"
+        call = pass_on(Call(args, dict(kwargs)), dispatch, self.mesh)
         if not dispatch.deals_rows:
-            return dispatch.split(call, self.mesh)
+            return dispatch, dispatch.split(call, self.mesh)
         dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
         made: dict[tuple[int, int], Call] = {}
         calls: list[Call | None] = []
@@ -196,18 +209,13 @@ class WorkerGroup(Generic[W]):
                     made[each.arguments_id] = _each_batch(each, DataProto.by_reference)
                 each = replace(made[each.arguments_id], returns=each.returns)
             calls.append(each)
-        return replace(dealt, calls=calls)
+        return dispatch, replace(dealt, calls=calls)
 
-    def _run(self, way: str, method: Callable[..., Any], call: Call) -> Any:
-        dispatch = _rule(method, way)
+    def _submit(
+        self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Future[Any]:
+        dispatch, dealt = self._deal(way, method, args, kwargs)
         mesh = self.mesh
-        dealt = self._deal(dispatch, method, call)
-        return dispatch.collect(self.backend.run(self.role, method.__name__, dealt.calls), mesh, dealt)
-
-    def _submit(self, way: str, method: Callable[..., Any], call: Call) -> Future[Any]:
-        dispatch = _rule(method, way)
-        mesh = self.mesh
-        dealt = self._deal(dispatch, method, call)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
         calls = dealt.calls
         # all ranks keep their results, so that the future can be passed on rank by rank
@@ -234,15 +242,3 @@ def _each_batch(call: Call, change: Callable[[DataProto], Any]) -> Call:
 
     kwargs = {name: changed(value) for name, value in call.kwargs.items()}
     return replace(call, args=tuple(map(changed, call.args)), kwargs=kwargs)
-
-
-def _rule(method: Callable[..., Any], way: str) -> Dispatch:
-    """Return a method's dispatch rule; raise AssertionError where this way of calling does not fit it."""
-    dispatch = registration_of(method).dispatch
-    ways = ("call", "submit")
-    if dispatch.per_rank:
-        ways = ("call_each", "submit_each")
-    elif dispatch.gives == "each":
-        ways = ("call_list", "submit_list")
-    assert way in ways, f"{method.__name__} is dispatched {dispatch.name}: use {' or '.join(ways)}"
-    return dispatch

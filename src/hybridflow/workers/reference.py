@@ -105,7 +105,11 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     column = "ref_log_prob"
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `column` [B, R] float32, nats, which stays with the workers."""
+        """See `ReferenceWorker.log_probs`."""
+        return self.call(ReferenceWorker.log_probs, batch)
+
+    def keep_log_probs(self, batch: DataProto) -> DataProto:
+        """Compute `column` as `log_probs` does, and leave it with the workers."""
         return self.call_and_keep(ReferenceWorker.log_probs, [self.column], batch)
 
 

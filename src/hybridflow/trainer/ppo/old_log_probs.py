@@ -109,7 +109,7 @@ class OldLogProbs:
                 return self._rollouts(batch, rows_of_version(batch, version))
         check = LogProbCheck(step, version, self.exact.reuses)
         self.off_policy = self._off_policy(batch, check, measures=True)
-        return self.actor.old_log_probs(
+        return self.actor.keep_log_probs(
             batch,
             with_sum_pi_squared=self.with_sum_pi_squared,
             with_routes=self.config.actor_rollout_ref.actor.router_replay.mode == "R2",

@@ -141,11 +141,11 @@ class PPOStep:
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
         jobs = [Job("actor", "old_log_prob", old)]  # old_log_probs; from a pass also entropys, sum_pi_squared
         if roles.reference:
-            jobs.append(Job("reference", "ref", partial(roles.reference.log_probs, batch)))
+            jobs.append(Job("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
         if roles.teacher:
-            jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
+            jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
         if roles.critic:
-            jobs.append(Job("critic", "values", partial(roles.critic.values, batch)))
+            jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
         columns = DataProto()
         with self.leavable():
             for found in self.side_by_side(jobs):

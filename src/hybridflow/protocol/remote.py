@@ -136,6 +136,7 @@ class RemoteColumn:
 
         A column that is a whole shard, in its order, is returned as it is, without a copy.
         """
+        assert self.is_complete, f"some rows of {self.names[0]} are in no shard"
         columns = [
             self._column(arrived[id(shard)], name)
             for shard, name in zip(self.shards, self.names, strict=True)

@@ -183,7 +183,7 @@ def test_processes_and_limits_are_shared_out() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "wanted"),
-    [((), False), (("trainer.keep_rows=true",), True), (("trainer.rollout_data_dir=there",), True)],
+    [((), False), (("trainer.keep_rows=true",), True), (("trainer.rollout_data_dir=there",), False)],
 )
 def test_who_reads_tokens_in_the_driver_gets_them(keys: tuple[str, ...], wanted: bool) -> None:
     assert needs_whole_rows(config(*keys)) is wanted

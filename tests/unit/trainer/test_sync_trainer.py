@@ -23,6 +23,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, share_prompts
 from hybridflow.trainer.ppo.build import PPOTrainer
+from hybridflow.trainer.ppo.remote_columns import STAYS, TEXTS, TOKENS
 from hybridflow.trainer.ppo.validation import Validator
 
 FAST = "actor_rollout_ref.rollout.exact=false"
@@ -191,6 +192,7 @@ REUSED = ("actor_rollout_ref.rollout.reuse_log_probs_within=1.0",)
         (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
         (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
         (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+        (FAST, "trainer.rollout_data_dir=nowhere"),
         (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
     ],
     ids=lambda keys: " ".join(key.rpartition(".")[2] for key in keys),
@@ -200,21 +202,24 @@ def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
     model: Path, tmp_path: Path, keys: tuple[str, ...], shows: bool
 ) -> None:
     """The update and the metrics are the same; the driver gets them where it reads or shows them."""
-    made_elsewhere = ["prompts", "responses", "input_ids", "rollout_log_probs"]
+    made_elsewhere = [name for name in STAYS if name not in TEXTS]
     weights, metrics = [], []
     for stored in (False, True):
         (tmp_path / str(stored)).mkdir()
         keys = ("algorithm.adv_estimator=grpo", "reward.watch=false", *keys)
         with build(ppo_config(model, tmp_path / str(stored) / "run", *keys)) as trainer:
             trainer.step.shows = lambda step: shows
+            written = trainer.step.config.trainer.rollout_data_dir is not None
             rows = trainer.source.next(1).rows
             if stored:
-                kept = trainer.step.roles.actor.keep(rows, made_elsewhere)
-                rows.pop(made_elsewhere)
+                kept = trainer.step.roles.actor.keep(rows, STAYS)
+                rows.pop(made_elsewhere, TEXTS)
                 rows |= kept
             batch, found = trainer.step(rows, 1)
             if shows:
-                assert {*made_elsewhere, "old_log_probs", "advantages"} <= {*batch.names()}
+                assert {*STAYS, "old_log_probs", "advantages"} <= {*batch.names()}
+            elif written:
+                assert {*TOKENS, *TEXTS} <= {*batch.names()}
             weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
             metrics.append(found.to_floats())
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))

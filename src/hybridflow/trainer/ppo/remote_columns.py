@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from hybridflow.algorithms.advantages import AdvantageEstimator
+from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.config import PPOConfig
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
-from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.reward_watch import repeated_share
-from hybridflow.workers.losses import find_policy_loss
 
-STAYS = (
-    "prompts",
-    "responses",
-    "input_ids",
-    "rollout_log_probs",
-    "solution_str",
-    "ground_truth",
-    "extra_info",
-)
-"""Columns of tokens and texts that stay with the collector."""
+TOKENS = ("prompts", "responses")
+TEXTS = ("solution_str", "ground_truth", "extra_info")
+STAYS = (*TOKENS, *TEXTS, "input_ids", "rollout_log_probs")
+"""Columns that stay with the collector."""
 MASKS = ("attention_mask", "response_mask")
 """Columns that workers read there, and that the driver computes with."""
 REPETITION = "repetition"
@@ -47,23 +41,35 @@ def whole(rows: DataProto) -> DataProto:
     """Return rows with all columns, as the driver would have made them."""
     rows = rows.materialized()
     if REPETITION in rows:
+        rows = rows.select()
         rows.pop([REPETITION])
     return rows
 
 
 def needs_whole_rows(config: PPOConfig) -> bool:
-    """Return whether something reads columns in the driver at each step that are with collectors, or names
-    one that the step does not keep remote.
-    """
+    """Return whether something reads rows in the driver before the step fetches what it reads itself."""
     trainer = config.trainer
-    estimator = find_estimator(config.algorithm)
-    named = {*estimator.needs, *estimator.takes, *find_policy_loss(config.actor_rollout_ref.actor).keywords}
-    return bool(
-        trainer.keep_rows
-        or trainer.rollout_data_dir
-        or trainer.step_class
-        or config.actor_rollout_ref.rollout.skip.enable
-        or config.algorithm.use_pf_ppo
-        or estimator.takes_all
-        or named & {"prompts", "responses"}
-    )
+    return bool(trainer.keep_rows or trainer.step_class or config.actor_rollout_ref.rollout.skip.enable)
+
+
+def columns_fetched(
+    config: PPOConfig, estimator: AdvantageEstimator, loss: PolicyLoss
+) -> frozenset[str] | None:
+    """Return the remote columns that the driver computes with in every step; None means all.
+
+    PF-PPO draws rows again, with all their columns.
+    """
+    if config.algorithm.use_pf_ppo or estimator.takes_all:
+        return None
+    columns = {*estimator.needs, *estimator.takes}
+    if config.critic.enable:
+        columns.add("values")  # which are measured
+    if config.algorithm.use_kl_in_reward:
+        columns |= {"old_log_probs", "ref_log_prob"}
+    if config.algorithm.rollout_correction.corrects:
+        columns |= {"old_log_probs", "rollout_log_probs"}
+    if loss.select is not None:
+        columns.add("old_log_probs")
+    if config.trainer.rollout_data_dir:
+        columns |= {*TOKENS, *TEXTS}
+    return frozenset(columns)

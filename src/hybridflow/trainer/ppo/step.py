@@ -22,7 +22,6 @@ from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
-    columns_fetched,
     estimate_advantages,
     find_estimator,
     identify,
@@ -34,6 +33,7 @@ from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
+from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.staleness import staleness_metrics
@@ -83,8 +83,6 @@ class PPOStep:
         self.estimator = find_estimator(config.algorithm)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
         self.read_here = columns_fetched(config, self.estimator, self.loss)
-        if self.read_here is not None and roles.critic:
-            self.read_here |= {"values"}
         squares = "sum_pi_squared" in self.estimator.needs
         self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 

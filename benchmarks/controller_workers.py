@@ -27,10 +27,10 @@ from hybridflow.controller import (
 )
 from hybridflow.controller.dealing import cut_items, plan_items
 from hybridflow.controller.dispatch import Lane
-from hybridflow.controller.row_store import RowStore, in_memory
+from hybridflow.controller.local import in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 
 R = TypeVar("R")
 
@@ -110,10 +110,6 @@ class TinyGroup(WorkerGroup[TinyWorker]):
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         prompts = len(batch) // RESPONSES
-
-        def one(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(TinyWorker.update_mini_batch, mini, scale=scale)
-
         columns = [
             "input_ids",
             "attention_mask",
@@ -124,7 +120,10 @@ class TinyGroup(WorkerGroup[TinyWorker]):
             "advantages",
         ]
         plan = MiniBatchPlan(max(1, prompts // MINI_BATCHES), 1, True, 0, step)
-        return update_by_mini_batches(batch.select(columns, ["uid"]), plan, one, name="actor")
+        metrics = Metrics()
+        for mini, scale in mini_batches(batch.select(columns, ["uid"]), plan, metrics, name="actor"):
+            add_update(metrics, self.call(TinyWorker.update_mini_batch, mini, scale=scale))
+        return metrics
 
 
 def make_tiny(host: WorkerHost) -> Factories:
@@ -189,7 +188,6 @@ class Simulated:
 
     in_process = False
     call_timeout = math.inf
-    driver_bytes = 0
 
     def __init__(self, mesh: MeshInfo) -> None:
         from hybridflow.controller.ray.transport import decode, encode
@@ -198,7 +196,6 @@ class Simulated:
         self._decode = decode
         self._mesh = mesh
         self._worker = TinyWorker()
-        self.rows = RowStore(in_memory)
         self.reset()
 
     def reset(self) -> None:
@@ -206,6 +203,14 @@ class Simulated:
         self.worker_seconds = 0.0
         self.seconds = {"encode": 0.0, "decode": 0.0}
         self.messages = self.sent = self.received = 0
+
+    def driver_bytes(self) -> int:
+        """Return 0: nothing leaves the process."""
+        return 0
+
+    def store(self, columns: DataProto) -> Part:
+        """Return a shard in this process."""
+        return in_memory(columns)
 
     def mesh(self, role: str) -> MeshInfo:
         return self._mesh

@@ -127,7 +127,7 @@ def count_calls(put: Callable[[Any, str, Any], None]) -> None:
         "submit",
         named(RayBackend.submit, lambda backend, role, method, *_: f"to {role}.{method}"),
     )
-    put(RayBackend, "_shard", named(RayBackend._shard, lambda *_: "to the row store"))
+    put(RayBackend, "store", named(RayBackend.store, lambda *_: "to the row store"))
     put(RayPart, "result", named(RayPart.result, lambda part, *_: f"from {part.role}.{part.method}"))
 
 

@@ -35,7 +35,7 @@ REPEATED: dict[str, int] = {
     "Part": 3,
     "Phase": 2,
     "Piece": 4,
-    "Places": 3,
+    "Places": 2,
     "Plan": 3,
     "Row": 2,
     "Rows": 3,

@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 
 CEILINGS = {
-    "generation": Size(29, 15),  # goal: 14 calls in 9 files
-    "reward": Size(17, 10),  # goal: 10 in 8
-    "loss": Size(23, 16),  # goal: 15 in 10
+    "generation": Size(25, 14),  # goal: 14 calls in 9 files
+    "reward": Size(15, 9),  # goal: 10 in 8
+    "loss": Size(16, 12),  # goal: 15 in 10
 }
 """Most calls of our own from the command to the function of each measure, and most files, over all its calls
 in a run. Comprehensions are no calls. Whoever shortens a way lowers its ceiling.
@@ -137,14 +137,9 @@ def test_the_way_from_the_command_to_the_loss(trace: Trace) -> None:
     assert size_of(calls) == (int(whole[1]), int(whole[2])), way
     between = {file for file, name in way if (file, name) not in listed}
     passed = (
-        "trainer/main.py",
-        "trainer/restarts.py",
+        "trainer/ppo/step.py",
         "trainer/ppo/overlap.py",
-        "workers/mini_batches.py",
-        "workers/actor.py",
-        "workers/log_prob_check.py",
         "engines/fsdp/engine.py",
-        "algorithms/policy_losses/types.py",
     )
     assert all(file.startswith("controller/") or file in passed for file in between), between
     assert len(listed) - 1 <= MAX_HOPS and len({file for file, _ in listed}) <= MAX_FILES

@@ -48,7 +48,7 @@ from hybridflow.trainer.ppo.groups import _baselines_as_column
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import critic_loss, policy_loss
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batches
 
 GROUPS = [*"aaabbbbccdde"]
 LONGEST = 9
@@ -369,7 +369,8 @@ def test_draws_take_all_rows_of_a_trajectory(seed: int) -> None:
         sizes.append(scale.num_sequences)
         return Metrics()
 
-    update_by_mini_batches(found, plan, update, name="actor")
+    for mini, scale in mini_batches(found, plan, Metrics(), name="actor"):
+        update(mini, scale)
     assert sum(map(len, seen)) == len(set().union(*seen)), "all rows of a draw meet in one mini-batch"
     assert sizes == [len(each) for each in seen]
 
@@ -400,7 +401,8 @@ def update(batch: DataProto, seed: int, **settings: Any) -> tuple[float, Tensor]
         return Metrics()
 
     batch |= identify(batch)
-    update_by_mini_batches(batch, MiniBatchPlan(2, 1, True, seed, 1), one, name="actor")
+    for mini, scale in mini_batches(batch, MiniBatchPlan(2, 1, True, seed, 1), Metrics(), name="actor"):
+        one(mini, scale)
     (gradient,) = torch.autograd.grad(total, leaf)
     return float(total.detach()), gradient
 
@@ -446,5 +448,6 @@ def test_a_mean_over_rows_weighs_a_row_by_the_rows_of_its_trajectory() -> None:
         found.append(float(scale.weighted(rows["x"][:, 0]).sum()))
         return Metrics()
 
-    update_by_mini_batches(batch, MiniBatchPlan(2, 1, False, 0, 1), one, name="actor")
+    for mini, scale in mini_batches(batch, MiniBatchPlan(2, 1, False, 0, 1), Metrics(), name="actor"):
+        one(mini, scale)
     assert found == [0 / 2 + 2 / 2 + 4 + 6 / 2 + 10 / 2]

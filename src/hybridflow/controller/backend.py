@@ -14,7 +14,7 @@ from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.peers import Peers
-from hybridflow.controller.row_store import RowStore
+from hybridflow.protocol import DataProto
 
 
 class Backend(Protocol):
@@ -35,14 +35,12 @@ class Backend(Protocol):
         """Seconds that a call may take."""
         ...
 
-    @property
-    def rows(self) -> RowStore:
-        """The store of columns that calls leave for later calls."""
+    def store(self, columns: DataProto) -> Part:
+        """Put columns of the driver where any worker can read them; return them as a shard."""
         ...
 
-    @property
     def driver_bytes(self) -> int:
-        """Bytes that the driver has sent and received by value since the backend started."""
+        """Return the bytes that the driver has sent and received by value since it was asked last."""
         ...
 
     def mesh(self, role: str) -> MeshInfo:

@@ -11,7 +11,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.protocol import DataProto, RowIndex
+from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import Workload, deal_in_order, deal_rows
 
 
@@ -25,11 +25,19 @@ class PerRank:
 
 
 def plan_rows(batches: Sequence[DataProto], mesh: MeshInfo) -> list[list[int]]:
-    """Choose the rows of each part, the same for all of these batches."""
-    index = RowIndex.of(batches)
-    if index.num_tokens is None or mesh.workload is None:
-        return deal_in_order(index.num_rows, mesh.num_parts, index.group)
-    return deal_rows(index.num_tokens, mesh.num_parts, mesh.workload, index.group)
+    """Choose the rows of each part, the same for all of these batches, by the first that has a column.
+
+    Raises AssertionError for batches of different lengths.
+    """
+    sizes = sorted({len(batch) for batch in batches})
+    assert len(sizes) == 1, (
+        f"the DataProto arguments of one call are dealt together, but they have {sizes} rows"
+    )
+    groups = next((batch.batch["group_ids"].tolist() for batch in batches if "group_ids" in batch), None)
+    masks = next((batch.batch["attention_mask"] for batch in batches if "attention_mask" in batch), None)
+    if masks is None or mesh.workload is None:
+        return deal_in_order(sizes[0], mesh.num_parts, groups)
+    return deal_rows(masks.sum(-1).tolist(), mesh.num_parts, mesh.workload, groups)
 
 
 def plan_items(items: Sequence[Any], mesh: MeshInfo) -> list[list[int]]:

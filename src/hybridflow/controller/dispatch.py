@@ -13,7 +13,7 @@ Only the columns that a method reads travel to it, whatever else the caller's ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
@@ -118,19 +118,16 @@ class Registration:
         """The columns that it reads with the tokens of rows, where a batch has them: media."""
         return (MEDIA,) if "input_ids" in (self.reads or ()) else ()
 
-    def columns_read(
-        self, batch: DataProto, also: Sequence[str] = (), stored: Set[str] = frozenset()
-    ) -> DataProto:
+    def columns_read(self, batch: DataProto, also: Sequence[str] = ()) -> DataProto:
         """Return the batch with the columns that the method reads, and those of `also` that the batch has.
 
-        The `row_id`, by which a row store knows the rows, always comes along. Raises BatchError where a
-        column that the method reads is missing, and not one of `stored`, which the row store has.
+        The `row_id`, by which messages name a row, always comes along. Raises BatchError where a column that
+        the method reads is missing.
         """
         if self.reads is None:
             return batch
-        more = [name for name in ("row_id", *self.reads_with_tokens, *also) if name in batch]
-        needed = [name for name in self.reads if name in batch or name not in stored]
-        names = dict.fromkeys([*needed, *more])
+        more = [name for name in ("row_id", *self.reads_with_tokens, *also) if batch.has(name)]
+        names = dict.fromkeys([*self.reads, *more])
         objects = [name for name in names if name in batch.non_tensor_batch]
         return batch.select([name for name in names if name not in objects], objects)
 

@@ -11,13 +11,12 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from dataclasses import replace as changed
 from typing import Any, Generic, TypeVar, cast
 
 from hybridflow.controller.dispatch import Dealt, Dispatch
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.stored_rows import StoredRows
 from hybridflow.errors import WorkerError
+from hybridflow.protocol import DataProto
 
 R = TypeVar("R")
 Part = concurrent.futures.Future[Any]
@@ -101,13 +100,17 @@ class Future(Generic[R]):
 
 def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
     """Replace everything of a kind in a value by `give(found)`, at any depth of lists, tuples, dictionaries
-    and StoredRows. Containers without any are returned as they are, not copied.
+    and among the shards of a DataProto. Containers without any are returned as they are, not copied.
     """
     if isinstance(value, kind):
         return give(value)
-    if isinstance(value, StoredRows):
-        shards = replace(value.shards, kind, give)
-        return value if shards is value.shards else changed(value, shards=shards)
+    if isinstance(value, DataProto) and value.remote:
+        shards = {id(shard): shard for column in value.remote.values() for shard in column.shards}
+        given = {key: replace(shard, kind, give) for key, shard in shards.items()}
+        if all(given[key] is shard for key, shard in shards.items()):
+            return value
+        remote = {name: column.moved(given) for name, column in value.remote.items()}
+        return DataProto(value.batch, value.non_tensor_batch, value.meta_info, remote)
     if type(value) is dict:
         entries = {key: replace(entry, kind, give) for key, entry in value.items()}
         if all(entries[key] is entry for key, entry in value.items()):

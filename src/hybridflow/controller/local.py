@@ -16,10 +16,18 @@ from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.peers import Peers
 from hybridflow.controller.place import Place
-from hybridflow.controller.row_store import RowStore, in_memory
+from hybridflow.controller.read_only import isolate
 from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.controller.worker_host import Make, WorkerHost
+from hybridflow.protocol import DataProto
+
+
+def in_memory(columns: DataProto) -> Part:
+    """Return a shard in this process, which shares the tensors of `columns`."""
+    part: Part = concurrent.futures.Future()
+    part.set_result(isolate(columns))
+    return part
 
 
 class LocalBackend:
@@ -27,12 +35,17 @@ class LocalBackend:
 
     in_process = True
     call_timeout = math.inf
-    driver_bytes = 0
-    """Arguments and results are the same tensors on both sides."""
 
     def __init__(self, make: Make) -> None:
         self.host = WorkerHost(Place(), make)
-        self.rows = RowStore(in_memory)
+
+    def driver_bytes(self) -> int:
+        """Return 0: arguments and results are the same tensors on both sides."""
+        return 0
+
+    def store(self, columns: DataProto) -> Part:
+        """Return a shard that shares the tensors of `columns`."""
+        return in_memory(columns)
 
     def mesh(self, role: str) -> MeshInfo:
         """Return a mesh of one rank."""

@@ -9,7 +9,7 @@ A `Future` among the arguments is replaced by the kind of result that it has (`D
     each
                              gets its own entry
     anything else            the driver waits for the result and deals it as a value (rows that need not pass
-                             the driver are kept in the row store)
+                             the driver are remote columns)
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def isolate(value: Any) -> Any:
     """
     if isinstance(value, DataProto):
         columns = {name: isolate(column) for name, column in value.non_tensor_batch.items()}
-        return DataProto(value.batch.clone(recurse=False), columns, value.meta_info)
+        return DataProto(value.batch.clone(recurse=False), columns, value.meta_info, value.remote)
     if type(value) is dict:
         return {key: isolate(entry) for key, entry in value.items()}
     if type(value) is list:

@@ -37,7 +37,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def stored(self, rows: DataProto) -> DataProto:
-        """Return columns of the row store, which have come by reference, by value."""
+        """Return rows whose columns have come by reference, by value."""
         return rows
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)

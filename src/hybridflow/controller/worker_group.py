@@ -11,10 +11,9 @@ A method that declares the columns that it reads is sent these and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hybridflow.controller.backend import Backend
 from hybridflow.controller.dealing import undo_rows
@@ -22,9 +21,9 @@ from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_o
 from hybridflow.controller.future import Future, Source
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.passing import pass_on
-from hybridflow.controller.read_only import isolate
 from hybridflow.controller.worker import Worker
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.remote import RemoteColumn
 
 W = TypeVar("W", bound=Worker)
 P = ParamSpec("P")
@@ -65,75 +64,81 @@ class WorkerGroup(Generic[W]):
         assert registration_of(method).blocking, (
             f"{method.__name__} is registered with blocking=False: use submit"
         )
-        result: R = self._run("call", method, Call(args, dict(kwargs)))
+        dispatch, dealt = self._deal("call", method, args, kwargs)
+        found = self.backend.run(self.role, method.__name__, dealt.calls)
+        result: R = dispatch.collect(found, self.mesh, dealt)
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        return self._submit("submit", method, Call(args, dict(kwargs)))
+        return self._submit("submit", method, args, kwargs)
 
     def call_and_keep(
         self,
         method: Callable[Concatenate[W, DataProto, P], DataProto],
         columns: Sequence[str],
-        fetch: Set[str] | None,
         batch: DataProto,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> DataProto:
-        """Call a method like `call`, and keep `columns`, all that it writes in this call, in the row store.
+        """Call a method like `call`, and leave `columns`, all that it writes in this call, where they are.
 
-        Later calls read them there, for rows with the same `row_id`. Those in `fetch` (None: all) come back
-        to the driver; the others do not pass it. Rows without a `row_id` are not kept, and come back whole.
+        Returns them as remote columns: later calls on these rows read them there, and `fetch` brings them.
         """
         future = self.submit(method, batch, *args, **kwargs)
-        if "row_id" not in batch:
-            return future.result()
         future.wait()
         assert future.source is not None, "a call of a group has a source"
-        ids = batch.batch["row_id"].tolist()
-        assert len(set(ids)) == len(ids), f"{self.role}.{method.__name__}: two rows have the same row_id"
-        order = future.source.dealt.order or [list(range(len(ids)))]
-        store = self.backend.rows
-        for rows, leader in zip(order, self.mesh.leaders, strict=True):
-            store.keep([ids[row] for row in rows], columns, future.parts[leader])
-        wanted = [name for name in columns if fetch is None or name in fetch]
-        result = DataProto()
-        if len(wanted) == len(columns):
-            result = isolate(future.result())
-        elif wanted:
-            result = self._fetched(batch.select(["row_id"], []), wanted, order)
-        store.watch(ids, result)
-        return result
+        order = future.source.dealt.order or [list(range(len(batch)))]
+        shards = [future.parts[leader] for leader in self.mesh.leaders]
+        return DataProto(remote={name: RemoteColumn.of_shards(shards, name, order) for name in columns})
 
-    def fetch(self, batch: DataProto, columns: Sequence[str]) -> DataProto:
-        """Return stored columns of the rows of `batch`, in their order, and nothing else of their shards."""
-        others: list[list[int]] = [[] for _ in self.mesh.leaders[1:]]
-        return self._fetched(batch.select(["row_id"], []), columns, [list(range(len(batch))), *others])
+    def keep(self, batch: DataProto, names: Sequence[str]) -> DataProto:
+        """Return those of these columns that the batch has by value alone, as remote columns: later calls
+        read them there, and they leave the driver once.
+        """
+        stored = {name for name, column in batch.remote.items() if column.is_complete}
+        names = [name for name in names if name in batch and name not in stored]
+        if not names:
+            return DataProto()
+        tensors = {name: tensor for name, tensor in batch.tensors().items() if name in names}
+        objects = {name: column for name, column in batch.non_tensor_batch.items() if name in names}
+        shard = self.backend.store(DataProto.from_dict(tensors, objects))
+        whole = [range(len(batch))]
+        remote = {name: RemoteColumn.of_shards([shard], name, whole, tensors[name]) for name in tensors}
+        remote |= {name: RemoteColumn.of_shards([shard], name, whole) for name in objects}
+        return DataProto(remote=remote)
 
-    def _fetched(self, row_ids: DataProto, columns: Sequence[str], order: list[list[int]]) -> DataProto:
-        """Return stored columns of the rows, each part by the leader that has it."""
-        dealt = [(rows, leader) for rows, leader in zip(order, self.mesh.leaders, strict=True) if rows]
-        futures = []
-        for rows, leader in dealt:
-            stored = self.backend.rows.by_reference(row_ids.select_idxs(rows), columns)
-            futures.append(self.call_one(leader, Worker.stored, cast(DataProto, stored)))
-        result = undo_rows([future.result() for future in futures], [rows for rows, _ in dealt])
-        result.pop(["row_id"])
-        return result
+    def fetch(self, batch: DataProto, names: Collection[str] | None = None) -> DataProto:
+        """Return the values of remote columns that the batch does not have by value, those in `names` (None:
+        all), and nothing else of their shards.
+        """
+        wanted = sorted(batch.remote if names is None else {*names} & {*batch.remote})
+        remote = {name: batch.remote[name] for name in wanted if name not in batch}
+        if not remote:
+            return DataProto()
+        leaders = self.mesh.leaders
+        dealt: dict[int, list[int]] = {}
+        for row, shard in enumerate(next(iter(remote.values())).shard):
+            dealt.setdefault(leaders[shard % len(leaders)], []).append(row)
+        rows = DataProto(remote=remote)
+        dealt = dealt or {leaders[0]: []}
+        futures = [
+            self.call_one(leader, Worker.stored, rows.select_idxs(own)) for leader, own in dealt.items()
+        ]
+        return undo_rows([future.result() for future in futures], list(dealt.values()))
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
         results.
         """
-        collected: list[R] = self._run("call_list", method, Call(args, dict(kwargs)))
-        return collected
+        _, dealt = self._deal("call_list", method, args, kwargs)
+        return self.backend.run(self.role, method.__name__, dealt.calls)
 
     def submit_list(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]:
         """Call an ALL_TO_LIST method without waiting; its list can be passed on by reference."""
-        return self._submit("submit_list", method, Call(args, dict(kwargs)))
+        return self._submit("submit_list", method, args, kwargs)
 
     def call_one(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -161,60 +166,56 @@ class WorkerGroup(Generic[W]):
         """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the
         result.
         """
-        collected: list[R] = self._run("call_each", method, Call(args, dict(kwargs)))
-        return collected
+        _, dealt = self._deal("call_each", method, args, kwargs)
+        return self.backend.run(self.role, method.__name__, dealt.calls)
 
     def submit_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> Future[list[R]]:
         """Call an ALL_TO_ALL method without waiting; its list of results can be passed on by reference."""
-        return self._submit("submit_each", method, Call(args, dict(kwargs)))
+        return self._submit("submit_each", method, args, kwargs)
 
     def columns_read(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """Return the batch with the columns that a call of `method` would send.
 
-        Raises BatchError where one that the method declares is neither there nor in the row store.
+        Raises BatchError where one that the method declares is missing.
         """
-        also = self._also_read.get(method.__name__, ())
-        return registration_of(method).columns_read(batch, also, self.backend.rows.names(batch))
+        return registration_of(method).columns_read(batch, self._also_read.get(method.__name__, ()))
 
-    def _deal(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Dealt:
-        """Deal the arguments.
+    def _deal(
+        self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Dispatch, Dealt]:
+        """Return a method's rule, and the arguments as it deals them. Of rows, only the columns that the
+        method reads are sent, and of those that are remote the places alone.
 
-        Of rows, only the columns that the method reads are sent, and those that the row store has as their
-        places in it.
+        Raises AssertionError where this way of calling does not fit the rule.
         """
-        call = pass_on(call, dispatch, self.mesh)
+        dispatch = registration_of(method).dispatch
+        ways = ("call", "submit")
+        if dispatch.per_rank:
+            ways = ("call_each", "submit_each")
+        elif dispatch.gives == "each":
+            ways = ("call_list", "submit_list")
+        assert way in ways, f"{method.__name__} is dispatched {dispatch.name}: use {' or '.join(ways)}"
+        call = pass_on(Call(args, dict(kwargs)), dispatch, self.mesh)
         if not dispatch.deals_rows:
-            return dispatch.split(call, self.mesh)
+            return dispatch, dispatch.split(call, self.mesh)
         dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
-        found = registration_of(method)
-        further = (
-            *(found.reads or ()),
-            *found.reads_with_tokens,
-            *self._also_read.get(method.__name__, ()),
-        )
-        by_reference = partial(self.backend.rows.by_reference, further=further)
         made: dict[tuple[int, int], Call] = {}
         calls: list[Call | None] = []
         for each in dealt.calls:
             if each is not None:
                 if each.arguments_id not in made:  # ranks of a part go on sharing their arguments
-                    made[each.arguments_id] = _each_batch(each, by_reference)
+                    made[each.arguments_id] = _each_batch(each, DataProto.by_reference)
                 each = replace(made[each.arguments_id], returns=each.returns)
             calls.append(each)
-        return replace(dealt, calls=calls)
+        return dispatch, replace(dealt, calls=calls)
 
-    def _run(self, way: str, method: Callable[..., Any], call: Call) -> Any:
-        dispatch = _rule(method, way)
+    def _submit(
+        self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Future[Any]:
+        dispatch, dealt = self._deal(way, method, args, kwargs)
         mesh = self.mesh
-        dealt = self._deal(dispatch, method, call)
-        return dispatch.collect(self.backend.run(self.role, method.__name__, dealt.calls), mesh, dealt)
-
-    def _submit(self, way: str, method: Callable[..., Any], call: Call) -> Future[Any]:
-        dispatch = _rule(method, way)
-        mesh = self.mesh
-        dealt = self._deal(dispatch, method, call)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
         calls = dealt.calls
         # all ranks keep their results, so that the future can be passed on rank by rank
@@ -241,15 +242,3 @@ def _each_batch(call: Call, change: Callable[[DataProto], Any]) -> Call:
 
     kwargs = {name: changed(value) for name, value in call.kwargs.items()}
     return replace(call, args=tuple(map(changed, call.args)), kwargs=kwargs)
-
-
-def _rule(method: Callable[..., Any], way: str) -> Dispatch:
-    """Return a method's dispatch rule; raise AssertionError where this way of calling does not fit it."""
-    dispatch = registration_of(method).dispatch
-    ways = ("call", "submit")
-    if dispatch.per_rank:
-        ways = ("call_each", "submit_each")
-    elif dispatch.gives == "each":
-        ways = ("call_list", "submit_list")
-    assert way in ways, f"{method.__name__} is dispatched {dispatch.name}: use {' or '.join(ways)}"
-    return dispatch

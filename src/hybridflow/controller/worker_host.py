@@ -13,9 +13,9 @@ from hybridflow.controller.dispatch import Call, registration_of
 from hybridflow.controller.future import replace
 from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.read_only import TensorVersions, isolate
-from hybridflow.controller.stored_rows import StoredRows
 from hybridflow.controller.worker import Factories, Worker
 from hybridflow.observability.profiling import profiler
+from hybridflow.protocol import DataProto
 
 
 class WorkerHost:
@@ -84,7 +84,7 @@ class WorkerHost:
         returned a column that it is not registered to write.
         """
         bound = getattr(self.worker(role), method)
-        args, kwargs = replace((call.args, call.kwargs), StoredRows, StoredRows.gather)
+        args, kwargs = replace((call.args, call.kwargs), DataProto, DataProto.materialized)
         arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(args)}
         versions = TensorVersions(arguments | kwargs)
         try:

@@ -12,7 +12,6 @@ from hybridflow.protocol.future import DataProtoFuture
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack
 from hybridflow.protocol.padding import pad_to_divisor, unpad
 from hybridflow.protocol.randomness import derive_seed, generator
-from hybridflow.protocol.row_index import RowIndex
 
 pad_dataproto_to_divisor = pad_to_divisor
 unpad_dataproto = unpad
@@ -45,7 +44,6 @@ __all__ = [
     "DataProtoItem",
     "Field",
     "PackedBatch",
-    "RowIndex",
     "Workload",
     "deal_rows",
     "derive_seed",

@@ -5,6 +5,9 @@ same rows, cut, joined, reordered. Rows carry `uid` (their group) and `row_id` (
 Field names, shapes and units are in `protocol/fields.py`; padded tensors become packed tokens in
 `protocol/packing.py`.
 
+A column may be elsewhere, in shards of other processes (`remote`, see `protocol/remote.py`): then it takes
+part in all of this without its values. It may be here as well, and a call of a worker reads it there.
+
 Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`,
 `reorder`, `padding`, `narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one;
 `meta_info` is copied, never shared.
@@ -37,6 +40,7 @@ from hybridflow.protocol.columns import (
     same,
 )
 from hybridflow.protocol.randomness import generator
+from hybridflow.protocol.remote import RemoteColumn
 
 logger = logging.getLogger(__name__)
 
@@ -75,26 +79,31 @@ class DataProto:
     """Arrays of Python objects, one a row."""
     meta_info: dict[str, Any]
     """Facts of the whole batch."""
+    remote: dict[str, RemoteColumn]
+    """Columns that are elsewhere, and maybe here too."""
 
     def __init__(
         self,
         batch: TensorDict | None = None,
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        remote: Mapping[str, RemoteColumn] | None = None,
     ) -> None:
         self.non_tensor_batch = {
             name: object_array(column, name) for name, column in (non_tensor_batch or {}).items()
         }
         self.meta_info = deepcopy(dict(meta_info or {}))
+        self.remote = dict(remote or {})
         if batch is None:
-            num_rows = len(next(iter(self.non_tensor_batch.values()), ()))
-            batch = TensorDict({}, batch_size=[num_rows])
+            sizes = [*map(len, self.non_tensor_batch.values()), *map(len, self.remote.values()), 0]
+            batch = TensorDict({}, batch_size=[sizes[0]])
         self.batch = batch
         self.check_consistency()
 
     def check_consistency(self) -> None:
         """Raise BatchError where a field has another number of rows than the batch."""
-        for name, column in self.non_tensor_batch.items():
+        columns: dict[str, ObjectArray | RemoteColumn] = {**self.remote, **self.non_tensor_batch}
+        for name, column in columns.items():
             if len(column) != len(self):
                 raise BatchError(f"field {name!r} has {len(column)} rows but the batch has {len(self)}")
 
@@ -182,7 +191,7 @@ class DataProto:
             odd = (names ^ set(part.batch.keys())) | (columns ^ set(part.non_tensor_batch))
             if odd:
                 raise BatchError(f"cannot concatenate: parts 0 and {index} do not both have {sorted(odd)}")
-        return cls.from_dict(
+        joined = cls.from_dict(
             {name: join(name, [part.batch[name] for part in filled]) for name in filled[0].tensors()},
             {
                 name: np.concatenate([part.non_tensor_batch[name] for part in filled])
@@ -190,6 +199,11 @@ class DataProto:
             },
             meta_info,
         )
+        joined.remote = {
+            name: RemoteColumn.concat([part.remote.get(name, len(part)) for part in filled])
+            for name in dict.fromkeys(name for part in filled for name in part.remote)
+        }
+        return joined
 
     # ---- looking
 
@@ -199,8 +213,12 @@ class DataProto:
     def __contains__(self, key: str) -> bool:
         return key in self.batch.keys() or key in self.non_tensor_batch  # noqa: SIM118
 
+    def has(self, name: str) -> bool:
+        """Return whether all rows have this column, here or elsewhere."""
+        return name in self or (name in self.remote and self.remote[name].is_complete)
+
     def names(self) -> list[str]:
-        """Return the names of all fields, the tensors first."""
+        """Return the names of all fields that are here, the tensors first."""
         return [*map(str, self.batch.keys()), *self.non_tensor_batch]
 
     def to_tensordict(self) -> TensorDict:
@@ -270,7 +288,8 @@ class DataProto:
         index = row_indices(idxs, len(self))
         tensors = {name: tensor[index.to(tensor.device)] for name, tensor in self.tensors().items()}
         columns = {name: column[index.numpy()] for name, column in self.non_tensor_batch.items()}
-        return DataProto(TensorDict(tensors, batch_size=[len(index)]), columns, self.meta_info)
+        remote = {name: column[index.numpy()] for name, column in self.remote.items()}
+        return DataProto(TensorDict(tensors, batch_size=[len(index)]), columns, self.meta_info, remote)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows `start` to `end`, as Python slices count. Tensors are views of this object's."""
@@ -279,9 +298,9 @@ class DataProto:
         where = slice(start, end, step)
         tensors = {name: tensor[where] for name, tensor in self.tensors().items()}
         columns = {name: column[where] for name, column in self.non_tensor_batch.items()}
-        return DataProto(
-            TensorDict(tensors, batch_size=[len(range(len(self))[where])]), columns, self.meta_info
-        )
+        remote = {name: column[where] for name, column in self.remote.items()}
+        size = len(range(len(self))[where])
+        return DataProto(TensorDict(tensors, batch_size=[size]), columns, self.meta_info, remote)
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Exactly `chunks` pieces whose sizes differ by at most one, longer ones first; with few rows the
@@ -356,6 +375,7 @@ class DataProto:
         padded = self.with_extra_rows([added] * padding_size)
         self.batch = padded.batch
         self.non_tensor_batch = padded.non_tensor_batch
+        self.remote = padded.remote
 
     def with_extra_rows(self, rows: Sequence[int]) -> DataProto:
         """Return all rows and `rows` once more at the end, from which nothing is learned: where there is a
@@ -380,6 +400,7 @@ class DataProto:
         moved = self.select_idxs(index)
         self.batch = moved.batch
         self.non_tensor_batch = moved.non_tensor_batch
+        self.remote = moved.remote
         return self
 
     def make_iterator(
@@ -419,15 +440,17 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Return the named fields only; None keeps all of a kind. With `deepcopy` the Python values are
-        copies. Raises BatchError for a missing field.
+        """Return the named fields only, wherever they are; None keeps all of a kind. With `deepcopy` the
+        Python values are copies. Raises BatchError for a missing field.
         """
-        tensors = _pick("tensor field", self.tensors(), batch_keys)
-        columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys)
+        tensors = _pick("tensor field", self.tensors(), batch_keys, self.remote)
+        columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys, self.remote)
         meta_info = _pick("meta_info entry", self.meta_info, meta_info_keys)
+        named = self.remote if batch_keys is None else (*batch_keys, *(non_tensor_batch_keys or ()))
+        remote = {name: self.remote[name] for name in named if name in self.remote}
         if deepcopy:
             columns = copy.deepcopy(columns)
-        return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, meta_info)
+        return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, meta_info, remote)
 
     def pop(
         self,
@@ -437,10 +460,11 @@ class DataProto:
     ) -> DataProto:
         """Take the named fields out of this object and return them as one of their own."""
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        for name in batch_keys:
-            del self.batch[name]
-        for name in non_tensor_batch_keys:
-            del self.non_tensor_batch[name]
+        for name in (*batch_keys, *non_tensor_batch_keys):
+            self.remote.pop(name, None)
+            self.non_tensor_batch.pop(name, None)
+            if name in self.batch:
+                del self.batch[name]
         for name in meta_info_keys:
             del self.meta_info[name]
         return taken
@@ -450,7 +474,7 @@ class DataProto:
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         kept = {*self.batch.keys(), *self.non_tensor_batch} - set(old)
-        missing = [name for name in old if name not in self]
+        missing = [name for name in old if name not in self and name not in self.remote]
         taken = sorted(kept & set(new))
         if len(old) != len(new) or len(set(new)) != len(new) or missing or taken:
             raise BatchError(f"cannot rename {old} to {new}: missing {missing}, already there {taken}")
@@ -462,6 +486,7 @@ class DataProto:
         self.non_tensor_batch = {
             names.get(name, name): column for name, column in self.non_tensor_batch.items()
         }
+        self.remote = {names.get(name, name): column for name, column in self.remote.items()}
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -470,9 +495,9 @@ class DataProto:
         A name that both have must hold the same values (NaN equals NaN): BatchError names the field and the
         first row that differs.
         """
-        if not _fields(self):
+        if not _fields(self) and not self.remote:
             self.batch = TensorDict({}, batch_size=[len(other)])
-        if len(self) != len(other) and _fields(other):
+        if len(self) != len(other) and (_fields(other) or other.remote):
             raise BatchError(f"cannot join a batch of {len(self)} rows with one of {len(other)}")
         mine = _fields(self)
         theirs = _fields(other)
@@ -495,6 +520,7 @@ class DataProto:
                 self.batch[name] = value
             else:
                 self.non_tensor_batch[name] = value
+        self.remote |= other.remote
         self.meta_info |= deepcopy(other.meta_info)
         return self
 
@@ -510,7 +536,39 @@ class DataProto:
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> DataProto:
         """The same rows with these tensors, one for each name, in place of their own."""
-        return DataProto(TensorDict(tensors, batch_size=[len(self)]), self.non_tensor_batch, self.meta_info)
+        whole = TensorDict(tensors, batch_size=[len(self)])
+        return DataProto(whole, self.non_tensor_batch, self.meta_info, self.remote)
+
+    # ---- columns that are elsewhere
+
+    def by_reference(self) -> DataProto:
+        """Return the rows without the values of columns that are elsewhere too."""
+        remote = {name: column for name, column in self.remote.items() if column.is_complete}
+        tensors = {name: tensor for name, tensor in self.tensors().items() if name not in remote}
+        columns = {name: column for name, column in self.non_tensor_batch.items() if name not in remote}
+        return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, self.meta_info, remote)
+
+    def materialized(self) -> DataProto:
+        """Return the rows with the values of all columns, those that are elsewhere too; wait for them.
+
+        Raises what those have raised who made them, and WorkerLost where they were lost with a node.
+        """
+        if not self.remote:
+            return self
+        missing = {name: column for name, column in self.remote.items() if name not in self}
+        shards = {id(shard): shard for column in missing.values() for shard in column.shards}
+        arrived = {
+            key: shard if isinstance(shard, DataProto) else shard.result() for key, shard in shards.items()
+        }
+        tensors = self.tensors()
+        columns = dict(self.non_tensor_batch)
+        for name, column in missing.items():
+            values = column.gather(arrived)
+            if isinstance(values, Tensor):
+                tensors[name] = values
+            else:
+                columns[name] = values
+        return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, self.meta_info)
 
     # ---- what rows carry
 
@@ -544,8 +602,9 @@ class DataProto:
         """Write `tensors.safetensors` and `meta.json` into `folder`. Raises BatchError naming a field that
         JSON cannot hold.
         """
-        columns = {name: column.tolist() for name, column in self.non_tensor_batch.items()}
-        storage.write(Path(folder), self.tensors(), columns, self.meta_info, len(self))
+        rows = self.materialized()
+        columns = {name: column.tolist() for name, column in rows.non_tensor_batch.items()}
+        storage.write(Path(folder), rows.tensors(), columns, self.meta_info, len(self))
 
     @classmethod
     def load_from_disk(cls, folder: str | Path) -> DataProto:
@@ -560,11 +619,13 @@ def _fields(data: DataProto) -> dict[str, Tensor | ObjectArray]:
     return {**data.tensors(), **data.non_tensor_batch}
 
 
-def _pick(what: str, fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    missing = [name for name in names or () if name not in fields]
+def _pick(
+    what: str, fields: Mapping[str, Any], names: Sequence[str] | None, remote: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    missing = [name for name in names or () if name not in fields and name not in (remote or {})]
     if missing:
         raise BatchError(f"no {what} {missing[0]!r}: the batch has {sorted(fields)}")
-    return dict(fields) if names is None else {name: fields[name] for name in names}
+    return dict(fields) if names is None else {name: fields[name] for name in names if name in fields}
 
 
 def _join_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

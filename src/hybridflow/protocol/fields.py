@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+from torch.nn.functional import pad
+
 from hybridflow.protocol.columns import BatchError
+
+_TOKEN_IDS = ("prompts", "responses", "input_ids")
+_FILL = {"policy_version": -1, "routed_experts": -1}
 
 
 @dataclass(frozen=True)
@@ -104,3 +110,15 @@ def field(name: str) -> Field:
     if name not in FIELDS:
         raise BatchError(f"no field {name!r} in the field table: it has {', '.join(FIELDS)}")
     return FIELDS[name]
+
+
+def fit_column(name: str, tensor: Tensor, old: tuple[int, int], new: tuple[int, int], pad_id: int) -> Tensor:
+    """Return a column of rows with widths (P, R) `old` as one of widths `new`: padded, or cut."""
+    axes = FIELDS[name].axes if name in FIELDS else "B"
+    fill = pad_id if name in _TOKEN_IDS else _FILL.get(name, 0)
+    left = new[0] - old[0] if axes in ("B,P", "B,T") else 0
+    right = new[1] - old[1] if axes in ("B,R", "B,T") else 0
+    if not left and not right:
+        return tensor
+    behind = (0, 0) * (tensor.dim() - 2)
+    return pad(tensor, (*behind, left, right), value=fill)

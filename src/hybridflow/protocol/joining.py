@@ -9,16 +9,14 @@ The axes of a field in the field table decide on which side it is padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hybridflow.protocol.data_proto import DataProto
-from hybridflow.protocol.fields import FIELDS
-
-_TOKEN_IDS = ("prompts", "responses", "input_ids")
-_FILL = {"policy_version": -1, "routed_experts": -1}
+from hybridflow.protocol.fields import FIELDS, fit_column
+from hybridflow.protocol.remote import widths_of
 
 
 def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
@@ -32,12 +30,6 @@ def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
     lengths = [_longest(part) for part in filled]
     widths = max(length[0] for length in lengths), max(length[1] for length in lengths)
     return DataProto.concat([_fit(part, widths, pad_id) for part in filled])
-
-
-def widths_of(part: DataProto) -> tuple[int, int]:
-    """Return the widths (P, R) of prompts and responses, by the masks."""
-    response = part.batch["response_mask"].shape[1]
-    return part.batch["attention_mask"].shape[1] - response, response
 
 
 def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
@@ -60,18 +52,6 @@ def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
     ]
 
 
-def fit_column(name: str, tensor: Tensor, old: tuple[int, int], new: tuple[int, int], pad_id: int) -> Tensor:
-    """Return a column of rows with widths (P, R) `old` as one of widths `new`: padded, or cut."""
-    axes = FIELDS[name].axes if name in FIELDS else "B"
-    fill = pad_id if name in _TOKEN_IDS else _FILL.get(name, 0)
-    left = new[0] - old[0] if axes in ("B,P", "B,T") else 0
-    right = new[1] - old[1] if axes in ("B,R", "B,T") else 0
-    if not left and not right:
-        return tensor
-    behind = (0, 0) * (tensor.dim() - 2)
-    return pad(tensor, (*behind, left, right), value=fill)
-
-
 def _longest(part: DataProto) -> tuple[int, int]:
     if not len(part):
         return 0, 0
@@ -89,4 +69,6 @@ def _fit(part: DataProto, widths: tuple[int, int], pad_id: int) -> DataProto:
             f"the field table does not say which side of {name} is padded"
         )
         tensors[name] = fit_column(name, tensor, old, widths, pad_id)
-    return DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)
+    fitted = DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)
+    fitted.remote = {name: replace(column, fit=(*widths, pad_id)) for name, column in part.remote.items()}
+    return fitted

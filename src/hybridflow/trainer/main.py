@@ -26,7 +26,7 @@ from hybridflow.config.needs import built_models
 from hybridflow.controller.surroundings import choose_address
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
-from hybridflow.errors import ConfigError, install_extra
+from hybridflow.errors import ConfigError, WorkerLost, install_extra
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
 from hybridflow.observability.tracing.build import trace_problems
@@ -75,15 +75,19 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):
             build = _load_build(config)
-            from hybridflow.trainer.restarts import run_with_restarts
+            from hybridflow.trainer.restarts import Restarts
 
-        def attempt(config: C, patience: float) -> dict[str, float]:
-            with build(config, patience=patience, signals=signals) as trainer:
-                if prepare is not None:
-                    prepare(trainer)
-                return trainer.fit()
-
-        metrics = run_with_restarts(config, attempt)
+        attempts = Restarts(config)
+        metrics: dict[str, float] | None = None
+        while metrics is None:
+            trainer = None  # what is left of an attempt goes before the next one
+            try:
+                with build(attempts.config, patience=attempts.patience, signals=signals) as trainer:
+                    if prepare is not None:
+                        prepare(trainer)
+                    metrics = trainer.fit()
+            except WorkerLost as lost:
+                attempts.after(lost)
     folder = config.trainer.default_local_dir
     logger.info(
         "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder

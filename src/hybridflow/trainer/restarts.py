@@ -1,16 +1,14 @@
 """Restarts of a run that has lost workers: all are built anew, and it goes on from its newest checkpoint.
 
-run_with_restarts(config, attempt) ──attempt(config, patience)──► result
-                  └── a WorkerLost ends an attempt, and the next one resumes
+an attempt ──WorkerLost──► Restarts.after ──► config and patience of the next attempt, or the WorkerLost
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import CheckpointStore
@@ -20,42 +18,39 @@ from hybridflow.errors import WorkerLost
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", PPOConfig, SFTConfig)
-T = TypeVar("T")
 
 
-def run_with_restarts(config: C, attempt: Callable[[C, float], T]) -> T:
-    """Return the result of the first attempt that is not stopped by a WorkerLost.
+class Restarts(Generic[C]):
+    """What the next attempt of a run begins with."""
 
-    `attempt` gets the configuration and the seconds that it may wait for devices: none at first, since they
-    should be there; a lost node may come back. After a loss the configuration resumes from what the run has
-    saved itself. The last allowed WorkerLost comes through, and every other error at once.
-    """
-    allowed = config.trainer.max_restarts
-    saved_before = 0
-    if allowed:
-        saved_before = CheckpointStore(config.trainer.default_local_dir).newest_sequence()
-    patience = 0.0
-    for restart in range(1, allowed + 1):
-        try:
-            return attempt(config, patience)
-        except WorkerLost as lost:
-            notes: list[str] = getattr(lost, "__notes__", [])
-            logger.error("%s", "\n".join([str(lost), *notes]))
-        patience = config.trainer.startup_timeout
-        newest = CheckpointStore(config.trainer.default_local_dir).latest()
-        if newest is not None and read_manifest(newest).sequence > saved_before:
-            config = _resuming(config, newest)
+    def __init__(self, config: C) -> None:
+        self.config: C = config
+        self.patience = 0.0
+        """Seconds to wait for devices: none at first, as they should be there; a lost node may come back."""
+        self._number = 0
+        self._saved_before = 0
+        if config.trainer.max_restarts:
+            self._saved_before = CheckpointStore(config.trainer.default_local_dir).newest_sequence()
+
+    def after(self, lost: WorkerLost) -> None:
+        """Have the next attempt resume from what the run has saved itself; raise `lost` without another."""
+        trainer = self.config.trainer
+        if self._number == trainer.max_restarts:
+            if trainer.max_restarts:
+                lost.add_note(f"that was the last of trainer.max_restarts={trainer.max_restarts} restarts")
+            raise lost
+        self._number += 1
+        notes: list[str] = getattr(lost, "__notes__", [])
+        logger.error("%s", "\n".join([str(lost), *notes]))
+        self.patience = trainer.startup_timeout
+        newest = CheckpointStore(trainer.default_local_dir).latest()
+        if newest is not None and read_manifest(newest).sequence > self._saved_before:
+            self.config = _resuming(self.config, newest)
         where = "its newest checkpoint"
-        if config.trainer.resume_mode == "disable":
+        if self.config.trainer.resume_mode == "disable":
             where = "step 1"
         text = "restart %d of %d: the workers are built anew and the run goes on from %s"
-        logger.warning(text, restart, allowed, where)
-    try:
-        return attempt(config, patience)
-    except WorkerLost as lost:
-        if allowed:
-            lost.add_note(f"that was the last of trainer.max_restarts={allowed} restarts")
-        raise
+        logger.warning(text, self._number, trainer.max_restarts, where)
 
 
 def _resuming(config: C, checkpoint: Path) -> C:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.masked import masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
@@ -17,9 +15,9 @@ from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.exact import weight_sums
-from hybridflow.workers.log_prob_check import LogProbCheck, watched
+from hybridflow.workers.log_prob_check import LogProbCheck
 from hybridflow.workers.losses import find_policy_loss, policy_loss
-from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, add_update, mini_batches
 from hybridflow.workers.off_policy import OffPolicy, measure_off_policy
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -120,13 +118,10 @@ class ActorWorker(StatefulWorker):
         With `watch` the weights are still those that generated: in exact mode TrainingError is raised where
         the log-probs differ.
         """
-        wants_entropy = self.config.entropy_coeff != 0.0
-        loss = policy_loss(self.config, scale, self.loss)
-        if watch is not None:
-            loss = watched(loss, watch, keeps_entropy=wants_entropy)
+        loss = policy_loss(self.config, scale, self.loss, watch)
         ask = Ask(
             log_probs=True,
-            entropy=wants_entropy or watch is not None,
+            entropy=self.config.entropy_coeff != 0.0 or watch is not None,
             full_kl=wants_full_kl(self.config),
             temperature=self.temperature,
         )
@@ -161,20 +156,17 @@ class ActorGroup(StatefulGroup[ActorWorker]):
     """The version of its weights, as the source of batches has published them last."""
 
     def log_probs(self, batch: DataProto, *, with_entropy: bool = True) -> DataProto:
-        """Return log-probs under the current weights as `ActorWorker.log_probs` does; nothing is kept."""
+        """Return log-probs under the current weights as `ActorWorker.log_probs` does."""
         return self.call(ActorWorker.log_probs, batch, with_entropy=with_entropy)
 
-    def old_log_probs(
+    def keep_log_probs(
         self,
         batch: DataProto,
         *,
         with_sum_pi_squared: bool = False,
         with_routes: bool = False,
-        fetch: Set[str] | None = None,
     ) -> DataProto:
-        """Compute the columns of `ActorWorker.log_probs`, which the batch's updates read from the row store;
-        return those in `fetch` (None: all).
-        """
+        """Compute the columns of `ActorWorker.log_probs`, and leave them with the workers."""
         columns = ["old_log_probs", "entropys"]
         if with_sum_pi_squared:
             columns.append("sum_pi_squared")
@@ -183,7 +175,6 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         return self.call_and_keep(
             ActorWorker.log_probs,
             columns,
-            fetch,
             batch,
             with_sum_pi_squared=with_sum_pi_squared,
             with_routes=with_routes,
@@ -191,8 +182,7 @@ class ActorGroup(StatefulGroup[ActorWorker]):
 
     def measure(self, batch: DataProto, off_policy: OffPolicy) -> Metrics:
         """See `ActorWorker.measure`; nothing is called where there is nothing to measure."""
-        has_entropy = "entropys" in {*batch.names(), *self.backend.rows.names(batch)}
-        if off_policy.is_empty and not has_entropy:
+        if off_policy.is_empty and not batch.has("entropys"):
             return Metrics()
         return complete_correction(self.call(ActorWorker.measure, batch, off_policy=off_policy))
 
@@ -208,16 +198,13 @@ class ActorGroup(StatefulGroup[ActorWorker]):
 
         `watch` is for the first mini-batch, the only one under the weights that generated.
         """
-        first = [watch]
-
-        def step(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(
-                ActorWorker.update_mini_batch, mini, scale=scale, watch=first.pop() if first else None
-            )
-
         rows = self.columns_read(ActorWorker.update_mini_batch, batch)
-        if prepare is not None and "rollout_log_probs" in batch:  # which it may compare with those of now
+        if prepare is not None and batch.has("rollout_log_probs"):  # which it may compare with those of now
             rows |= batch.select(["rollout_log_probs"], [])
-        if watch is None and "policy_version" in rows:
+        if watch is None and rows.has("policy_version"):
             rows.pop(["policy_version"])  # only the check looks at it
-        return update_by_mini_batches(rows, plan, step, name="actor", prepare=prepare)
+        metrics = Metrics()
+        for mini, scale in mini_batches(rows, plan, metrics, name="actor", prepare=prepare):
+            add_update(metrics, self.call(ActorWorker.update_mini_batch, mini, scale=scale, watch=watch))
+            watch = None
+        return metrics

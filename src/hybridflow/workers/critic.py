@@ -10,7 +10,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
 from hybridflow.workers.losses import critic_loss
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 VALUES = Ask(values=True)
@@ -51,14 +51,17 @@ class CriticGroup(StatefulGroup[CriticWorker]):
     """The driver's view of the critic."""
 
     def values(self, batch: DataProto) -> DataProto:
-        """See `CriticWorker.values`; updates read them from the row store."""
-        return self.call_and_keep(CriticWorker.values, ["values"], None, batch)
+        """See `CriticWorker.values`."""
+        return self.call(CriticWorker.values, batch)
+
+    def keep_values(self, batch: DataProto) -> DataProto:
+        """Compute values as `values` does, and leave them with the workers."""
+        return self.call_and_keep(CriticWorker.values, ["values"], batch)
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch."""
-
-        def step(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(CriticWorker.update_mini_batch, mini, scale=scale)
-
         rows = self.columns_read(CriticWorker.update_mini_batch, batch)
-        return update_by_mini_batches(rows, plan, step, name="critic")
+        metrics = Metrics()
+        for mini, scale in mini_batches(rows, plan, metrics, name="critic"):
+            add_update(metrics, self.call(CriticWorker.update_mini_batch, mini, scale=scale))
+        return metrics

@@ -1,18 +1,17 @@
 """The comparison of log-probs of generation and of training: what is measured, and the alarm of exact mode.
 
-an update's first forward, under the weights that generated ──watched──► its log-probs against old_log_probs,
-entropy, then the loss
+an update's first forward, under the weights that generated ──look_first──► its log-probs against
+old_log_probs, entropy; then the loss
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hybridflow.algorithms.masked import masked_sum
-from hybridflow.engines import LossFn
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -101,36 +100,25 @@ def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]]
                 )
 
 
-def watched(loss: LossFn, watch: LogProbCheck, *, keeps_entropy: bool) -> LossFn:
-    """Return `loss` preceded by a check of the log-probs and the entropy that it is given.
-
-    `keeps_entropy` says whether the loss itself uses the entropy.
-    """
-
-    def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        sampled = comparable_tokens(micro, watch.version)
-        trained = outputs["log_probs"].detach()
-        rollout = micro.batch["old_log_probs"]
-        if watch.exact and watch.stops:
-            check_same(micro, rollout, trained, step=watch.step, version=watch.version)
-        metrics = difference(rollout[sampled], trained[sampled])
-        if watch.exact:
-            metrics.add_sum("training/rollout_rows_checked", float(sampled.any(-1).sum()))
-            if bool(sampled.any()):
-                ratio = (trained - rollout)[sampled].exp()
-                metrics.add_min("training/first_ratio_min", ratio.min())
-                metrics.add_max("training/first_ratio_max", ratio.max())
-        learned = sampled & micro.batch["loss_mask"]
-        if not watch.exact:  # in exact mode the step has measured it over the whole batch
-            metrics.update(correction_means(trained, rollout, learned))
-        if bool(learned.any()):
-            metrics.add_mean(
-                "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())
-            )
-        if not keeps_entropy:
-            outputs = {name: value for name, value in outputs.items() if name != "entropy"}
-        share, found = loss(outputs, micro)
-        metrics.update(found)
-        return share, metrics
-
-    return look_first
+def look_first(outputs: Mapping[str, Tensor], micro: DataProto, watch: LogProbCheck) -> Metrics:
+    """Check the log-probs and the entropy of a micro-batch, [B, R] each, of an update's first forward."""
+    sampled = comparable_tokens(micro, watch.version)
+    trained = outputs["log_probs"].detach()
+    rollout = micro.batch["old_log_probs"]
+    if watch.exact and watch.stops:
+        check_same(micro, rollout, trained, step=watch.step, version=watch.version)
+    metrics = difference(rollout[sampled], trained[sampled])
+    if watch.exact:
+        metrics.add_sum("training/rollout_rows_checked", float(sampled.any(-1).sum()))
+        if bool(sampled.any()):
+            ratio = (trained - rollout)[sampled].exp()
+            metrics.add_min("training/first_ratio_min", ratio.min())
+            metrics.add_max("training/first_ratio_max", ratio.max())
+    learned = sampled & micro.batch["loss_mask"]
+    if not watch.exact:  # in exact mode the step has measured it over the whole batch
+        metrics.update(correction_means(trained, rollout, learned))
+    if bool(learned.any()):
+        metrics.add_mean(
+            "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())
+        )
+    return metrics

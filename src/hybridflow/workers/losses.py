@@ -30,6 +30,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.correction import correction_means, sampled_rows
+from hybridflow.workers.log_prob_check import LogProbCheck, look_first
 
 LOSS_SHARES = (
     "actor/pg_loss",
@@ -78,10 +79,12 @@ def loss_parameters(config: ActorConfig) -> dict[str, Any]:
     return argument_values(config) | config.policy_loss.options
 
 
-def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
+def policy_loss(
+    config: ActorConfig, scale: LossScale, base: PolicyLoss, watch: LogProbCheck | None = None
+) -> LossFn:
     """Return the actor's loss on a micro-batch, normalised by the counts of its whole mini-batch.
 
-    `base` is the result of `find_policy_loss`.
+    `base` is the result of `find_policy_loss`. With `watch` the log-probs and the entropy are checked first.
     """
     parameters = loss_parameters(config)
     mode = config.loss_agg_mode or base.agg_mode
@@ -99,15 +102,19 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
             "scale": shares,
             "rollout_is_weights": rows.get("rollout_is_weights", None),
         }
-        out = base(parameters | dict(rows.items()) | given)
-        metrics = ratios(out.metrics)
+        metrics = Metrics()
+        if watch is not None:
+            metrics = look_first(outputs, micro, watch)
+        places, named = base.arguments(parameters | dict(rows.items()) | given)
+        out = base.checked(base.function(*places, **named))
+        metrics.update(ratios(out.metrics))
         # bypass mode: the one place where current log-probs are to be had for nothing
         if "rollout_log_probs" in rows:
             sampled = mask & sampled_rows(micro)[:, None]
             metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
-        if "entropy" in outputs:
+        if config.entropy_coeff:
             entropy = aggregate(outputs["entropy"], mask, mode, shares, config.loss_scale_factor)
             total = total - config.entropy_coeff * entropy
             metrics.add_sum("actor/entropy_loss", entropy.detach())

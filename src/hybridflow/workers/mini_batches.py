@@ -73,27 +73,21 @@ Prepare = Callable[[DataProto, int], tuple[DataProto, Metrics]]
 """
 
 
-def update_by_mini_batches(
-    rows: DataProto,
-    plan: MiniBatchPlan,
-    update: Callable[[DataProto, LossScale], Metrics],
-    *,
-    name: str,
-    prepare: Prepare | None = None,
-) -> Metrics:
-    """Call `update(rows, counts)` for each mini-batch in turn; one with nothing to learn from is counted and
-    skipped.
+def mini_batches(
+    rows: DataProto, plan: MiniBatchPlan, metrics: Metrics, *, name: str, prepare: Prepare | None = None
+) -> Iterator[tuple[DataProto, LossScale]]:
+    """Yield the rows and the counts of each mini-batch in turn; one with nothing to learn from is counted in
+    `metrics` and left out.
 
     `prepare` sees each mini-batch whole, before it is counted, so that it can decide over all rows. The
     counts are of the whole mini-batch, so that neither ranks nor micro-batches change the loss. Rows with
     nothing to learn from are left out.
     """
-    metrics = Metrics()
     names: list[Hashable] = list(rows.non_tensor_batch["uid"])
     if plan.drawn_from is not None:
         names = rows.batch["trajectory_id"].tolist()
-    mini_batches = list(mini_batch_rows(names, plan))
-    for number, indices in enumerate(progress.each(mini_batches, "mini-batch", len(mini_batches))):
+    planned = list(mini_batch_rows(names, plan))
+    for number, indices in enumerate(progress.each(planned, "mini-batch", len(planned))):
         mini = rows.select_idxs(indices)
         if prepare is not None:
             mini, measured = prepare(mini, number)
@@ -109,8 +103,10 @@ def update_by_mini_batches(
             several = rows_of_trajectories(trajectories)
             if several is not None:
                 mini |= DataProto.from_dict({"trajectory_rows": several})
-        scale = LossScale.count(mini.batch["loss_mask"], mini.batch.get("positive", None), trajectories)
-        found = update(mini, scale)
-        found.average_sums(LOSS_SHARES)
-        metrics.update(found)
-    return metrics
+        yield mini, LossScale.count(mini.batch["loss_mask"], mini.batch.get("positive", None), trajectories)
+
+
+def add_update(metrics: Metrics, found: Metrics) -> None:
+    """Add what an update by one mini-batch has found: its loss is one observation of a mean."""
+    found.average_sums(LOSS_SHARES)
+    metrics.update(found)

@@ -21,7 +21,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
 from hybridflow.workers.losses import of_micro_batch, ratios
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 from hybridflow.workers.reference import check_token_ids
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -103,9 +103,8 @@ class ProcessRewardGroup(StatefulGroup[ProcessRewardWorker]):
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch."""
-
-        def step(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(ProcessRewardWorker.update_mini_batch, mini, scale=scale)
-
         rows = self.columns_read(ProcessRewardWorker.update_mini_batch, batch)
-        return update_by_mini_batches(rows, plan, step, name="process_reward")
+        metrics = Metrics()
+        for mini, scale in mini_batches(rows, plan, metrics, name="process_reward"):
+            add_update(metrics, self.call(ProcessRewardWorker.update_mini_batch, mini, scale=scale))
+        return metrics

@@ -7,7 +7,6 @@ has the actor's vocabulary and weights of its own, which never change.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
@@ -105,11 +104,13 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
 
     column = "ref_log_prob"
 
-    def log_probs(self, batch: DataProto, *, fetch: Set[str] | None = None) -> DataProto:
-        """Compute `column` [B, R] float32, nats, which updates read from the row store; return it where it is
-        in `fetch` (None: all).
-        """
-        return self.call_and_keep(ReferenceWorker.log_probs, [self.column], fetch, batch)
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """See `ReferenceWorker.log_probs`."""
+        return self.call(ReferenceWorker.log_probs, batch)
+
+    def keep_log_probs(self, batch: DataProto) -> DataProto:
+        """Compute `column` as `log_probs` does, and leave it with the workers."""
+        return self.call_and_keep(ReferenceWorker.log_probs, [self.column], batch)
 
 
 class TeacherGroup(ReferenceGroup):

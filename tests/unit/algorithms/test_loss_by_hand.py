@@ -325,7 +325,8 @@ def some(name: str, dtype: torch.dtype) -> tuple[Tensor, LossOutput]:
     )
     columns = {"ref_log_prob": ref, "group_ids": torch.tensor([0, 0]), f"{name}_selected": mask}
     given = dict(zip(GIVEN, (x, old, a + 2.2, mask, LossScale.count(mask), weights), strict=True))
-    out = POLICY_LOSSES[name](columns | given)
+    places, named = POLICY_LOSSES[name].arguments(columns | given)
+    out = POLICY_LOSSES[name].function(*places, **named)
     out.loss.backward()
     assert [leaf.grad is None for leaf in (old, a, weights, ref)] == [True] * 4, "only log_prob is taught"
     return x, out

@@ -24,8 +24,8 @@ from hybridflow.controller import (
 )
 from hybridflow.controller.dispatch import Lane
 from hybridflow.controller.future import replace
+from hybridflow.controller.local import in_memory
 from hybridflow.controller.peers import Peers
-from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -64,7 +64,7 @@ class Counter(Worker):
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x", "attention_mask"), writes=("doubled", "word")
     )
     def write(self, batch: DataProto, *, times: float = 2.0) -> DataProto:
-        """Columns for the row store, and the words `rank.row`."""
+        """Columns that stay here, and the words `rank.row`."""
         words = [f"{self.rank}.{row}" for row in range(len(batch))]
         return DataProto.from_dict({"doubled": batch.batch["x"] * times}, {"word": words})
 
@@ -189,15 +189,19 @@ class InTurn:
     """
 
     call_timeout = math.inf
-    driver_bytes = 0
 
     def __init__(self, mesh: MeshInfo) -> None:
         self._mesh = mesh
-        self.rows = RowStore(in_memory)
         self.hosts = [
             WorkerHost(Place(rank=rank, world_size=mesh.world_size), make_counters)
             for rank in range(mesh.world_size)
         ]
+
+    def driver_bytes(self) -> int:
+        return 0
+
+    def store(self, columns: DataProto) -> Part:
+        return in_memory(columns)
 
     def mesh(self, role: str) -> MeshInfo:
         return self._mesh

@@ -201,77 +201,60 @@ def test_a_method_without_a_rule_is_refused(group: CounterGroup) -> None:
         group.call(Counter.private)
 
 
-def with_ids(count: int) -> DataProto:
-    return rows(count) | DataProto.from_dict({"row_id": torch.arange(count) + 100})
-
-
 WRITTEN = ["doubled", "word"]
 
 
-def test_columns_that_the_driver_does_not_read_stay_where_they_were_made(group: CounterGroup) -> None:
+def test_columns_that_are_kept_stay_where_they_were_made(group: CounterGroup) -> None:
     """Later calls read them all the same, on any rows, also on a rank that is dealt none."""
-    batch = with_ids(9)
-    nothing = group.call_and_keep(Counter.write, WRITTEN, frozenset(), batch)
-    assert not nothing.names()
-    for order in (list(range(9)), [8, 1, 4], [5]):
-        read = group.call(Counter.read, batch.select_idxs(order))
-        assert read.batch["doubled"].tolist() == [2.0 * row for row in order]
-        assert read.batch["x"].tolist() == [float(row) for row in order]
+    batch = rows(9)
+    written = group.call_and_keep(Counter.write, WRITTEN, batch)
+    assert not written.names() and len(written) == 9
+    claimed = batch | DataProto.from_dict({"doubled": torch.zeros(9)}) | written
+    batch |= written
+    for order in (list(range(9)), [8, 1, 4], [5], [1, 1]):
+        for each in (batch, claimed):  # values that were sent would show
+            read = group.call(Counter.read, each.select_idxs(order))
+            assert read.batch["doubled"].tolist() == [2.0 * row for row in order]
+            assert read.batch["x"].tolist() == [float(row) for row in order]
     assert "doubled" not in batch
     with pytest.raises(BatchError, match="'doubled'"):
-        group.call(Counter.read, batch.select_idxs([1, 1]).fresh_row_ids(above=108))
+        group.call(Counter.read, rows(2))
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_one_of_the_kept_columns_is_fetched(group: CounterGroup, name: str) -> None:
-    some = group.call_and_keep(Counter.write, WRITTEN, {name, "another"}, with_ids(9))
-    assert some.names() == [name]
+    batch = rows(9)
+    batch |= group.call_and_keep(Counter.write, WRITTEN, batch)
+    some = group.fetch(batch, {name, "another"})
+    assert some.names() == [name] and not some.remote
     if name == "doubled":
         assert some.batch["doubled"].tolist() == [2.0 * row for row in range(9)]
     else:
         assert {word.split(".")[0] for word in some.non_tensor_batch["word"]} <= {"0", "1", "2", "3"}
+    assert sorted(group.fetch(batch).names()) == WRITTEN
+    assert not group.fetch(batch | some, {name}).names()
+    assert group.fetch(batch.select_idxs([]), {"doubled"}).batch["doubled"].shape == (0,)
+    assert group.fetch(batch.select_idxs([7, 2]), {"doubled"}).batch["doubled"].tolist() == [14.0, 4.0]
 
 
-def test_columns_that_are_kept_are_read_where_they_were_written(group: CounterGroup) -> None:
-    """Sent values that differ from the stored ones show which of the two a worker has read."""
-    batch = with_ids(9)
-    written = group.call_and_keep(Counter.write, WRITTEN, None, batch, times=3.0)
-    assert written.batch["doubled"].tolist() == [3.0 * row for row in range(9)]
-    assert group.backend.rows.list() == {100 + row: {"doubled", "word"} for row in range(9)}
-    claimed = batch | DataProto.from_dict({"doubled": torch.zeros(9)})
-    for order in (list(range(9)), [8, 1, 4], [5]):
-        read = group.call(Counter.read, claimed.select_idxs(order))
-        assert read.batch["doubled"].tolist() == [3.0 * row for row in order]
-        assert read.batch["x"].tolist() == [float(row) for row in order]
-    group.backend.rows.clear()
-    assert not group.call(Counter.read, claimed).batch["doubled"].any()
-
-
-def test_rows_that_are_drawn_again_are_sent(group: CounterGroup) -> None:
-    """A fresh id is not in the store, so the columns of all rows of its part travel by value."""
-    batch = with_ids(4)
-    batch |= group.call_and_keep(Counter.write, WRITTEN, {"doubled"}, batch)
-    drawn = batch.select_idxs([2, 2, 0, 1]).fresh_row_ids(above=103)
-    assert drawn.batch["row_id"].tolist() == [102, 104, 100, 101]
-    assert group.call(Counter.read, drawn).batch["doubled"].tolist() == [4.0, 4.0, 0.0, 2.0]
-
-
-def test_a_call_keeps_nothing_unless_it_is_asked_to(group: CounterGroup) -> None:
-    group.call(Counter.write, with_ids(3))
-    assert not group.backend.rows.list()
-    without = group.call_and_keep(Counter.write, WRITTEN, frozenset(), rows(3))
-    assert without.batch["doubled"].tolist() == [0.0, 2.0, 4.0] and not group.backend.rows.list()
-
-
-@pytest.mark.parametrize("fetch", [None, frozenset()])
-def test_a_call_that_failed_keeps_nothing(group: CounterGroup, fetch: frozenset[str] | None) -> None:
+def test_a_call_that_failed_keeps_nothing(group: CounterGroup) -> None:
     with pytest.raises(ValueError, match="no luck"):
-        group.call_and_keep(Counter.write_or_fail, ["doubled"], fetch, with_ids(9), rank=0)
-    assert not group.backend.rows.list()
+        group.call_and_keep(Counter.write_or_fail, ["doubled"], rows(9), rank=0)
 
 
-def test_what_the_driver_puts_is_read_by_workers(group: CounterGroup) -> None:
-    batch = with_ids(6) | DataProto.from_dict({"doubled": torch.zeros(6)})
-    stored = DataProto.from_dict({"doubled": torch.arange(6.0) * 2})
-    group.backend.rows.put(batch.batch["row_id"].tolist(), stored)
-    assert group.call(Counter.read, batch).batch["doubled"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+def test_what_the_driver_keeps_is_read_by_workers(group: CounterGroup) -> None:
+    batch = rows(6) | DataProto.from_dict({"doubled": torch.arange(6.0) * 2}, {"word": [*"abcdef"]})
+    kept = group.keep(batch, ["doubled", "word", "nowhere"])
+    assert not kept.names() and sorted(kept.remote) == WRITTEN
+    assert not group.keep(batch | kept, ["doubled"]).remote, "once"
+    light = rows(6) | kept
+    assert group.call(Counter.read, light).batch["doubled"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert list(group.fetch(light, ["word"]).non_tensor_batch["word"]) == [*"abcdef"]
+
+
+def test_a_column_that_was_kept_does_not_change(group: CounterGroup) -> None:
+    batch = rows(3) | DataProto.from_dict({"doubled": torch.zeros(3)})
+    batch |= group.keep(batch, ["doubled"])
+    batch.batch["doubled"][0] = 9.0
+    with pytest.raises(AssertionError, match="doubled was written in place"):
+        group.call(Counter.read, batch)

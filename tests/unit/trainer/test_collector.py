@@ -17,26 +17,17 @@ from hybridflow.agent.collate import collate
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.controller.future import Part
-from hybridflow.controller.row_store import RowStore, in_memory
-from hybridflow.controller.stored_rows import PAD, STORED_AT, StoredAt, StoredRows
+from hybridflow.controller.local import in_memory
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.protocol.trajectory import Lineage, Segment, Trajectory
-from hybridflow.trainer.ppo.collector import (
-    STAYS,
-    STORED,
-    TEXTS,
-    Collector,
-    Collectors,
-    divided,
-    needs_whole_rows,
-    shared_out,
-    whole,
-)
+from hybridflow.trainer.ppo.collector import Collector, Collectors, shared_out
 from hybridflow.trainer.ppo.group_filter import rows_of
+from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows, whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 
@@ -61,13 +52,14 @@ def collected(*shards: list[DataProto]) -> list[DataProto]:
     for groups in shards:
         lights = [divided(rows)[0] for rows in groups]
         kept = join_rows([divided(rows)[1] for rows in groups], FILL)
-        kept.meta_info[PAD] = FILL
         shard: Part = in_memory(kept)
         number = 0
         for light in lights:
-            places = [StoredAt(shard, number + row, STORED) for row in range(len(light))]
+            rows = range(number, number + len(light))
             number += len(light)
-            found.append(light | DataProto.from_dict({}, {STORED_AT: places}))
+            fit = (*widths_of(light), FILL)
+            remote = {name: RemoteColumn.in_shard(shard, name, rows, fit) for name in (*STAYS, *MASKS)}
+            found.append(light | DataProto(remote=remote))
     return found
 
 
@@ -88,7 +80,7 @@ def same(got: DataProto, wanted: DataProto) -> None:
 
 def test_both_parts_together_are_the_rows_that_the_driver_would_have_made(groups: list[DataProto]) -> None:
     lights = collected(groups[:2], groups[2:])
-    assert not {*STAYS, *TEXTS} & {*join_rows(lights, FILL).names()}
+    assert not {*STAYS} & {*join_rows(lights, FILL).names()}
     same(whole(join_rows(lights, FILL)), join_rows(groups, FILL))
     some = ["0-3", "0-1"]  # of two shards, of a batch that is wider than both
     same(whole(rows_of(join_rows(lights, FILL), some)), rows_of(join_rows(groups, FILL), some))
@@ -147,21 +139,11 @@ def test_a_group_that_is_played_as_its_collector_is_lost_does_not_wait_forever()
 
 
 def test_a_worker_reads_the_columns_of_a_batch_with_its_widths(groups: list[DataProto]) -> None:
-    store = RowStore(in_memory)
     batch = join_rows(collected([groups[0], groups[2]], [groups[1]]), FILL)
-    store.keep_collected(batch, POLICY_COLUMNS)
-    part = batch.select_idxs([5, 0, 2])
-    sent = store.by_reference(part.select(["row_id"], []), POLICY_COLUMNS)
-    assert isinstance(sent, StoredRows) and sent.values.names() == ["row_id"]
-    read = StoredRows(
-        sent.values, sent.places, tuple(shard.result() for shard in sent.shards), sent.widths
-    ).gather()
+    read = batch.select_idxs([5, 0, 2]).select(list(POLICY_COLUMNS), []).by_reference().materialized()
     wanted = join_rows([groups[0], groups[2], groups[1]], FILL).select_idxs([5, 0, 2])
     for name in POLICY_COLUMNS:
         assert torch.equal(read.batch[name], wanted.batch[name]), name
-    batch.batch["response_mask"][0, 0] = False
-    with pytest.raises(AssertionError, match="response_mask was written in place"):
-        store.by_reference(part, POLICY_COLUMNS)
 
 
 def test_the_reward_watch_sees_the_same_without_the_tokens(groups: list[DataProto]) -> None:
@@ -200,7 +182,7 @@ def test_processes_and_limits_are_shared_out() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "wanted"),
-    [((), False), (("trainer.keep_rows=true",), True), (("trainer.rollout_data_dir=there",), True)],
+    [((), False), (("trainer.keep_rows=true",), True), (("trainer.rollout_data_dir=there",), False)],
 )
 def test_who_reads_tokens_in_the_driver_gets_them(keys: tuple[str, ...], wanted: bool) -> None:
     assert needs_whole_rows(config(*keys)) is wanted

@@ -58,13 +58,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(self, batch, **asked)
 
     monkeypatch.setattr(ActorGroup, "log_probs", counted)
-    whole = ActorGroup.old_log_probs
+    whole = ActorGroup.keep_log_probs
 
     def counted_whole(self: ActorGroup, batch: DataProto, **asked: Any) -> DataProto:
         seen.append(len(batch))
         return whole(self, batch, **asked)
 
-    monkeypatch.setattr(ActorGroup, "old_log_probs", counted_whole)
+    monkeypatch.setattr(ActorGroup, "keep_log_probs", counted_whole)
     return seen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 from torch import Tensor
 
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.controller.row_store import RowStore, in_memory
+from hybridflow.controller.future import Part
+from hybridflow.controller.local import in_memory
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.randomness import generator
+from hybridflow.protocol.remote import RemoteColumn
 from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, not_noted
 from hybridflow.trainer.replay.kept_rows import KeptRows
@@ -71,8 +73,7 @@ class Recorded:
         self.union: dict[int, DataProto] = {}
         self.drawn: dict[int, DataProto] = {}
         self.current: dict[int, Tensor] = {}  # log-probs of the drawn rows by the weights before the update
-        self.stored: dict[int, frozenset[int]] = {}  # rows with tokens in the row store after each step
-        self.put: list[int] = []  # rows whose tokens each step has put there
+        self.kept: list[int] = []  # rows whose tokens have left the driver, step by step
 
     def train(self) -> dict[str, Tensor]:
         with build(ppo_config(self.model, self.folder, *self.keys)) as trainer:
@@ -85,15 +86,16 @@ class Recorded:
         assert buffer is not None
         join = buffer.join
         note_drawn = buffer.note_drawn
-        put = trainer.step.row_store.put
+        store = trainer.step.roles.actor.backend.store
 
-        def putting(rows: Sequence[int], columns: DataProto) -> None:
-            self.put.append(len(rows))
-            put(rows, columns)
+        def storing(columns: DataProto) -> Part:
+            if "input_ids" in columns:
+                self.kept.append(len(columns))
+            return store(columns)
 
-        def joining(batch: DataProto, step: int) -> DataProto:
+        def joining(batch: DataProto, step: int, keep: Callable[[DataProto], DataProto]) -> DataProto:
             self.given[step] = batch.select()
-            self.union[step] = join(batch, step)
+            self.union[step] = join(batch, step, keep)
             return self.union[step]
 
         def noting(drawn: DataProto, new: DataProto, step: int) -> Any:
@@ -102,14 +104,9 @@ class Recorded:
             self.current[step] = trainer.step.roles.actor.log_probs(tokens).batch["old_log_probs"]
             return note_drawn(drawn, new, step)
 
-        def keep(batch: DataProto, values: Mapping[str, float], step: int) -> dict[str, float]:
-            self.stored[step] = frozenset(trainer.step.row_store.list())
-            return {}
-
-        trainer.step.row_store.put = putting  # type: ignore[method-assign]
+        trainer.step.roles.actor.backend.store = storing  # type: ignore[method-assign]
         buffer.join = joining  # type: ignore[method-assign]
         buffer.note_drawn = noting  # type: ignore[method-assign]
-        trainer.log_samples = keep
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -254,14 +251,11 @@ def test_metrics_are_those_of_the_steps_own_rows(decoupled: Recorded) -> None:
         assert line["training/replay/bytes"] == size
 
 
-def test_the_row_store_has_the_tokens_of_rows_that_may_be_drawn(decoupled: Recorded) -> None:
-    for step, stored in decoupled.stored.items():
-        wanted = [decoupled.given[number].batch["row_id"] for number in range(max(1, step - 1), step + 1)]
-        assert stored == set(torch.cat(wanted).tolist())
-    widths = [decoupled.union[step].batch["input_ids"].shape[1] for step in range(1, STEPS + 1)]
-    again = [1, *(1 + place for place in range(1, STEPS) if widths[place] != widths[place - 1])]
-    puts = [len(decoupled.union[step]) if step in again else 8 for step in range(1, STEPS + 1)]
-    assert decoupled.put == puts and len(again) < STEPS - 1
+def test_tokens_of_rows_that_may_be_drawn_leave_the_driver_once(decoupled: Recorded) -> None:
+    assert decoupled.kept == [8] * STEPS
+    for batch in decoupled.union.values():
+        read = batch.by_reference().materialized()
+        assert all(torch.equal(read.batch[name], batch.batch[name]) for name in POLICY_COLUMNS)
 
 
 def test_without_a_buffer_the_first_step_is_the_same_and_later_ones_are_not(
@@ -326,7 +320,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
         def stop(batch: DataProto, step: int) -> Any:
             if step == 4:  # in the step, once the buffer has its rows
                 assert learn.buffer is not None
-                learn.buffer.join(batch, step)
+                learn.buffer.join(batch, step, lambda rows: DataProto())
                 raise Stopped(signal.SIGTERM, "in step 4")
             return learn(batch, step)
 
@@ -399,21 +393,35 @@ def rows(step: int, widths: tuple[int, int], count: int = 2) -> DataProto:
     )
 
 
-def test_rows_of_other_widths_are_padded_and_their_tokens_stored_again() -> None:
-    store = RowStore(in_memory)
+def test_rows_of_other_widths_are_padded_where_they_are_read() -> None:
     buffer = ReplayBuffer(2, 0, not_noted)
-    put = []
+    kept = []
+
+    def keep(batch: DataProto) -> DataProto:
+        """As a group does."""
+        if batch.has("input_ids") and batch.remote:
+            return DataProto()
+        kept.append(len(batch))
+        part = in_memory(batch.select([*POLICY_COLUMNS], [], []))
+        whole = range(len(batch))
+        return DataProto(remote={name: RemoteColumn.in_shard(part, name, whole) for name in POLICY_COLUMNS})
+
     for step, widths in enumerate([(3, 4), (3, 4), (5, 2), (3, 4)], start=1):
-        batch = buffer.join(rows(step, widths), step)
-        missing = buffer.not_stored(batch, store, POLICY_COLUMNS)
-        columns = batch.select([*POLICY_COLUMNS], [], []).select_idxs(missing)
-        store.put(batch.batch["row_id"][missing].tolist(), columns)
-        put.append(len(missing))
-        stored = store.get(batch.batch["row_id"].tolist(), POLICY_COLUMNS)
-        assert all(torch.equal(stored.batch[name], batch.batch[name]) for name in POLICY_COLUMNS)
-        store.keep_only(buffer.row_ids, POLICY_COLUMNS)
-    assert put == [2, 2, 6, 2]
+        own = rows(step, widths)
+        own |= keep(own)
+        batch = buffer.join(own, step, keep)
+        read = batch.by_reference().materialized()
+        assert all(torch.equal(read.batch[name], batch.batch[name]) for name in POLICY_COLUMNS)
+    assert kept == [2, 2, 2, 2]
     assert batch.batch["input_ids"].shape == (6, 9)
     assert batch.batch["input_ids"][2].tolist() == [3] * 7 + [0, 0]
     assert batch.batch["policy_version"][2].tolist() == [2, 2, -1, -1]
     assert list(batch.non_tensor_batch["uid"]) == ["4-0", "4-1", "3-0", "3-1", "2-0", "2-1"]
+    resumed = ReplayBuffer(2, 0, not_noted)
+    resumed.load_state_dict(buffer.state_dict())
+    kept.clear()
+    for step in (5, 6):
+        own = rows(step, (3, 4))
+        own |= keep(own)
+        assert resumed.join(own, step, keep).by_reference().has("input_ids")
+    assert kept == [2, 2, 2, 2], "rows of a checkpoint leave the driver once, too"

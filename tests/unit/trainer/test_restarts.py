@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,9 +13,19 @@ from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError, WorkerLost
-from hybridflow.trainer.restarts import run_with_restarts
+from hybridflow.trainer.restarts import Restarts
 
 T = TypeVar("T")
+
+
+def run_with_restarts(config: PPOConfig, attempt: Callable[[PPOConfig, float], T]) -> T:
+    """What a run does with its attempts."""
+    attempts = Restarts(config)
+    while True:
+        try:
+            return attempt(attempts.config, attempts.patience)
+        except WorkerLost as lost:
+            attempts.after(lost)
 
 
 def config_of(folder: Path, **keys: object) -> PPOConfig:

@@ -4,7 +4,9 @@ numbers on both sides.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, share_prompts
 from hybridflow.trainer.ppo.build import PPOTrainer
+from hybridflow.trainer.ppo.remote_columns import STAYS, TEXTS, TOKENS
 from hybridflow.trainer.ppo.validation import Validator
 
 FAST = "actor_rollout_ref.rollout.exact=false"
@@ -148,7 +151,7 @@ def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) ->
         assert all(torch.equal(parameter, before[name]) for name, parameter in reference.named_parameters())
 
 
-def test_columns_that_only_workers_read_stay_in_the_row_store(model: Path, tmp_path: Path) -> None:
+def test_columns_that_only_workers_read_stay_with_them(model: Path, tmp_path: Path) -> None:
     """Where no samples are shown; the update is the same to the bit, and no step leaves rows behind."""
     weights, metrics = [], []
     for shows in (True, False):
@@ -157,9 +160,12 @@ def test_columns_that_only_workers_read_stay_in_the_row_store(model: Path, tmp_p
             trainer.step.shows = lambda step, shows=shows: shows
             for step in (1, 2):
                 batch, found = trainer.step(trainer.source.next(step).rows, step)
-                assert not trainer.step.row_store.list()
                 for name in ("ref_log_prob", "old_log_probs", "entropys"):
-                    assert (name in batch) == shows
+                    assert batch.has(name) and (name in batch) == shows
+                shards = [weakref.ref(shard) for each in batch.remote.values() for shard in each.shards]
+                del batch
+                gc.collect()
+                assert shards and not any(shard() for shard in shards), "they live as long as their rows"
             weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
             metrics.append(found.to_floats())
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
@@ -186,6 +192,7 @@ REUSED = ("actor_rollout_ref.rollout.reuse_log_probs_within=1.0",)
         (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
         (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
         (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+        (FAST, "trainer.rollout_data_dir=nowhere"),
         (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
     ],
     ids=lambda keys: " ".join(key.rpartition(".")[2] for key in keys),
@@ -195,24 +202,24 @@ def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
     model: Path, tmp_path: Path, keys: tuple[str, ...], shows: bool
 ) -> None:
     """The update and the metrics are the same; the driver gets them where it reads or shows them."""
-    made_elsewhere = ["prompts", "responses", "input_ids", "rollout_log_probs"]
+    made_elsewhere = [name for name in STAYS if name not in TEXTS]
     weights, metrics = [], []
     for stored in (False, True):
         (tmp_path / str(stored)).mkdir()
         keys = ("algorithm.adv_estimator=grpo", "reward.watch=false", *keys)
         with build(ppo_config(model, tmp_path / str(stored) / "run", *keys)) as trainer:
             trainer.step.shows = lambda step: shows
+            written = trainer.step.config.trainer.rollout_data_dir is not None
             rows = trainer.source.next(1).rows
             if stored:
-                store = trainer.step.row_store
-                store.put(rows.batch["row_id"].tolist(), rows.pop(made_elsewhere))
-                later = rows.batch["row_id"] + 1000
-                store.put(later.tolist(), DataProto.from_dict({"values": later}))
+                kept = trainer.step.roles.actor.keep(rows, STAYS)
+                rows.pop(made_elsewhere, TEXTS)
+                rows |= kept
             batch, found = trainer.step(rows, 1)
-            if stored:
-                assert set(store.list()) == set(later.tolist()), "rows of later steps stay"
             if shows:
-                assert {*made_elsewhere, "old_log_probs", "advantages"} <= {*batch.names()}
+                assert {*STAYS, "old_log_probs", "advantages"} <= {*batch.names()}
+            elif written:
+                assert {*TOKENS, *TEXTS} <= {*batch.names()}
             weights.append([weight.clone() for weight in actor_module(trainer).parameters()])
             metrics.append(found.to_floats())
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,20 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batch_rows, mini_batches
 
 UIDS = [*"aabbb", *"c", *"dddd", *"ee", *"ff", *"gg"]
 PLAN = MiniBatchPlan(groups=3, epochs=1, shuffle=True, seed=1, step=5)
+
+
+def updated(
+    batch: DataProto, plan: MiniBatchPlan, update: Callable[[DataProto, LossScale], Metrics], **keys: Any
+) -> Metrics:
+    """What a group does with the mini-batches of a batch."""
+    metrics = Metrics()
+    for mini, scale in mini_batches(batch, plan, metrics, **keys):
+        add_update(metrics, update(mini, scale))
+    return metrics
 
 
 def groups_of(rows: list[int], uids: list[str] = UIDS) -> set[str]:
@@ -101,7 +113,7 @@ def test_updates_get_their_rows_and_the_counts_of_them() -> None:
         metrics.add_mean("other", scale.num_tokens, 10.0)
         return metrics
 
-    metrics = update_by_mini_batches(batch, replace(PLAN, epochs=2), update, name="actor").to_floats()
+    metrics = updated(batch, replace(PLAN, epochs=2), update, name="actor").to_floats()
     learned = [[row for row in rows if row != 3] for rows in mini_batch_rows(UIDS, replace(PLAN, epochs=2))]
     assert seen == learned, "a row with nothing to learn from stays behind"
     assert metrics["actor/pg_loss"] == pytest.approx(2 * (len(UIDS) - 1) / 6 + 1), (
@@ -120,7 +132,7 @@ def test_a_mini_batch_with_nothing_to_learn_is_left_out_and_counted() -> None:
         seen.append(mini.batch["x"].tolist())
         return Metrics()
 
-    metrics = update_by_mini_batches(batch, plan, update, name="critic").to_floats()
+    metrics = updated(batch, plan, update, name="critic").to_floats()
     assert seen == [[0, 1], [4, 5]] * 2
     assert metrics == {"critic/num_empty_mini_batches": 2.0}
 
@@ -144,7 +156,7 @@ def test_a_hook_sees_each_mini_batch_whole_before_it_is_counted() -> None:
 
     batch = batch_of([*"aabbcc"])
     batch |= DataProto.from_dict({"response_mask": batch.batch["loss_mask"].clone()})
-    metrics = update_by_mini_batches(batch, plan, update, name="actor", prepare=prepare)
+    metrics = updated(batch, plan, update, name="actor", prepare=prepare)
     assert counts == [1.0, 2.0] and metrics.to_floats() == {"seen": 6.0}
     assert bool(batch.batch["loss_mask"].all()), (
         "the step's batch keeps its mask: rejection under new weights is per update"

@@ -16,7 +16,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator, identify, resample
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batches
 
 GROUPS, WIDTH = [*"aaaabbbbccccddddeeee"], 7
 ESTIMATORS = sorted(set(ADVANTAGE_ESTIMATORS) - {"grpo_passk"})  # its ties go by row id: see its own tests
@@ -113,5 +113,6 @@ def test_from_the_estimator_to_the_micro_batch(method: str) -> None:
         return Metrics()
 
     plan = MiniBatchPlan(groups=2, epochs=1, shuffle=True, seed=1, step=1)
-    update_by_mini_batches(batch, plan, update, name="actor")
+    for mini, scale in mini_batches(batch, plan, Metrics(), name="actor"):
+        update(mini, scale)
     assert sorted(seen) == sorted(batch.batch["responses"][:, 0].tolist())

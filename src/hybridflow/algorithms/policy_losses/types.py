@@ -53,12 +53,12 @@ class PolicyLoss:
         named = {} if self.select is None else _named(self.select)
         return tuple(name for name, argument in named.items() if argument.kind is argument.KEYWORD_ONLY)
 
-    def __call__(self, available: Mapping[str, Any]) -> LossOutput:
-        """Call the function with what it names out of `available`: `GIVEN`, columns of the rows, parameters.
+    def arguments(self, available: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the function names out of `available` (`GIVEN`, columns of the rows, parameters), by
+        position and by name.
 
         `**rest` takes all that is available. A function that takes `*args`, such as one that wraps another,
-        gets `GIVEN` by position. Raises ConfigError where an argument without a default is not there, and
-        where the result is no LossOutput of one number.
+        gets `GIVEN` by position. Raises ConfigError where an argument without a default is not there.
         """
         kinds = {argument.kind for argument in inspect.signature(self.function).parameters.values()}
         named = _named(self.function)
@@ -76,10 +76,14 @@ class PolicyLoss:
         names = [name for name in named if name in available]
         if Parameter.VAR_KEYWORD in kinds and not places:
             names = list(available)
-        result = self.function(*places, **{name: available[name] for name in names})
+        return places, {name: available[name] for name in names}
+
+    def checked(self, result: Any) -> LossOutput:
+        """Return the function's result. Raises ConfigError where it is no LossOutput of one number."""
         if fault := _fault(result):
             raise ConfigError(f"policy loss {self.name} returned {fault}")
-        return result
+        found: LossOutput = result
+        return found
 
     @property
     def name(self) -> str:

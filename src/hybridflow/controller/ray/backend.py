@@ -37,7 +37,6 @@ from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
-from hybridflow.controller.row_store import RowStore
 from hybridflow.controller.worker_host import Make
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
@@ -99,7 +98,6 @@ class RayBackend:
         self._until = self._began + startup_timeout
         self._order = threading.Lock()
         self._traffic = Traffic()
-        self.rows = RowStore(self._shard)
         self._pools: list[PlacedPool] = []
         self._processes: dict[tuple[str, int], Process] = {}
         self._watch: Watchdog | None = None
@@ -124,10 +122,9 @@ class RayBackend:
             self.shutdown()
             raise
 
-    @property
     def driver_bytes(self) -> int:
-        """Bytes of the packets that the driver has sent and fetched; references are not counted."""
-        return self._traffic.num_bytes
+        """See `Backend.driver_bytes`; references are not counted."""
+        return self._traffic.taken()
 
     def mesh(self, role: str) -> MeshInfo:
         """Return the mesh of a role's ranks, over all its pools."""
@@ -173,6 +170,19 @@ class RayBackend:
             role, method, TASKS[lane], processes, arguments, self.call_timeout, "trainer.worker_timeout"
         )
         return dict(parts)
+
+    def store(self, columns: DataProto) -> Part:
+        """See `Backend.store`."""
+        packet = encode(columns)
+        if self._queue is None:
+            part = RayPart(self._put(packet), "driver", "put", 0, self._traffic)
+        else:
+            self._traffic.add(packet.nbytes)
+            held = self._queue.hold(packet)
+            part = RayPart(ray.put(held), "driver", "put", 0, self._traffic, self._queue)
+            part.is_held(held)
+        part.settle()
+        return part
 
     def shutdown(self) -> None:
         """End all processes within seconds, whatever they are doing, and give their devices back.
@@ -324,19 +334,6 @@ class RayBackend:
     def _put(self, packet: Packet) -> Any:
         self._traffic.add(packet.nbytes)
         return ray.put(packet)
-
-    def _shard(self, columns: DataProto) -> Part:
-        """Return columns of the driver's as a part that any process can read."""
-        packet = encode(columns)
-        if self._queue is None:
-            part = RayPart(self._put(packet), "driver", "put", 0, self._traffic)
-        else:
-            self._traffic.add(packet.nbytes)
-            held = self._queue.hold(packet)
-            part = RayPart(ray.put(held), "driver", "put", 0, self._traffic, self._queue)
-            part.is_held(held)
-        part.settle()
-        return part
 
 
 def _wait(parts: Mapping[int, Part]) -> None:

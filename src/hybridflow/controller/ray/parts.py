@@ -39,13 +39,20 @@ class Traffic:
     """A count of the bytes that the driver sends and receives by value, over all its threads."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
         """Count the bytes of a packet."""
         with self._lock:
-            self.num_bytes += num_bytes
+            self._num_bytes += num_bytes
+
+    def taken(self) -> int:
+        """Return the count since this was asked last."""
+        with self._lock:
+            found = self._num_bytes
+            self._num_bytes = 0
+            return found
 
 
 class RayPart(Part):

@@ -5,7 +5,7 @@
     driver      ◄── light columns, by `collect`          └── the others stay in the object store ──► workers
 
 A collector asks the engines itself; the driver steps them, and knows that all is answered when the groups are
-there. The columns in STAYS do not come to the driver: its rows say in `stored_at` where they are.
+there. What of the rows does not come to the driver, and where it is, is in `remote_columns.py`.
 """
 
 from __future__ import annotations
@@ -24,36 +24,24 @@ from hybridflow.config import PPOConfig
 from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerFactory, WorkerGroup, register
 from hybridflow.controller.peers import Peers
 from hybridflow.controller.resource_pool import COLLECTOR
-from hybridflow.controller.stored_rows import PAD, STORED_AT, StoredAt, with_stored
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import join_rows
+from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.protocol.trajectory import Outcome
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.client import LLMClient, ReplicaLost
-from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.groups import GroupMaker
-from hybridflow.trainer.ppo.reward_watch import repeated_share
+from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows
 from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.workers import RolloutGroup, RolloutWorker
-from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS
 from hybridflow.workers.rollout_replica import WorkerReplica
 
-STAYS = ("prompts", "responses", "input_ids", "rollout_log_probs")
-"""Columns of tokens that are nowhere but in the store."""
-SHARED = ("attention_mask", "response_mask", "policy_version", "call")
-"""Columns of tokens that the driver computes with; of these the store has the masks for workers too."""
-TEXTS = ("solution_str", "ground_truth", "extra_info")
-"""Object columns that are nowhere but in the store."""
-STORED = (*STAYS, *SHARED, *TEXTS)
-REPETITION = "repetition"
-"""The figure of the reward watch, which stands for the tokens that it is computed from."""
 POLL_SECONDS = 5.0
 """Longest wait for the next group of a collector before it is asked again."""
 LOOK_SECONDS = 0.5
@@ -79,6 +67,8 @@ class Collected:
     groups: list[Played]
     ticket: int
     """By this number the collector gives the other columns of their rows, in their order."""
+    pad_id: int
+    """The id of padding in these."""
 
 
 @dataclass
@@ -171,11 +161,10 @@ class Collector(Worker):
             wait = 0.0
         ticket = next(self._tickets)
         kept = [rows for _, rows in found if len(rows)]
+        pad_id = self._maker.pad_token_id
         if kept:
-            pad = self._maker.pad_token_id
-            self._kept[ticket] = join_rows(kept, pad)
-            self._kept[ticket].meta_info[PAD] = pad
-        return Collected([played for played, _ in found], ticket)
+            self._kept[ticket] = join_rows(kept, pad_id)
+        return Collected([played for played, _ in found], ticket, pad_id)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def columns(self, ticket: int) -> DataProto:
@@ -274,9 +263,11 @@ class Collectors:
                 if shard is None:
                     future = self._group.call_one(rank, Collector.columns, collected.ticket)
                     shard = future.parts[rank]
-                places = [StoredAt(shard, number + row, STORED) for row in range(len(played.rows))]
+                fit = (*widths_of(played.rows), collected.pad_id)
+                numbers = range(number, number + len(played.rows))
                 number += len(played.rows)
-                played = replace(played, rows=played.rows | DataProto.from_dict({}, {STORED_AT: places}))
+                remote = {name: RemoteColumn.in_shard(shard, name, numbers, fit) for name in (*STAYS, *MASKS)}
+                played = replace(played, rows=played.rows | DataProto(remote=remote))
             found = self._waiting[rank].pop(played.index, None)
             if found is not None and not found.done():
                 found.set_result(played)
@@ -322,45 +313,6 @@ def shared_out(config: PPOConfig, parts: int) -> PPOConfig:
     rollout = replace(config.actor_rollout_ref.rollout, agent=agent)
     return replace(
         config, reward=reward, actor_rollout_ref=replace(config.actor_rollout_ref, rollout=rollout)
-    )
-
-
-def divided(rows: DataProto) -> tuple[DataProto, DataProto]:
-    """Return the columns that the driver gets, and those that stay; rows without any go whole."""
-    if not len(rows):
-        return rows, rows
-    view = ByTrajectory(rows)
-    repeated = repeated_share(view.samples.batch["responses"], view.samples.batch["response_mask"])
-    tensors = [name for name in map(str, rows.batch.keys()) if name not in STAYS]
-    objects = [name for name in rows.non_tensor_batch if name not in TEXTS]
-    light = rows.select(tensors, objects) | DataProto.from_dict({REPETITION: view.spread(repeated)})
-    return light, rows.select([*STAYS, *SHARED], list(TEXTS))
-
-
-def whole(rows: DataProto) -> DataProto:
-    """Return rows with all columns, as the driver would have made them."""
-    rows = with_stored(rows)
-    if REPETITION in rows:
-        rows = rows.select()
-        rows.pop([REPETITION])
-    return rows
-
-
-def needs_whole_rows(config: PPOConfig) -> bool:
-    """Return whether something reads columns in the driver at each step that are with collectors, or names
-    one that the step does not put into the row store.
-    """
-    trainer = config.trainer
-    estimator = find_estimator(config.algorithm)
-    named = {*estimator.needs, *estimator.takes, *find_policy_loss(config.actor_rollout_ref.actor).keywords}
-    return bool(
-        trainer.keep_rows
-        or trainer.rollout_data_dir
-        or trainer.step_class
-        or config.actor_rollout_ref.rollout.skip.enable
-        or config.algorithm.use_pf_ppo
-        or estimator.takes_all
-        or named & {"prompts", "responses"}
     )
 
 

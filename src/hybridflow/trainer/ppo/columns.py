@@ -77,27 +77,6 @@ def loss_columns(config: PPOConfig) -> list[str]:
     return sorted(columns)
 
 
-def columns_fetched(
-    config: PPOConfig, estimator: AdvantageEstimator, loss: PolicyLoss
-) -> frozenset[str] | None:
-    """Return the stored columns that the driver itself reads; None means all.
-
-    Workers read the others from the row store. PF-PPO draws rows again, with all their columns.
-    """
-    if config.algorithm.use_pf_ppo or estimator.takes_all:
-        return None
-    columns = {*estimator.needs, *estimator.takes}
-    if config.algorithm.use_kl_in_reward:
-        columns |= {"old_log_probs", "ref_log_prob"}
-    if config.algorithm.rollout_correction.corrects:
-        columns |= {"old_log_probs", "rollout_log_probs"}
-    if loss.select is not None:
-        columns.add("old_log_probs")
-    if config.reward.watch or config.trainer.rollout_data_dir:
-        columns |= {"prompts", "responses"}
-    return frozenset(columns)
-
-
 def identify(batch: DataProto) -> DataProto:
     """Return the columns group_ids [B] int64 and positive [B] bool.
 

@@ -12,7 +12,6 @@ bypass mode   the rollout's, however far they are
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -76,21 +75,18 @@ class OldLogProbs:
                 config.algorithm.adv_estimator,
             )
 
-    def __call__(
-        self, batch: DataProto, plan: MiniBatchPlan | None, step: int, fetch: Set[str] | None = None
-    ) -> DataProto:
-        """Have old_log_probs [B, R] in the row store, and from a pass entropys and what the estimator needs;
-        return those in `fetch` (None: all).
+    def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
+        """Return old_log_probs [B, R], and from a pass entropys and what the estimator needs, as remote
+        columns.
 
-        Rows without a `row_id`, which cannot be stored, come back with all of them. `plan` is the plan of the
-        update, if there is one. Raises TrainingError in exact mode where the rollout's log-probs are not
-        those of training.
+        `plan` is the plan of the update, if there is one. Raises TrainingError in exact mode where the
+        rollout's log-probs are not those of training.
         """
         self.metrics = Metrics()
         self.watch = None
         self.off_policy = OffPolicy()
         if self.correction.bypass_mode:
-            return self._rollouts(batch, sampled_rows(batch), fetch)
+            return self._rollouts(batch, sampled_rows(batch))
         version = self.actor.version
         current = bool(rows_of_version(batch, version).any())
         if (
@@ -109,14 +105,13 @@ class OldLogProbs:
                 self.watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
                 # in fast mode the rollout's own log-probs say nothing of the rollout
                 self.off_policy = self._off_policy(batch, None, measures=self.exact.reuses)
-                return self._rollouts(batch, rows_of_version(batch, version), fetch)
+                return self._rollouts(batch, rows_of_version(batch, version))
         check = LogProbCheck(step, version, self.exact.reuses)
         self.off_policy = self._off_policy(batch, check, measures=True)
-        return self.actor.old_log_probs(
+        return self.actor.keep_log_probs(
             batch,
             with_sum_pi_squared=self.with_sum_pi_squared,
             with_routes=self.config.actor_rollout_ref.actor.router_replay.mode == "R2",
-            fetch=fetch,
         )
 
     def _off_policy(self, batch: DataProto, check: LogProbCheck | None, *, measures: bool) -> OffPolicy:
@@ -131,7 +126,7 @@ class OldLogProbs:
         return OffPolicy(check, bounds, version)
 
     def _of_rollout(self, batch: DataProto) -> Tensor:
-        """Return the rollout's log-probs [B, R], which may be in the row store alone."""
+        """Return the rollout's log-probs [B, R], which may be remote."""
         rows = batch
         if "rollout_log_probs" not in batch:
             rows = self.actor.fetch(batch, ["rollout_log_probs"])
@@ -196,22 +191,16 @@ class OldLogProbs:
         ).tolist()
         return sorted(left[place] for place in order[:count])
 
-    def _rollouts(self, batch: DataProto, taken: Tensor, fetch: Set[str] | None) -> DataProto:
+    def _rollouts(self, batch: DataProto, taken: Tensor) -> DataProto:
         """Take the rollout's log-probs as old ones in the rows `taken` [B] bool.
 
         The others get the actor's, such as answers of the data (SPIN), which no rollout has sampled.
         """
-        rows = self.actor.backend.rows
         others = ~taken
         if not bool(others.any()):
-            rows.alias(batch, "old_log_probs", "rollout_log_probs")
-            if "rollout_log_probs" not in batch and fetch is not None and "old_log_probs" not in fetch:
-                return DataProto()
-            return DataProto.from_dict({"old_log_probs": self._of_rollout(batch)})
+            return batch.select(["rollout_log_probs"], [], []).rename("rollout_log_probs", "old_log_probs")
         old = self._of_rollout(batch).clone()
         pass_over = self.actor.log_probs(batch.select_idxs(others), with_entropy=False)
         old[others] = pass_over.batch["old_log_probs"]
         columns = DataProto.from_dict({"old_log_probs": old})
-        if "row_id" in batch:
-            rows.put(batch.batch["row_id"].tolist(), columns)
-        return columns
+        return columns | self.actor.keep(columns, ["old_log_probs"])

@@ -9,7 +9,7 @@ thread: with everything colocated, and with the local controller, this is a plai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -40,11 +40,16 @@ class Overlap:
         Where calls fail, the error of the first of them is raised after the others have ended.
         """
         lanes = self._lanes(jobs)
-        if len(lanes) <= 1:
-            return [self._timed(job) for job in jobs]
-        with ThreadPoolExecutor(len(lanes), thread_name_prefix="overlap") as threads:
-            running = [threads.submit(self._lane, [jobs[index] for index in lane]) for lane in lanes]
         results: dict[int, T] = {}
+        if len(lanes) <= 1:
+            for index, job in enumerate(jobs):
+                with self.timer(job.section):
+                    results[index] = job.call()
+            return list(results.values())
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="overlap") as threads:
+            running: list[Future[list[T]]] = [
+                threads.submit(self.__call__, [jobs[index] for index in lane]) for lane in lanes
+            ]
         for lane, future in zip(lanes, running, strict=True):
             results.update(zip(lane, future.result(), strict=True))
         return [results[index] for index in range(len(jobs))]
@@ -59,10 +64,3 @@ class Overlap:
             lanes = [lane for lane in lanes if lane not in touched]
             lanes.append(sorted([index, *(other for lane in touched for other in lane)]))
         return sorted(lanes)
-
-    def _lane(self, jobs: Sequence[Job[T]]) -> list[T]:
-        return [self._timed(job) for job in jobs]
-
-    def _timed(self, job: Job[T]) -> T:
-        with self.timer(job.section):
-            return job.call()

@@ -13,13 +13,9 @@ its statistics are those of its own rollout.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from hybridflow.controller.row_store import RowStore
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
@@ -44,12 +40,6 @@ class ReplayBuffer:
         self.pad_token_id = pad_token_id
         self.note_replayed = note_replayed
         self._rows: dict[int, DataProto] = {}  # by step, the newest last
-        self._stored_widths: tuple[int, int] | None = None
-
-    @property
-    def row_ids(self) -> list[int]:
-        """The rows that a later step may draw."""
-        return [row for rows in self._rows.values() for row in rows.batch["row_id"].tolist()]
 
     @property
     def num_bytes(self) -> int:
@@ -57,28 +47,21 @@ class ReplayBuffer:
         tensors = [state_of_rows(rows)["tensors"] for rows in self._rows.values()]
         return sum(tensor.nbytes for by_name in tensors for tensor in by_name.values())
 
-    def join(self, batch: DataProto, step: int) -> DataProto:
+    def join(self, batch: DataProto, step: int, keep: Callable[[DataProto], DataProto]) -> DataProto:
         """Return the rows of step number `step`, then those of earlier steps, newest first; without any the
         batch itself. From now on the buffer has the rows of this step too.
+
+        `keep` returns the remote columns of rows that have none yet, which are those of a checkpoint.
         """
         earlier = [rows for number, rows in self._rows.items() if number >= step - self.max_age]
+        for rows in earlier:
+            rows |= keep(rows)
         own = batch.select(None, None, [])  # the step adds columns to the batch, not to this
         for_later = {number: rows for number, rows in self._rows.items() if number > step - self.max_age}
         self._rows = {**for_later, step: own}
         if not earlier:
             return batch
         return join_rows([batch, *reversed(earlier)], self.pad_token_id)
-
-    def not_stored(self, batch: DataProto, store: RowStore, names: Collection[str]) -> Tensor:
-        """Return which rows of `batch` [N] int64 the row store has nothing of, once it has forgotten all but
-        the columns `names` of these rows; those that are padded to another width than now are forgotten too.
-        """
-        ids = batch.batch["row_id"].tolist()
-        widths = (batch.batch["input_ids"].shape[1], batch.batch["response_mask"].shape[1])
-        store.keep_only(ids if widths == self._stored_widths else (), names)
-        self._stored_widths = widths
-        stored = store.list()
-        return torch.tensor([place for place, row in enumerate(ids) if row not in stored], dtype=torch.int64)
 
     def note_drawn(self, drawn: DataProto, new: DataProto, step: int) -> Metrics:
         """Tell which of the drawn trajectories are not among the step's own rows `new`; return metrics."""

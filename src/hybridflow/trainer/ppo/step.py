@@ -5,14 +5,13 @@ It reads as the algorithm. Comments name the columns that each line adds to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.critic import CriticConfig
-from hybridflow.controller.stored_rows import STORED_AT
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
@@ -20,11 +19,9 @@ from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.protocol.prompt import MEDIA
 from hybridflow.protocol.randomness import generator
-from hybridflow.trainer.ppo.collector import REPETITION, whole
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
-    columns_fetched,
     estimate_advantages,
     find_estimator,
     identify,
@@ -36,6 +33,7 @@ from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
+from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.staleness import staleness_metrics
@@ -44,7 +42,7 @@ from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
-STORED_COLUMNS = (*POLICY_COLUMNS, MEDIA, "rollout_log_probs", ROUTES)
+KEPT_COLUMNS = (*POLICY_COLUMNS, MEDIA, "rollout_log_probs", ROUTES)
 """The columns that workers of several roles or in several calls read."""
 
 
@@ -79,14 +77,12 @@ class PPOStep:
         self.leavable = leavable
         self.shows = shows
         self.buffer = buffer
-        self.row_store = roles.actor.backend.rows
-        self._stored: list[int] = []
-        self.driver_bytes = roles.actor.backend.driver_bytes
+        roles.actor.backend.driver_bytes()  # from now on they are those of steps
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
         self.estimator = find_estimator(config.algorithm)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
-        self.fetched = columns_fetched(config, self.estimator, self.loss)
+        self.read_here = columns_fetched(config, self.estimator, self.loss)
         squares = "sum_pi_squared" in self.estimator.needs
         self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 
@@ -100,63 +96,31 @@ class PPOStep:
             metrics.add_sum("perf/total_num_tokens", 0.0)
             return batch, metrics
         new = batch
+        new |= self._keep(new)  # from now on workers of all roles read the tokens where they are
         if self.buffer is not None:
-            batch = self.buffer.join(new, step)  # rows of earlier steps, behind those of this one
-        roles = self.roles
-        algorithm = self.config.algorithm
-        timer = self.timer
-        fetch = None if self.shows(step) else self.fetched
+            batch = self.buffer.join(new, step, self._keep)  # rows of earlier steps, behind those of this one
         batch |= identify(batch)  # group_ids, positive
-        self._store_tokens(batch, all_columns=fetch is None)
-        batch |= self._fetch(batch, fetch)  # what was stored before the step and is read here
-        old = partial(self.old_log_probs, batch, self._first_plan(step), step, fetch)
-        # old_log_probs; from a pass also entropys, sum_pi_squared
-        jobs = [Job("actor", "old_log_prob", old)]
-        if roles.reference:
-            # ref_log_prob
-            jobs.append(Job("reference", "ref", partial(roles.reference.log_probs, batch, fetch=fetch)))
-        if roles.teacher:
-            # teacher_log_probs
-            jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch, fetch=fetch)))
-        if roles.critic:
-            jobs.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
-        with self.leavable():
-            found_columns = self.side_by_side(jobs)
-        for columns in found_columns:
-            batch |= columns
-        if roles.process_reward:
-            with timer("process_reward"):
-                batch |= self._process_rewards(batch, len(new), step, metrics)  # process_rewards
-        with timer("adv"):
-            rewards, kl_metrics = apply_kl_penalty(batch, algorithm, self.kl_controller, len(new))
+        batch |= self._passes(batch, step)  # old_log_probs, ref_log_prob, teacher_log_probs, values
+        batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
+        if self.roles.process_reward:
+            batch |= self._process_rewards(batch, len(new), step, metrics)  # process_rewards
+        with self.timer("adv"):
+            rewards, kl = apply_kl_penalty(batch, self.config.algorithm, self.kl_controller, len(new))
             batch |= rewards  # token_level_rewards
             batch = self._correct_rollout(batch, metrics)  # rollout_is_weights, a narrower loss_mask
             batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
-        metrics.update(kl_metrics)
         if batch is not new:
             add_columns(new, batch)
+        metrics.update(kl)
         metrics.update(self._measure(batch, new))
         leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
-        drawn_from = None
-        if algorithm.use_pf_ppo:
-            drawn_from = len(set(new.non_tensor_batch["uid"]))
+        if self.config.algorithm.use_pf_ppo:
             batch = self._draw(batch, new, step, metrics)
-        updates: list[Job[Metrics]] = []
-        if roles.critic:
-            learn = partial(roles.critic.update, batch, self._plan(self.config.critic, step, drawn_from))
-            updates.append(Job("critic", "update_critic", learn))
-        if step > self.config.trainer.critic_warmup:
-            hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
-            watch = self.old_log_probs.watch
-            plan = self._plan(self.config.actor_rollout_ref.actor, step, drawn_from)
-            learn = partial(roles.actor.update, batch, plan, prepare=hook, watch=watch)
-            updates.append(Job("actor", "update_actor", learn))
-        for found in self.side_by_side(updates):
-            metrics.update(found)
+        self._update(batch, new, step, metrics)
         self.old_log_probs.after_update(metrics, step)
-        self._clear_tokens()
-        metrics.update(self._driver_bytes())
         self._renew_reference(step)
+        if moved := self.roles.actor.backend.driver_bytes():
+            metrics.add_sum("perf/driver_bytes", float(moved))
         return batch, metrics
 
     def _renew_reference(self, step: int) -> None:
@@ -165,49 +129,43 @@ class PPOStep:
         if self.roles.reference and frequency and step % frequency == 0:
             self.roles.reference.copy_from(self.roles.actor)
 
-    def _store_tokens(self, batch: DataProto, *, all_columns: bool) -> None:
-        """Put the columns that workers read into the row store, so that they leave the driver once.
+    def _keep(self, rows: DataProto) -> DataProto:
+        """Return the remote columns of tokens, which leave the driver once."""
+        return self.roles.actor.keep(rows, KEPT_COLUMNS)
 
-        Those that are there already were kept where they were made. Of rows that collectors have made, the
-        store is told where they are, and the driver gets `all_columns`, if these are asked for.
-        """
-        if self.buffer is None:
-            self._clear_tokens()  # of a step that was left
-        if STORED_AT in batch:
-            self.row_store.keep_collected(batch, STORED_COLUMNS)
-            if all_columns:
-                batch |= whole(batch)
-                batch.pop([REPETITION], [STORED_AT])
-        if "row_id" not in batch:
-            return
-        rows = batch
-        if self.buffer is not None:
-            rows = batch.select_idxs(self.buffer.not_stored(batch, self.row_store, STORED_COLUMNS))
-        ids = rows.batch["row_id"].tolist()
-        self._stored = ids
-        there = self.row_store.names(rows)
-        names = [name for name in STORED_COLUMNS if name in rows and name not in there]
-        if names:
-            tensors = [name for name in names if name != MEDIA]
-            self.row_store.put(ids, rows.select(tensors, [MEDIA] if MEDIA in names else [], []))
+    def _passes(self, batch: DataProto, step: int) -> DataProto:
+        """Return what the models say of the batch before the update; the columns stay with the workers."""
+        roles = self.roles
+        old = partial(self.old_log_probs, batch, self._first_plan(step), step)
+        jobs = [Job("actor", "old_log_prob", old)]  # old_log_probs; from a pass also entropys, sum_pi_squared
+        if roles.reference:
+            jobs.append(Job("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
+        if roles.teacher:
+            jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
+        if roles.critic:
+            jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
+        columns = DataProto()
+        with self.leavable():
+            for found in self.side_by_side(jobs):
+                columns |= found
+        return columns
 
-    def _clear_tokens(self) -> None:
-        """Forget the rows of the step; with a buffer all but what later steps read again of its rows."""
-        if self.buffer is None:
-            self.row_store.clear(self._stored)
-        else:
-            self.row_store.keep_only(self.buffer.row_ids, STORED_COLUMNS)
-        self._stored = []
-
-    def _fetch(self, batch: DataProto, wanted: Set[str] | None) -> DataProto:
-        """Return those stored columns in `wanted` (None: all) that the batch does not have."""
-        stored = self.row_store.names(batch)
-        missing = [
-            name for name in sorted(stored) if name not in batch and (wanted is None or name in wanted)
-        ]
-        if not missing:
-            return DataProto.from_dict()
-        return self.roles.actor.fetch(batch, missing)
+    def _update(self, batch: DataProto, new: DataProto, step: int, metrics: Metrics) -> None:
+        """Update the critic and, once it has warmed up, the actor."""
+        config = self.config
+        drawn_from = len(set(new.non_tensor_batch["uid"])) if config.algorithm.use_pf_ppo else None
+        updates: list[Job[Metrics]] = []
+        if self.roles.critic:
+            plan = self._plan(config.critic, step, drawn_from)
+            updates.append(Job("critic", "update_critic", partial(self.roles.critic.update, batch, plan)))
+        if step > config.trainer.critic_warmup:
+            hook = mini_batch_hook(self.roles.actor, config, self.loss, step)
+            plan = self._plan(config.actor_rollout_ref.actor, step, drawn_from)
+            watch = self.old_log_probs.watch
+            learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=watch)
+            updates.append(Job("actor", "update_actor", learn))
+        for found in self.side_by_side(updates):
+            metrics.update(found)
 
     def _draw(self, batch: DataProto, new: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Draw as many trajectories as this step has itself, by their scores (PF-PPO)."""
@@ -216,18 +174,6 @@ class PPOStep:
         if self.buffer is not None:
             metrics.update(self.buffer.note_drawn(drawn, new, step))
         return drawn
-
-    def _driver_bytes(self) -> Metrics:
-        """Return the bytes that the driver has sent and received by value since the step before.
-
-        There are none where all roles are in its own process.
-        """
-        metrics = Metrics()
-        so_far = self.roles.actor.backend.driver_bytes
-        if so_far:
-            metrics.add_sum("perf/driver_bytes", float(so_far - self.driver_bytes))
-        self.driver_bytes = so_far
-        return metrics
 
     def _process_rewards(self, batch: DataProto, num_new: int, step: int, metrics: Metrics) -> DataProto:
         """Return q_t of the implicit process reward model.

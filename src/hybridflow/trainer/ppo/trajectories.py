@@ -18,7 +18,6 @@ from hybridflow.agent.agents import Agents
 from hybridflow.agent.collate import collate
 from hybridflow.agent.single_turn import RequestBatch, demonstration_outputs
 from hybridflow.config import PPOConfig
-from hybridflow.controller.stored_rows import STORED_AT
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, RolloutError
@@ -31,12 +30,13 @@ from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
-from hybridflow.trainer.ppo.collector import Collectors, whole
+from hybridflow.trainer.ppo.collector import Collectors
 from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.generation import validation_requests
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.groups import NO_REQUESTS, GroupMaker
 from hybridflow.trainer.ppo.overlong import filter_overlong
+from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.rollout_traces import RolloutTraces
 from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup
@@ -53,7 +53,7 @@ class Trajectories(GroupMaker):
     """Turns prompts into scored trajectories, for training and for validation.
 
     With `collectors` those for training are made in their processes, and rows have in this one the columns
-    that the driver computes with; the others are where `stored_at` says.
+    that the driver computes with; the others are remote.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Trajectories(GroupMaker):
         RolloutError ends the run where too many batches in a row have no rows.
         """
         groups = [rows for rows in groups if len(rows)] or [collate([], self.pad_token_id)]
-        if len({STORED_AT in rows for rows in groups}) > 1:
+        if len({bool(rows.remote) for rows in groups}) > 1:
             groups = [whole(rows) for rows in groups]  # some of them are of a checkpoint
         batch = join_rows(groups, self.pad_token_id)
         batch = rows_of(batch, uids_of(batch)[: self.config.data.train_batch_size])

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import AdvantageEstimator
-from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
@@ -41,7 +40,7 @@ from hybridflow.trainer.ppo.columns import (
 from hybridflow.trainer.ppo.overlong import shape_overlong
 from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows, KeptStep
 from hybridflow.workers.losses import find_policy_loss, policy_loss
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 
 PENALTY = "actor/reward_kl_penalty_coeff"
 
@@ -213,12 +212,10 @@ def _loss(rows: DataProto, config: PPOConfig, step: int) -> float:
     """Return the policy loss of all rows as one mini-batch, with the old log-probs as current ones."""
     actor = config.actor_rollout_ref.actor
     base = find_policy_loss(actor)
-
-    def measure(mini: DataProto, scale: LossScale) -> Metrics:
-        outputs = {"log_probs": mini.batch["old_log_probs"]}
-        return policy_loss(actor, scale, base)(outputs, mini)[1]
-
     groups = len(set(rows.non_tensor_batch["uid"]))
     plan = MiniBatchPlan(groups, 1, False, config.trainer.seed, step)
-    found = update_by_mini_batches(rows, plan, measure, name="actor").to_floats()
-    return found.get("actor/pg_loss", 0.0)
+    metrics = Metrics()
+    for mini, scale in mini_batches(rows, plan, metrics, name="actor"):
+        outputs = {"log_probs": mini.batch["old_log_probs"]}
+        add_update(metrics, policy_loss(actor, scale, base)(outputs, mini)[1])
+    return metrics.to_floats().get("actor/pg_loss", 0.0)

@@ -32,7 +32,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
-from hybridflow.trainer.ppo.collector import whole
+from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import MAX_BARREN_BATCHES, Trajectories
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource

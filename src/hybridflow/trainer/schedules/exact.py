@@ -26,7 +26,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
-from hybridflow.trainer.ppo.collector import whole
+from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource

@@ -17,7 +17,6 @@ from house import Counter, CounterGroup
 from ray.exceptions import ObjectLostError
 from ray_house import Prober, ask, make_broken, start
 from test_backend_conformance import *  # noqa: F403 the tests of the suites, with the fixtures below in the place of theirs
-from test_row_store import *  # noqa: F403
 
 from hybridflow.controller.place import Place
 from hybridflow.controller.ray import process
@@ -26,9 +25,9 @@ from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.process import RankProcess
 from hybridflow.controller.ray.transport import encode
-from hybridflow.controller.row_store import RowStore
 from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.errors import WorkerError, WorkerLost
+from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
 # processes start slowly on a busy machine: once for all
@@ -43,14 +42,7 @@ def make_backend(backend: RayBackend) -> Callable[[], RayBackend]:
 @pytest.fixture
 def group(backend: RayBackend) -> CounterGroup:
     """The suite's own would shut the backend down after each test."""
-    backend.rows.clear()
     return CounterGroup(backend, "counter")
-
-
-@pytest.fixture
-def store(backend: RayBackend) -> RowStore:
-    backend.rows.clear()
-    return backend.rows
 
 
 def big(rows: int = 64) -> DataProto:
@@ -62,37 +54,30 @@ def big(rows: int = 64) -> DataProto:
 
 
 def test_columns_that_are_kept_do_not_pass_the_driver_again(group: CounterGroup) -> None:
-    """What travels by value is counted: at first the rows and the column, then only ids and places."""
-    batch = big() | DataProto.from_dict({"row_id": torch.arange(64)})
+    """What travels by value is counted: at first the rows, then only places."""
+    batch = big()
     column = batch.batch["x"].nbytes
 
-    def moved(call: Callable[[], object]) -> int:
-        before = group.backend.driver_bytes
-        call()
-        return group.backend.driver_bytes - before
+    def moved(call: Callable[[], DataProto | Metrics]) -> int:
+        nonlocal found
+        group.backend.driver_bytes()
+        found = call()
+        return group.backend.driver_bytes()
 
-    def write() -> None:
-        nonlocal batch
-        batch |= group.call_and_keep(Counter.double, ["doubled", "uid"], None, batch).select(["doubled"], [])
-
-    assert 2 * column <= moved(write) < 2.1 * column
-    assert moved(lambda: group.backend.rows.put(range(64), batch.select(["x"], []))) < 1.1 * column
+    found: DataProto | Metrics = DataProto()
+    write = partial(group.call_and_keep, Counter.double, ["doubled", "uid"])
+    assert column <= moved(lambda: write(batch)) < 1.1 * column
+    assert isinstance(found, DataProto)
+    batch |= found.select(["doubled"])
+    assert column <= moved(lambda: group.keep(batch, ["x"])) < 1.1 * column
+    assert isinstance(found, DataProto)
+    batch |= found
     assert moved(lambda: group.call(Counter.mean_of_both, batch)) < 0.1 * column
-    keep = partial(group.call_and_keep, Counter.double, ["doubled", "uid"])
-    again = batch.select(["x", "row_id"])
-    assert moved(lambda: keep(frozenset(), again)) < 0.1 * column
-    assert column <= moved(lambda: keep({"doubled"}, again)) < 1.1 * column
-    half = again.select_idxs(range(40, 8, -1))
-    back = DataProto()
-
-    def fetch() -> None:
-        nonlocal back
-        back = group.fetch(half, ["doubled"])
-
-    assert 0.5 * column <= moved(fetch) < 0.6 * column, "the rows that are asked for, and not their shards"
-    assert torch.equal(back.batch["doubled"], 2 * half.batch["x"]) and back.names() == ["doubled"]
-    group.backend.rows.clear()
-    assert 2 * column <= moved(lambda: group.call(Counter.mean_of_both, batch)) < 2.1 * column
+    half = batch.select_idxs(range(40, 8, -1))
+    fetched = moved(lambda: group.fetch(half, ["doubled"]))
+    assert 0.5 * column <= fetched < 0.6 * column, "the rows that are asked for, and not their shards"
+    assert isinstance(found, DataProto) and found.names() == ["doubled"]
+    assert torch.equal(found.batch["doubled"], 2 * half.batch["x"])
 
 
 def test_roles_of_a_pool_share_processes_and_pools_are_worlds(backend: RayBackend) -> None:
@@ -133,17 +118,6 @@ def test_results_pass_from_rank_to_rank_without_the_driver(backend: RayBackend) 
     made.parts[0].result()["value"][0] = 9.0
     with pytest.raises(AssertionError, match=r"value in the result of counter\.state was written in place"):
         ask(backend, "other").submit(Prober.load, made.by_reference())
-
-
-@pytest.mark.parametrize("fetch", [None, frozenset({"doubled"})])
-def test_writing_into_a_column_that_is_kept_is_noticed(
-    group: CounterGroup, fetch: frozenset[str] | None
-) -> None:
-    batch = big() | DataProto.from_dict({"row_id": torch.arange(64)})
-    written = group.call_and_keep(Counter.double, ["doubled", "uid"], fetch, batch)
-    written.batch["doubled"][0, 0] = 9.0
-    with pytest.raises(AssertionError, match="doubled was written in place"):
-        group.call(Counter.mean_of_both, batch | written.select(["doubled"], []))
 
 
 def test_an_argument_that_is_gone_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,18 +238,14 @@ def test_a_killed_process_is_lost_with_its_cause(own: Callable[..., RayBackend])
 
 
 @pytest.mark.slow
-def test_rows_of_a_lost_process_are_not_finished_and_others_stay(own: Callable[..., RayBackend]) -> None:
+def test_rows_of_a_lost_process_are_lost_and_others_stay(own: Callable[..., RayBackend]) -> None:
     backend = own()
-    batch = big(128) | DataProto.from_dict({"row_id": torch.arange(128)})
-    before = batch.select_idxs(range(64))
-    ask(backend).call_and_keep(Prober.write_or_die, ["doubled"], frozenset(), before, rank=-1)
+    before = big()
+    kept = ask(backend).call_and_keep(Prober.write_or_die, ["doubled"], before, rank=-1)
     with pytest.raises(WorkerLost):
-        ask(backend).call_and_keep(
-            Prober.write_or_die, ["doubled"], frozenset(), batch.select_idxs(range(64, 128)), rank=1
-        )
-    assert dict(backend.rows.list()) == {row: {"doubled"} for row in range(64)}
+        ask(backend).call_and_keep(Prober.write_or_die, ["doubled"], big(), rank=1)
     backend.shutdown()
-    read = backend.rows.get([63, 1], ["doubled"]).batch["doubled"]
+    read = kept.select_idxs([63, 1]).materialized().batch["doubled"]
     assert torch.equal(read, before.batch["x"][[63, 1]] * 2)
 
 

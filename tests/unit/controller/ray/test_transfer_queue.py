@@ -1,4 +1,4 @@
-"""TransferQueue as the place of the row store's shards: the store's own suite, and what is held when."""
+"""TransferQueue as the place of the shards of remote columns: what is held when."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import torch
 import transfer_queue
 from house import Counter, CounterGroup
 from ray_house import start
-from test_row_store import *  # noqa: F403 the suite, with the fixture below in the place of its own
 
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.transfer_queue import CONTROLLER, TransferQueue, cpus_of
 from hybridflow.controller.ray.transport import encode
-from hybridflow.controller.row_store import RowStore
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.protocol import DataProto
 
@@ -33,12 +31,6 @@ def held_backend(cluster: Cluster) -> Iterator[RayBackend]:
     )
     yield backend
     backend.shutdown()
-
-
-@pytest.fixture
-def store(held_backend: RayBackend) -> RowStore:
-    held_backend.rows.clear()
-    return held_backend.rows
 
 
 def batch(rows: int, width: int) -> DataProto:
@@ -67,31 +59,29 @@ def settled(backend: RayBackend, count: int) -> bool:
 
 
 def test_what_is_put_and_what_a_call_keeps_is_in_the_queue_and_is_freed(held_backend: RayBackend) -> None:
-    held_backend.rows.clear()
     group = CounterGroup(held_backend, "counter")
     rows = batch(64, 1024)
     assert settled(held_backend, 0)
-    held_backend.rows.put(range(64), rows.select(["x"], []))
+    rows |= group.keep(rows, ["x"])
     assert len(keys(held_backend)) == 1
-    none = group.call_and_keep(Counter.write, ["doubled", "word"], frozenset(), rows, times=3.0)
-    assert len(none.names()) == 0 and len(keys(held_backend)) == 3  # a shard of each process
-    read = group.call(Counter.read, rows.select(["row_id", "attention_mask"], []))
-    assert torch.equal(read.batch["doubled"], rows.batch["x"] * 3) and torch.equal(
-        read.batch["x"], rows.batch["x"]
-    )
-    del read
-    held_backend.rows.clear()
+    rows |= group.call_and_keep(Counter.write, ["doubled", "word"], rows, times=3.0)
+    assert len(keys(held_backend)) == 3, "a shard of each process"
+    read = group.call(Counter.read, rows.by_reference())
+    assert torch.equal(read.batch["doubled"], rows.batch["x"] * 3)
+    assert torch.equal(read.batch["x"], rows.batch["x"])
+    assert sorted(rows.materialized().names()) == ["attention_mask", "doubled", "row_id", "uid", "word", "x"]
+    del read, rows
     assert settled(held_backend, 0), keys(held_backend)
 
 
 def test_a_second_run_joins_the_queue_and_frees_its_own_rows_only(held_backend: RayBackend) -> None:
     other = TransferQueue.start({}, 60.0)
-    held_backend.rows.put([0], batch(1, 64).select(["x"], []))
+    kept = CounterGroup(held_backend, "counter").keep(batch(1, 64), ["x"])
     held = other.hold(encode(torch.arange(64)))
     assert list(transfer_queue.kv_list(other.partition)[other.partition]) == [held.key]
     other.close()
     assert not transfer_queue.kv_list(other.partition).get(other.partition)
-    assert len(keys(held_backend)) == 1
+    assert len(keys(held_backend)) == 1 and kept.has("x")
     with pytest.raises(WorkerLost, match="TransferQueue has lost rows"):
         other.opened(held)
 

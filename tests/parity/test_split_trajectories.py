@@ -44,8 +44,8 @@ from hybridflow.trainer.ppo.columns import (
 )
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values
-from hybridflow.trainer.ppo.groups import _baselines_as_column
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
+from hybridflow.trainer.ppo.pipeline import _baselines_as_column
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import critic_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches

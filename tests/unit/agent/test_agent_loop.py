@@ -22,7 +22,6 @@ from hybridflow.agent.agent_loop import (
     learned_calls,
     sampling_of,
 )
-from hybridflow.agent.agents import Agents
 from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.episode import TrajectoryFailed
 from hybridflow.agent.load_agent import load_agent_loop
@@ -37,6 +36,7 @@ from hybridflow.processes import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.trainer.ppo.agents import Agents
 
 END = 3
 TOKENIZER = create_tiny_tokenizer()

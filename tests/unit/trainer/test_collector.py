@@ -107,9 +107,9 @@ def test_a_batch_of_which_nothing_is_left_is_as_the_driver_would_have_made_it(
 ) -> None:
     filtered = [rows_of(rows, []) for rows in collected(groups)]
     with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run")) as trainer:
-        made = trainer.source.trajectories
-        made.collectors = cast(Any, SimpleNamespace(gives_whole_rows=gives_whole_rows))
-        same(made.whole_batch(filtered, Metrics()), collate([], made.pad_token_id))
+        source = trainer.source
+        source.collectors = cast(Any, SimpleNamespace(gives_whole_rows=gives_whole_rows))
+        same(source.whole_batch(filtered, Metrics()), collate([], source.pipeline.pad_token_id))
 
 
 def test_a_group_that_is_played_as_its_collector_is_lost_does_not_wait_forever() -> None:
@@ -118,7 +118,7 @@ def test_a_group_that_is_played_as_its_collector_is_lost_does_not_wait_forever()
     async def play(collectors: Collectors, index: int) -> None:
         client = cast(Any, SimpleNamespace(failure=None))
         with pytest.raises(WorkerLost, match="it has died"):
-            await collectors.play(index, cast(Any, None), client, timed=True)
+            await collectors.run_group(index, cast(Any, None), client)
         lost.append(index)
 
     class LostGroup:

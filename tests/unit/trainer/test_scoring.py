@@ -63,8 +63,8 @@ def score(
     with rewards.open() as session:
         scoring = Scoring(session)
         for place in reversed(range(len(made))):
-            scoring.add(place, made[place])
-        scored, metrics = scoring.result(failures_count=failures_count)
+            scoring.ended(place, made[place])
+        scored, metrics = scoring.rewarded(session.result(), failures_count=failures_count)
     return scored, metrics.to_floats()
 
 

@@ -12,10 +12,11 @@ from hybridflow.agent.collate import group_index
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.progress import progress
-from hybridflow.observability.timing import Timer
+from hybridflow.trainer.ppo.collector import Collectors
+from hybridflow.trainer.ppo.failures import Failures
+from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
-from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.schedules.idle import IdleShares
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed
@@ -32,13 +33,14 @@ class AheadSource(SyncSource):
     def __init__(
         self,
         loader: StatefulLoader[PromptRow],
-        trajectories: Trajectories,
+        pipeline: RolloutPipeline,
         roles: Roles,
-        timer: Timer,
+        failures: Failures,
+        collectors: Collectors | None,
         ledger: Ledger,
     ) -> None:
         """`ledger` is that of the run, and is closed with the source."""
-        super().__init__(loader, trajectories, roles, timer)
+        super().__init__(loader, pipeline, roles, failures, collectors)
         self.ledger = ledger
         self.beside = not roles.together(roles.actor.role, roles.rollout.role)
         """Whether generation has processes of its own, and goes on in a thread beside training."""
@@ -59,7 +61,7 @@ class AheadSource(SyncSource):
     @property
     def groups_per_step(self) -> int:
         """Groups that a step trains."""
-        return self.trajectories.config.data.train_batch_size
+        return self.pipeline.config.data.train_batch_size
 
     def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
         """Write into the ledger which groups of earlier steps are trained once more, and how often drawn."""

@@ -22,9 +22,9 @@ from hybridflow.agent.agent_loop import (
     learned_calls,
     sampling_of,
 )
+from hybridflow.agent.build import load_agent_loop
 from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.episode import TrajectoryFailed
-from hybridflow.agent.load_agent import load_agent_loop
 from hybridflow.agent.policy import Policy
 from hybridflow.agent.runner import Runner
 from hybridflow.config import PPOConfig

@@ -30,13 +30,13 @@ from hybridflow.agent.runner import Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.config.convert import convert
+from hybridflow.episodes.agents import Agents
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.trainer.ppo.agents import Agents
 
 END = 3
 TOKENIZER = create_tiny_tokenizer()

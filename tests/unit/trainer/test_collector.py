@@ -19,6 +19,7 @@ from hybridflow.config.load import prepare_config
 from hybridflow.controller.future import Part
 from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.controller.stored_rows import PAD, STORED_AT, StoredAt, StoredRows
+from hybridflow.episodes.group_filter import rows_of
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -36,7 +37,6 @@ from hybridflow.trainer.ppo.collector import (
     shared_out,
     whole,
 )
-from hybridflow.trainer.ppo.group_filter import rows_of
 from hybridflow.trainer.ppo.reward_watch import RewardWatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 

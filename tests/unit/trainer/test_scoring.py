@@ -10,13 +10,13 @@ import torch
 
 from hybridflow.agent.collate import collate
 from hybridflow.config.reward import RewardConfig
+from hybridflow.episodes.scoring import Scoring
 from hybridflow.errors import RewardError
 from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Lineage, Outcome, Segment, Trajectory
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.trainer.ppo.scoring import Scoring
 
 
 def test_a_score_lands_on_the_last_sampled_token() -> None:

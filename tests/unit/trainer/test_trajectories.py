@@ -16,6 +16,7 @@ from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.group_filter import rows_of, uids_of
 from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.report import collect
@@ -24,7 +25,6 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.group_filter import rows_of, uids_of
 from hybridflow.workers.rollout import Finished
 from hybridflow.workers.rollout_group import Generated
 

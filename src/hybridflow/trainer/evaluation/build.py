@@ -24,6 +24,8 @@ from hybridflow.data.build import build_prompt_data
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.planning import validation_requests
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.build import build_reward_manager
@@ -32,10 +34,8 @@ from hybridflow.trainer.evaluation.main import Endpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
 from hybridflow.trainer.evaluation.results import summarise, write_results
 from hybridflow.trainer.evaluation.scoring import AnswerScores
-from hybridflow.trainer.ppo.agents import Agents
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
-from hybridflow.trainer.ppo.planning import validation_requests
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
 from hybridflow.trainer.run import Run, started
 from hybridflow.trainer.stopping import StopSignals

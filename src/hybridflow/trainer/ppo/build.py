@@ -29,6 +29,10 @@ from hybridflow.data.plugin import load_object
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.pipeline import RolloutPipeline
+from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
@@ -37,17 +41,13 @@ from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.expiry import expiry_of
 from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import check_reference_tokens
-from hybridflow.trainer.ppo.agents import Agents
 from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
-from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.prediction import Predictor, make_predictor
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
-from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource

@@ -27,6 +27,9 @@ from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.controller.stored_rows import PAD, STORED_AT, StoredAt, with_stored
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.pipeline import GroupRows, RolloutPipeline
+from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
@@ -34,11 +37,8 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rollout.base import GenerationOutput, RolloutStats
 from hybridflow.rollout.client import LLMClient, ReplicaLost
-from hybridflow.trainer.ppo.agents import Agents
 from hybridflow.trainer.ppo.columns import find_estimator
-from hybridflow.trainer.ppo.pipeline import GroupRows, RolloutPipeline
 from hybridflow.trainer.ppo.reward_watch import repeated_share
-from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS

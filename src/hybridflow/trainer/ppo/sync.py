@@ -13,9 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridflow.agent.collate import collate
+from hybridflow.config import PPOConfig
 from hybridflow.controller.stored_rows import STORED_AT
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.group_filter import rows_of, uids_of, varied_groups
+from hybridflow.episodes.overlong import filter_overlong
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
@@ -24,10 +29,6 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.trainer.ppo.collector import Collectors, whole
-from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.group_filter import rows_of, uids_of, varied_groups
-from hybridflow.trainer.ppo.overlong import filter_overlong
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.source import LoaderSource, TrainBatch
 
@@ -65,6 +66,7 @@ class SyncSource(LoaderSource[PromptRow]):
         """
         super().__init__(loader)
         self.pipeline = pipeline
+        self.config: PPOConfig = pipeline.config
         self.roles = roles
         self.failures = failures
         self.collectors = collectors
@@ -93,9 +95,8 @@ class SyncSource(LoaderSource[PromptRow]):
         """
         epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
         self.timer.reset()
-        config = self.pipeline.config
-        wanted = config.data.train_batch_size
-        filters = config.algorithm.filter_groups
+        wanted = self.config.data.train_batch_size
+        filters = self.config.algorithm.filter_groups
         batches = self.admitted()
         metrics = Metrics()
         stats = RolloutStats()
@@ -138,15 +139,14 @@ class SyncSource(LoaderSource[PromptRow]):
         It has no rows where every trajectory has failed. RolloutError ends the run where too many such
         batches come in a row.
         """
-        config = self.pipeline.config
         pad = self.pipeline.pad_token_id
         groups = [rows for rows in groups if len(rows)] or [collate([], pad)]
         if len({STORED_AT in rows for rows in groups}) > 1:
             groups = [whole(rows) for rows in groups]  # some of them are of a checkpoint
         batch = join_rows(groups, pad)
-        batch = rows_of(batch, uids_of(batch)[: config.data.train_batch_size])
+        batch = rows_of(batch, uids_of(batch)[: self.config.data.train_batch_size])
         self.failures.end_step(len(batch))
-        if config.algorithm.overlong_filtering:
+        if self.config.algorithm.overlong_filtering:
             metrics.update(filter_overlong(batch))
         if self.collectors is not None and self.collectors.gives_whole_rows:
             return whole(batch)
@@ -190,8 +190,8 @@ class SyncSource(LoaderSource[PromptRow]):
         self.num_admitted = int(place["admitted"])
 
     def _starved(self, kept: int, generated: int, batches: int) -> str:
-        data = self.pipeline.config.data
-        filters = self.pipeline.config.algorithm.filter_groups
+        data = self.config.data
+        filters = self.config.algorithm.filter_groups
         bounds = (("≥", filters.min_mean), ("≤", filters.max_mean))
         means = "".join(f", mean {sign} {value}" for sign, value in bounds if value is not None)
         limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} allows no more"

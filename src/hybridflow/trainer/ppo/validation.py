@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridflow.config import PPOConfig
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.samples import sample_rows
 from hybridflow.observability.timing import Timer
@@ -13,7 +15,6 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import with_all_columns
 from hybridflow.protocol.randomness import derive_seed
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.val_metrics import validation_metrics
 from hybridflow.workers import RolloutGroup
@@ -35,7 +36,7 @@ class Validator:
         self.rollout = rollout
         self.samples = samples
         self.timer = timer
-        self.config = pipeline.config
+        self.config: PPOConfig = pipeline.config
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics (`val-core/…`, `val-aux/…`, those of agents too) after `step` steps and write

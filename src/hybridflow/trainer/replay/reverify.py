@@ -22,6 +22,7 @@ from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import replayed_steps
+from hybridflow.episodes.overlong import shape_overlong
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
@@ -38,7 +39,6 @@ from hybridflow.trainer.ppo.columns import (
     find_estimator,
     leave_out_unpaired,
 )
-from hybridflow.trainer.ppo.overlong import shape_overlong
 from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows, KeptStep
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from hybridflow.agent.collate import group_index
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.ppo.collector import Collectors
-from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.schedules.idle import IdleShares
@@ -61,7 +61,7 @@ class AheadSource(SyncSource):
     @property
     def groups_per_step(self) -> int:
         """Groups that a step trains."""
-        return self.pipeline.config.data.train_batch_size
+        return self.config.data.train_batch_size
 
     def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
         """Write into the ledger which groups of earlier steps are trained once more, and how often drawn."""

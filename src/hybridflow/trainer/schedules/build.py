@@ -8,9 +8,9 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.collector import Collectors
-from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.sync import SyncSource

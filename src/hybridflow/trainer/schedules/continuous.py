@@ -25,6 +25,9 @@ from typing import Any
 
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.group_filter import varied_groups
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -32,9 +35,6 @@ from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.collector import Collectors, whole
-from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.group_filter import varied_groups
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
@@ -333,7 +333,7 @@ class ContinuousSource(AheadSource):
             return
         metrics.add_sum("rollout/generated_tokens", float(_num_tokens(rows)))
         self.ledger.append(Finished(index, tokens=_num_tokens(rows)), Scored(index))
-        filters = self.pipeline.config.algorithm.filter_groups
+        filters = self.config.algorithm.filter_groups
         if filters.enable and not len(varied_groups(rows, filters)):
             self.ledger.append(Filtered(index))
             self._leave_out(group, metrics)

@@ -22,12 +22,12 @@ from typing import Any
 from hybridflow.agent.collate import group_index
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.collector import Collectors, whole
-from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.pipeline import RolloutPipeline
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
 from hybridflow.trainer.schedules.index_ranges import ranges
@@ -255,7 +255,7 @@ class ExactSource(AheadSource):
 
     def _note(self, admitted: range, left: list[int]) -> None:
         """Note in the ledger which groups of a batch have rows; the others failed, or were filtered."""
-        filters = self.pipeline.config.algorithm.filter_groups.enable
+        filters = self.config.algorithm.filter_groups.enable
         gone = ranges(sorted({*admitted} - {*left}))
         for each in ranges(left if not filters else admitted):
             self.ledger.append(Finished(each.start, len(each)), Scored(each.start, len(each)))

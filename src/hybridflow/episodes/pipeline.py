@@ -29,6 +29,18 @@ from hybridflow.agent.single_turn import RequestBatch, demonstration_outputs
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.overlong import shape_overlong
+from hybridflow.episodes.planning import (
+    BASELINES,
+    DEMONSTRATIONS,
+    demonstration_sample,
+    greedy_sample,
+    training_requests,
+    validation_requests,
+)
+from hybridflow.episodes.rollout_traces import RolloutTraces
+from hybridflow.episodes.scoring import Scoring
 from hybridflow.errors import RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timeline import timeline
@@ -39,18 +51,6 @@ from hybridflow.protocol.trajectory import Outcome, Trajectory
 from hybridflow.rewards.manager import RewardManager, RewardSession
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.client import LLMClient
-from hybridflow.trainer.ppo.agents import Agents
-from hybridflow.trainer.ppo.overlong import shape_overlong
-from hybridflow.trainer.ppo.planning import (
-    BASELINES,
-    DEMONSTRATIONS,
-    demonstration_sample,
-    greedy_sample,
-    training_requests,
-    validation_requests,
-)
-from hybridflow.trainer.ppo.rollout_traces import RolloutTraces
-from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup
 from hybridflow.workers.correction import sampled_rows
 

@@ -50,7 +50,7 @@ from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
-from hybridflow.trainer.ppo.sync import SyncSource
+from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.profiling import StepProfiler
@@ -148,8 +148,8 @@ def _trainer(
         group = WorkerGroup[Collector](roles.actor.backend, COLLECTOR)
         collectors = Collectors(group, roles.rollout, config, pipeline.pad_token_id)
         collectors.gives_whole_rows |= data.reads_batches
-    loader = data.train_loader
-    source = make_source(config, loader, pipeline, roles, failures, collectors, total_steps, run.folder.path)
+    parts = SourceParts(data.train_loader, pipeline, roles, failures, collectors)
+    source = make_source(config, parts, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     buffer = _replay_buffer(config, tokenizer, source)

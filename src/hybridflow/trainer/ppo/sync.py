@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.agent.collate import collate
@@ -40,6 +41,20 @@ sets no limit.
 """
 
 
+@dataclass(frozen=True)
+class SourceParts:
+    """What every source of training rows is made of."""
+
+    loader: StatefulLoader[PromptRow]
+    pipeline: RolloutPipeline
+    roles: Roles
+    failures: Failures
+    collectors: Collectors | None
+    """These make the rows, where the run has some, else the pipeline does. Their rows have the columns that
+    the driver computes with; the others are where `stored_at` says.
+    """
+
+
 class SyncSource(LoaderSource[PromptRow]):
     """Generates and scores a batch between two updates, in the trainer's thread.
 
@@ -51,25 +66,13 @@ class SyncSource(LoaderSource[PromptRow]):
     kind = "sync"
     """How batches are made ahead of training; a run goes on from checkpoints of its own kind only."""
 
-    def __init__(
-        self,
-        loader: StatefulLoader[PromptRow],
-        pipeline: RolloutPipeline,
-        roles: Roles,
-        failures: Failures,
-        collectors: Collectors | None,
-    ) -> None:
-        """Read prompts from `loader`, and have rows made of them by `collectors`, else by `pipeline`.
-
-        Rows of collectors have the columns that the driver computes with; the others are where `stored_at`
-        says.
-        """
-        super().__init__(loader)
-        self.pipeline = pipeline
-        self.config: PPOConfig = pipeline.config
-        self.roles = roles
-        self.failures = failures
-        self.collectors = collectors
+    def __init__(self, parts: SourceParts) -> None:
+        super().__init__(parts.loader)
+        self.pipeline = parts.pipeline
+        self.config: PPOConfig = parts.pipeline.config
+        self.roles = parts.roles
+        self.failures = parts.failures
+        self.collectors = parts.collectors
         self.timer = Timer(progress=progress)
         self.refill = True
         """Whether dynamic sampling replaces the groups that it drops."""

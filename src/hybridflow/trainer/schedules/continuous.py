@@ -23,20 +23,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
-from hybridflow.episodes.failures import Failures
 from hybridflow.episodes.group_filter import varied_groups
-from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
-from hybridflow.trainer.ppo.collector import Collectors, whole
-from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES
+from hybridflow.trainer.ppo.collector import whole
+from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
 from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger import Ledger
@@ -79,11 +75,7 @@ class ContinuousSource(AheadSource):
 
     def __init__(
         self,
-        loader: StatefulLoader[PromptRow],
-        pipeline: RolloutPipeline,
-        roles: Roles,
-        failures: Failures,
-        collectors: Collectors | None,
+        parts: SourceParts,
         *,
         schedule: Schedule,
         ledger: Ledger,
@@ -93,10 +85,10 @@ class ContinuousSource(AheadSource):
         """With `partial` weights change while responses are being generated, else between them.
         `max_concurrent` groups are generated at once; None: all that are admitted.
         """
-        super().__init__(loader, pipeline, roles, failures, collectors, ledger)
+        super().__init__(parts, ledger)
         self.schedule = schedule
         self.partial = partial
-        self.run_group = (collectors or pipeline).run_group
+        self.run_group = (parts.collectors or parts.pipeline).run_group
         self.max_concurrent = max_concurrent
         self.reading = self._changed
         self._groups: dict[int, Group] = {}  # not trained, by index

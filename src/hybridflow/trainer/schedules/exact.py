@@ -20,15 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.agent.collate import group_index
-from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
-from hybridflow.episodes.failures import Failures
-from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
-from hybridflow.trainer.ppo.collector import Collectors, whole
-from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.ppo.collector import whole
+from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
 from hybridflow.trainer.schedules.index_ranges import ranges
 from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
@@ -59,18 +56,14 @@ class ExactSource(AheadSource):
 
     def __init__(
         self,
-        loader: StatefulLoader[PromptRow],
-        pipeline: RolloutPipeline,
-        roles: Roles,
-        failures: Failures,
-        collectors: Collectors | None,
+        parts: SourceParts,
         *,
         run_ahead: int,
         total_steps: int,
         ledger: Ledger,
     ) -> None:
         """`run_ahead` is the number of steps between the weights that sample a batch and its own."""
-        super().__init__(loader, pipeline, roles, failures, collectors, ledger)
+        super().__init__(parts, ledger)
         self.run_ahead = run_ahead
         self.refill = not run_ahead
         self.total_steps = total_steps

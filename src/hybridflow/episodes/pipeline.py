@@ -30,7 +30,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.episodes.agents import Agents
-from hybridflow.episodes.overlong import shape_overlong
+from hybridflow.episodes.overlong import shape_by_keys
 from hybridflow.episodes.planning import (
     BASELINES,
     DEMONSTRATIONS,
@@ -236,7 +236,12 @@ class RolloutPipeline:
         `samples` [B] int64 is the number of each row's sample in its group.
         """
         greedy = greedy_sample(self.config)
-        batch = self._shaped(batch, samples < greedy, metrics)
+        batch = shape_by_keys(batch, self.config)
+        if "overlong_reward" in batch:
+            penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)
+            first = ByTrajectory(batch).first_rows
+            penalties = penalties[first][samples[first] < greedy]
+            metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
         if DEMONSTRATIONS in self.needs:
             batch |= DataProto.from_dict({DEMONSTRATIONS: samples == demonstration_sample(self.config)})
         if BASELINES in self.needs:
@@ -251,21 +256,6 @@ class RolloutPipeline:
                 trajectories.batch["token_level_scores"][generated].sum(),
                 int(generated.sum()),
             )
-        return batch
-
-    def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
-        """Shape overlong rewards where `reward.reward_kwargs` asks for it."""
-        limits = self.config.reward.reward_kwargs
-        buffer = limits.overlong_buffer_cfg
-        max_len = limits.max_resp_len or self.config.data.max_response_length
-        if not buffer.enable:
-            return batch
-        assert buffer.len is not None, "filled by resolve"
-        batch = shape_overlong(batch, max_len=max_len, buffer_len=buffer.len, factor=buffer.penalty_factor)
-        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)
-        first = ByTrajectory(batch).first_rows
-        penalties = penalties[first][sampled[first]]
-        metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
         return batch
 
 

@@ -33,7 +33,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ from hybridflow.config.load import load_config, prepare_config
 from hybridflow.demo.warm_up import WarmUpOptions, warm_up
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.logging_setup import setup_logging
-from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.build import build
+from hybridflow.trainer.source import TrainBatch
 
 RESULT = Path(__file__).parent / "results" / "cluster_parity.json"
 ACTOR = "actor_rollout_ref.actor"
@@ -179,22 +179,21 @@ def execute(
     config = prepare_config(PPOConfig, list(keys), recipe=f"tiny/{algorithm}").config
     run = Run()
     with build(config) as trainer:
-        own = trainer.source.trajectories.for_training
+        own = trainer.source.next
 
-        def rollouts(batches: Iterator[Any], *, refill: bool = True) -> tuple[DataProto, Metrics]:
-            step = len(run.tokens) + 1
+        def rollouts(step: int) -> TrainBatch:
             if replay is not None:
-                batch = DataProto.load_from_disk(replay / str(step))
-                metrics = Metrics()
+                made = TrainBatch(DataProto.load_from_disk(replay / str(step)), epoch=0)
             else:
-                batch, metrics = own(batches, refill=refill)
+                made = own(step)
+            batch = made.rows
             if record is not None:
                 batch.save_to_disk(record / str(step))
             order = torch.argsort(batch.batch["row_id"])
             run.tokens.append((batch.batch["responses"] * batch.batch["response_mask"])[order])
-            return batch, metrics
+            return made
 
-        trainer.source.trajectories.for_training = rollouts  # type: ignore[method-assign]
+        trainer.source.next = rollouts  # type: ignore[method-assign]
 
         def after(step: int, logged: dict[str, float]) -> bool:
             run.lines.append(logged)

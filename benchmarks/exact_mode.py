@@ -38,6 +38,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Samplin
 from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.trainer.ppo.build import build
+from hybridflow.trainer.source import TrainBatch
 
 RESULT = Path(__file__).parent / "results" / "exact_mode"
 PARTS = ("run", "company", "resume", "bit", "price")
@@ -93,15 +94,16 @@ def train(model: Path, run: Path, steps: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     config = prepare_config(PPOConfig, keys(model, run, steps=steps), recipe="tiny/grpo").config
     with build(config) as trainer:
-        real = trainer.source.trajectories.for_training
+        real = trainer.source.next
 
-        def watched(prompts: Any, step: int) -> Any:
-            batch, metrics = real(prompts, step)
+        def watched(step: int) -> TrainBatch:
+            made = real(step)
+            batch = made.rows
             sampled = [batch.batch[name].numpy().tobytes() for name in ("responses", "rollout_log_probs")]
             seen[str(step)] = {"sampled": hashlib.sha256(b"".join(sampled)).hexdigest(), "rows": len(batch)}
-            return batch, metrics
+            return made
 
-        trainer.source.trajectories.for_training = watched  # type: ignore[method-assign]
+        trainer.source.next = watched  # type: ignore[method-assign]
         trainer.fit(after_step=lambda step, logged: seen[str(step)].update(logged) or False)
     return seen
 

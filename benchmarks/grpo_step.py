@@ -164,7 +164,7 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
                 raise
             kit.say({"baseline": baseline, "impossible": str(error)})
             return
-        rollout = trainer.source.trajectories.rollout
+        rollout = trainer.source.roles.rollout
         generate = rollout.generate
 
         def with_lengths(requests: Any, **keywords: Any) -> Any:

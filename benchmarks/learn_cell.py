@@ -157,8 +157,8 @@ def _measure(trainer: PPOTrainer, seed: int, *, passes: bool) -> dict[str, float
     """Held-out accuracy, sampled at temperature 1 and greedy; with `passes` also pass@8 on a part of the
     questions.
     """
-    rollout = trainer.source.trajectories.rollout
-    tokenizer = trainer.source.trajectories.tokenizer
+    rollout = trainer.source.roles.rollout
+    tokenizer = trainer.source.pipeline.tokenizer
     questions = held_out_questions(tokenizer, seed=seed)
     sampled = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
     greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)

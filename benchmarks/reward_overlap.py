@@ -98,10 +98,8 @@ def config(folder: Path, options: argparse.Namespace) -> PPOConfig:
 
 def train_step(trainer: PPOTrainer, step: int) -> tuple[float, float, float]:
     """Return the seconds of generation, of waiting for rewards, and of the whole step."""
-    trainer.source.timer.reset()
     started = time.perf_counter()
-    batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted())
-    trainer.step(batch, step)
+    trainer.step(trainer.source.next(step).rows, step)
     seconds = time.perf_counter() - started
     return trainer.source.timer.seconds("gen"), trainer.source.timer.seconds("reward"), seconds
 
@@ -117,12 +115,12 @@ def main() -> None:
     options = parser.parse_args()
     lines: list[tuple[str, float, float, float]] = []
     with tempfile.TemporaryDirectory() as folder, build(config(Path(folder), options)) as trainer:
-        rollout = trainer.source.trajectories.rollout
+        rollout = trainer.source.roles.rollout
         rollout.update_from(trainer.step.roles.actor, 0)
         for step in range(2 * options.steps):
             after_all = step % 2 == 0
             spread = SpreadRollout(rollout, options.longest, all_at_once=after_all)
-            trainer.source.trajectories.rollout = spread  # type: ignore[assignment]
+            trainer.source.roles = replace(trainer.source.roles, rollout=spread)  # type: ignore[arg-type]
             what = "after generation" if after_all else "while others are generated"
             lines.append((what, *train_step(trainer, step + 1)))
             print(

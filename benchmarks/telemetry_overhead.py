@@ -120,7 +120,7 @@ class Account:
         self.ports = ports_of(trainer)
         trainer.trackers.log = self._timed(trainer.trackers.log)
         trainer.log_samples = self._timed(trainer.log_samples)
-        traces = trainer.source.trajectories._traces
+        traces = trainer.source.pipeline.traces
         self.threads = [
             each._thread for each in getattr(trainer.trackers, "trackers", []) if hasattr(each, "_thread")
         ]

@@ -157,7 +157,7 @@ def colocated(rounds: int) -> dict[str, Any]:
 
 def _compared(trainer: Any, rounds: int) -> dict[str, Any]:
     actor = trainer.step.roles.actor
-    rollout = trainer.source.trajectories.rollout
+    rollout = trainer.source.roles.rollout
     trained = dict(actor.backend.worker("actor").engine.module.named_parameters())
     generating = dict(rollout.backend.worker("rollout").engine.policy.named_parameters())
     target = {name: parameter.detach().clone() for name, parameter in trained.items()}

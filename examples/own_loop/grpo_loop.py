@@ -22,9 +22,9 @@ from hybridflow.algorithms.advantages.grpo import grpo
 from hybridflow.config.load import prepare_config
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.episodes.planning import sampling_of
 from hybridflow.trainer.ppo.columns import group_ids
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
-from hybridflow.trainer.ppo.generation import sampling_of
 from hybridflow.trainer.ppo.worker_groups import worker_groups
 from hybridflow.trainer.run import huggingface_writer
 from hybridflow.workers import ReferenceWorker

@@ -16,7 +16,7 @@ from hybridflow.config.load import prepare_config
 from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerGroup, register
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.trainer.ppo.generation import sampling_of
+from hybridflow.episodes.planning import sampling_of
 from hybridflow.trainer.ppo.worker_groups import worker_groups
 
 

@@ -25,6 +25,7 @@ LINES = [
     ["interactions"],
     ["agent"],
     ["workers"],
+    ["episodes"],
     ["trainer", "merger"],
     ["explain", "demo"],
     ["api"],

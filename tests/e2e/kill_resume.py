@@ -55,7 +55,7 @@ MOMENTS = {
     "update": Moment("hybridflow.engines.optimizer:MasterAdamW.step", call=2, after=True),
     "save, some roles written": Moment("hybridflow.checkpoint.shard_storage:write_tensors", after=True),
     "save, states of the driver written": Moment(f"{STORE}:save_tree", call=2, after=True),
-    "reward": Moment("hybridflow.trainer.ppo.scoring:Scoring.result"),
+    "reward": Moment("hybridflow.rewards.manager:RewardSession.result"),
     "update, in the backward": Moment("hybridflow.engines.optimizer:MasterAdamW.gradient_norm"),
     "save, before the manifest": Moment(f"{STORE}:write_manifest"),
     "save, before the rename": Moment(f"{STORE}:sync_tree", after=True),

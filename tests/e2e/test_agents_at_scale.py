@@ -207,10 +207,10 @@ def test_a_step_of_two_thousand_conversations(inputs: Inputs, tmp_path: Path) ->
     last = [fate_of(tries[-1]) for tries in seeds]
     with build(made) as trainer:
         engine = CrowdEngine()
-        trainer.source.trajectories.rollout.backend.worker("rollout").engine = engine  # type: ignore[attr-defined]
+        trainer.source.roles.rollout.backend.worker("rollout").engine = engine  # type: ignore[attr-defined]
         before = resources()
         batch = trainer.source.next(1)
-        trainer.source.trajectories.agents.close()
+        trainer.source.pipeline.agents.close()
         after = resources()
         trained, metrics = trainer.step(batch.rows, 1)
 

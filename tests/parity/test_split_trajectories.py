@@ -28,6 +28,9 @@ from hybridflow.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from hybridflow.config.critic import CriticConfig
+from hybridflow.episodes.group_filter import groups_to_keep, metric_values
+from hybridflow.episodes.overlong import filter_overlong, shape_overlong
+from hybridflow.episodes.pipeline import _baselines_as_column
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -43,9 +46,6 @@ from hybridflow.trainer.ppo.columns import (
     resample,
 )
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
-from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values
-from hybridflow.trainer.ppo.groups import _baselines_as_column
-from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import critic_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batches

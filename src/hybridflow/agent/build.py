@@ -2,7 +2,7 @@
 
 single_turn_agent, tool_agent, environment ──► ChatAgent
 command, path/to/file.py:function ───────────► agents that know a base URL
-other names, path/to/file.py:Class ──────────► agent loops and agents of one's own
+other names, path/to/file.py:Class ──────────► agent loops and agents of one's own (load_agent_loop)
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.agent.agent_loop import REGISTERED, AgentLoopAgent, AgentLoopBase
 from hybridflow.agent.chat import ChatAgent, ChatParts
-from hybridflow.agent.early_checks import AGENT_KEY
+from hybridflow.agent.early_checks import AGENT_KEY, PATH_KEY, agent_entries, check_agent
 from hybridflow.agent.episode import Agent, AgentResult, Episode
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.load_agent import load_agent_loop
 from hybridflow.agent.policy import Policy
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import longest_row
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.plugin import load_object
+from hybridflow.data.plugin import blaming, load_class, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.processes import Hosts, HostsLike, LocalHosts
@@ -208,3 +208,32 @@ class _WithInteractions:
         extra_info = episode.row.row.get("extra_info") or {}
         agent = self._talking if extra_info.get("interaction_kwargs") else self._plain
         return await agent.run(episode, policy)
+
+
+def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent:
+    """Return an agent: an entry of `agent_loop_config_path`, or a loop that `register` has named.
+
+    path/to/file.py:NAME (or package.module:NAME) is a class of agent loops, constructed with `agent.options`
+    for each trajectory, or a class of agents, constructed once as NAME(tokenizer, **options). ConfigError
+    where there is no such agent.
+    """
+    agent = config.actor_rollout_ref.rollout.agent
+    entries = agent_entries(agent.agent_loop_config_path)
+    if name in entries:
+        kwargs = dict(entries[name])
+        target = load_class(kwargs.pop("_target_"), key=PATH_KEY)
+        return AgentLoopAgent(target, kwargs, config, tokenizer)
+    if name in REGISTERED:
+        return AgentLoopAgent(REGISTERED[name], agent.options, config, tokenizer)
+    if ":" not in name:
+        known = ["single_turn_agent", "tool_agent", "environment", *entries, *REGISTERED]
+        raise ConfigError(
+            f"{AGENT_KEY}: there is no agent {name!r}; wanted {', '.join(known)} or path/to/file.py:NAME"
+        )
+    found = load_object(name, key=AGENT_KEY)
+    check_agent(found, name, agent.options)
+    if issubclass(found, AgentLoopBase):
+        return AgentLoopAgent(found, agent.options, config, tokenizer)
+    with blaming(f"{AGENT_KEY}: {name}"):
+        made: Agent = found(tokenizer, **agent.options)
+    return made

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from hybridflow.agent.policy import Policy
 
 
+def reward_facts(prompt: PromptRow) -> dict[str, Any]:
+    """Return the columns of a prompt row that a reward function reads."""
+    row = prompt.row
+    return {
+        "data_source": row.get("data_source"),
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": row.get("extra_info") or {},
+    }
+
+
 @dataclass(frozen=True)
 class Episode:
     """One sample of a group before it is played."""
@@ -43,12 +53,7 @@ class Episode:
     @property
     def facts(self) -> dict[str, Any]:
         """The columns of the row that a reward function reads, with `solution_str` still missing."""
-        row = self.row.row
-        return {
-            "data_source": row.get("data_source"),
-            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-            "extra_info": row.get("extra_info") or {},
-        }
+        return reward_facts(self.row)
 
 
 @dataclass(frozen=True)

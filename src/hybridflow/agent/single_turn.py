@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hybridflow.agent.collate import GROUPS_PER_STEP
+from hybridflow.agent.episode import reward_facts
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -56,22 +56,16 @@ class RequestBatch:
         # a response without tokens is a row all the same: it is an answer, and is scored like others
         lineages = rows_of([Call(prompt, output)]) or (Lineage(prompt),)
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        extra = {"solution_str": text, **self._facts(place)}
+        extra = {"solution_str": text, **reward_facts(self.rows[place])}
         group = self.groups[place]
         return Trajectory(group, self.samples[place], lineages, outcome_of(output), extra=extra)
 
     def failed(self, place: int, cause: FailureCause, detail: str) -> Trajectory:
         """Return the trajectory of the request at `place`, which got no response."""
         outcome = Outcome("failed", cause, detail)
-        return Trajectory(self.groups[place], self.samples[place], (), outcome, extra=self._facts(place))
-
-    def _facts(self, place: int) -> dict[str, Any]:
-        row = self.rows[place].row
-        return {
-            "data_source": row.get("data_source"),
-            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-            "extra_info": row.get("extra_info") or {},
-        }
+        return Trajectory(
+            self.groups[place], self.samples[place], (), outcome, extra=reward_facts(self.rows[place])
+        )
 
 
 def outcome_of(output: GenerationOutput) -> Outcome:

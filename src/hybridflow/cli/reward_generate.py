@@ -18,9 +18,9 @@ from hybridflow.data.files import Row
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import resolve_device
+from hybridflow.episodes.planning import sampling_of
 from hybridflow.errors import RolloutError
 from hybridflow.models.build import build_policy, generation_end_tokens
-from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 
 
@@ -53,18 +53,7 @@ def generate_responses(config: PPOConfig, count: int) -> tuple[list[Row], list[s
     ).requires_grad_(False)
     ends = generation_end_tokens(str(model.path), trust_remote_code=model.trust_remote_code)
     engine = build_rollout_engine(rollout, policy, ends, decode=partial(text_of, tokenizer))
-    sampling = SamplingParams(
-        max_tokens=config.data.max_response_length,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        greedy=not rollout.do_sample,
-        stop_token_ids=tuple(rollout.stop_token_ids),
-        ignore_eos=rollout.ignore_eos,
-        stop=tuple(rollout.stop),
-    )
+    sampling = replace(sampling_of(config, rollout), greedy=not rollout.do_sample)
     batch = build_requests(prompts, sampling, n=1, seed=config.trainer.seed, purpose="rollout", step=1)
     outputs = {output.request_id: output for output in engine.generate(batch.requests)}
     answers = [outputs[request.request_id] for request in batch.requests]

@@ -112,7 +112,7 @@ def reinforce(options: DemoOptions, model: Path, folder: RunFolder) -> tuple[Acc
     for note in notes:
         logger.info("note: %s", note)
     with build_ppo(config) as trainer:
-        questions = held_out_questions(trainer.source.trajectories.tokenizer, seed=options.seed)
+        questions = held_out_questions(trainer.source.pipeline.tokenizer, seed=options.seed)
         trainer.source.publish(0)
         before = _answers(trainer, questions, options)
         start = time.perf_counter()
@@ -155,11 +155,11 @@ def _answers(
     ways = ["sampled"]
     if not _validates_the_same(options):
         ways.append("greedy")
-    trajectories = trainer.source.trajectories
+    source = trainer.source
     return {
         way: evaluate(
-            trajectories.rollout,
-            trajectories.tokenizer,
+            source.roles.rollout,
+            source.pipeline.tokenizer,
             questions,
             max_tokens=MAX_TOKENS,
             greedy=way == "greedy",

@@ -1,18 +1,23 @@
 """Scoring in this process (`reward.num_workers=0`): for debugging, and for rewards that cost next to nothing.
 
-A sync function has no deadline here, so one that hangs hangs the run; `os._exit` in it is an error of that
-sample (`exit_guard.py`). `breakpoint()` works. An async function keeps its deadline as long as it awaits.
+A sync function has no deadline here, so one that hangs hangs the run. `breakpoint()` works. An async function
+keeps its deadline as long as it awaits. `os._exit` in a function is an error of that sample: `os._exit(0)`
+would end a run in the middle with status 0, which a scheduler takes for success.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
+from hybridflow.errors import RewardError
 from hybridflow.rewards.call import call, call_async
-from hybridflow.rewards.exit_guard import ExitGuard
 from hybridflow.rewards.load import is_async
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.table import RewardFunction
@@ -26,18 +31,19 @@ NUM_CONCURRENT = 32
 class InProcessScorer:
     """Calls the reward function here, one row after another (async ones NUM_CONCURRENT at a time).
 
-    `os._exit` is guarded from the time that the function is loaded; what `load` raises passes through.
+    `os._exit` is guarded from the time that the function is loaded, so that `from os import _exit` in its
+    file gets the guarded one, too; what `load` raises passes through.
     """
 
     def __init__(self, load: Callable[[], RewardFunction], timeout: float) -> None:
-        self._timeout = timeout
-        self._guard = ExitGuard()
-        self._guard.install()
+        self.timeout = timeout
+        self.guard = ExitGuard()
+        self.guard.install()
         try:
-            with self._guard.scoring():
-                self._function = load()
+            with self.guard.scoring():
+                self.function = load()
         except BaseException:
-            self._guard.remove()
+            self.guard.remove()
             raise
         logger.info("reward.num_workers=0: scoring in this process, where reward.timeout has no effect")
 
@@ -45,36 +51,9 @@ class InProcessScorer:
         """Return where requests are collected; they are scored when the outcomes are wanted."""
         return _Collected(self)
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """The outcomes, in the order of the requests."""
-        if not is_async(self._function):
-            with self._guard.scoring():
-                return [call(self._function, request) for request in requests]
-        outcomes: list[Outcome] = []
-
-        def run() -> None:
-            with self._guard.scoring():
-                outcomes.extend(asyncio.run(self._score_async(requests)))
-
-        # a thread of its own: the caller may itself run inside an event loop, where asyncio.run is refused
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        assert len(outcomes) == len(requests), f"{len(requests)} requests, {len(outcomes)} outcomes"
-        return outcomes
-
-    async def _score_async(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        slots = asyncio.Semaphore(NUM_CONCURRENT)
-
-        async def one(request: ScoreRequest) -> Outcome:
-            async with slots:
-                return await call_async(self._function, request, self._timeout)
-
-        return await asyncio.gather(*(one(request) for request in requests))
-
     def close(self) -> None:
         """Put back `os._exit`; no process is to be ended."""
-        self._guard.remove()
+        self.guard.remove()
 
 
 class _Collected:
@@ -88,7 +67,82 @@ class _Collected:
         self._requests.append(request)
 
     def outcomes(self) -> list[Outcome]:
-        return self._scorer.score(self._requests)
+        scorer = self._scorer
+        if not is_async(scorer.function):
+            with scorer.guard.scoring():
+                return [call(scorer.function, request) for request in self._requests]
+        outcomes: list[Outcome] = []
+
+        def run() -> None:
+            with scorer.guard.scoring():
+                outcomes.extend(asyncio.run(self._score_async()))
+
+        # a thread of its own: the caller may itself run inside an event loop, where asyncio.run is refused
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert len(outcomes) == len(self._requests), (
+            f"{len(self._requests)} requests, {len(outcomes)} outcomes"
+        )
+        return outcomes
+
+    async def _score_async(self) -> list[Outcome]:
+        slots = asyncio.Semaphore(NUM_CONCURRENT)
+
+        async def one(request: ScoreRequest) -> Outcome:
+            async with slots:
+                return await call_async(self._scorer.function, request, self._scorer.timeout)
+
+        return await asyncio.gather(*(one(request) for request in self._requests))
 
     def close(self) -> None:
         self._requests.clear()
+
+
+class ExitGuard:
+    """Replaces `os._exit` from `install` to `remove`.
+
+    In a thread inside `scoring` a call raises RewardError. In another thread, while some thread is inside, a
+    call with status 0 ends the process with status 1 and a message. Elsewhere, and in forks, it is the real
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._scoring: list[int] = []
+
+    def install(self) -> None:
+        """Put the guard in place of `os._exit`."""
+        self._real = os._exit
+        self._process = os.getpid()
+        os._exit = self._guarded
+
+    def remove(self) -> None:
+        """Put back what stood there before `install`."""
+        if os._exit == self._guarded:
+            os._exit = self._real
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """A reward function runs in this thread."""
+        thread = threading.get_ident()
+        self._scoring.append(thread)
+        try:
+            yield
+        finally:
+            self._scoring.remove(thread)
+
+    def _guarded(self, status: int) -> NoReturn:
+        if os.getpid() == self._process and self._scoring:
+            if threading.get_ident() in self._scoring:
+                raise RewardError(
+                    f"the reward function called os._exit({status}), which would have ended the run: with "
+                    "reward.num_workers=0 it runs in the run's own process; return a score, or raise an error"
+                )
+            if status == 0:
+                sys.stderr.write(
+                    "os._exit(0) was called in a thread while the reward function ran "
+                    "(reward.num_workers=0): the run ends with status 1, because it is not finished\n"
+                )
+                sys.stderr.flush()
+                status = 1
+        self._real(status)

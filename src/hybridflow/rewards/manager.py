@@ -176,9 +176,12 @@ class RewardSession:
         Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
         """
         started = time.perf_counter()
-        outcomes = self.outcomes()
-        rows = [self._rows[number] for number in self._order()]
-        return self._manager.judge(rows, outcomes, time.perf_counter() - started)
+        found = self._scoring.outcomes()
+        seconds = time.perf_counter() - started
+        order = self._order()
+        return self._manager.judge(
+            [self._rows[number] for number in order], [found[number] for number in order], seconds
+        )
 
     def _order(self) -> list[int]:
         return sorted(range(len(self._places)), key=self._places.__getitem__)

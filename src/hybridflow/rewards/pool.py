@@ -90,13 +90,6 @@ class RewardPool:
         """
         return _PoolScoring(self)
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Score requests that are all there."""
-        scoring = self.open()
-        for request in requests:
-            scoring.add(request)
-        return scoring.outcomes()
-
     def submit(self, request: ScoreRequest) -> futures.Future[Outcome]:
         """Have a request scored; to cancel the future ends what is under way."""
         return self._submit(self._score(request))

@@ -22,15 +22,15 @@ from hybridflow.agent.agent_loop import (
     learned_calls,
     sampling_of,
 )
-from hybridflow.agent.agents import Agents
+from hybridflow.agent.build import load_agent_loop
 from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.episode import TrajectoryFailed
-from hybridflow.agent.load_agent import load_agent_loop
 from hybridflow.agent.policy import Policy
 from hybridflow.agent.runner import Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.config.convert import convert
+from hybridflow.episodes.agents import Agents
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.processes import LocalHosts

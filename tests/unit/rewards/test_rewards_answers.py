@@ -16,7 +16,7 @@ from hybridflow.errors import RewardError
 from hybridflow.processes.channel import MARK, ChannelBroken, frame, take_messages
 from hybridflow.rewards import ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.exit_guard import ExitGuard
+from hybridflow.rewards.in_process import ExitGuard
 from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.worker import MAX_ANSWER
 

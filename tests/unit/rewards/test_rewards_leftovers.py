@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
-from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.pool import RewardPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
@@ -60,13 +60,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 TRAINER = """
 import os, signal, sys, threading
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
-from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.pool import RewardPool
 pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=1), 0)
 # the pool is used by a thread that ends before the process: its workers must not end with it
 scored = []
 request = ScoreRequest("x", f"{sys.argv[3]} returns", None, {"note": sys.argv[2]})
-thread = threading.Thread(target=lambda: scored.extend(pool.score([request])))
+thread = threading.Thread(target=lambda: scored.extend(RewardManager(pool).outcomes([request])))
 thread.start()
 thread.join()
 print(scored[0].score, *(worker.keeper.pid for worker in pool._hosts[0]._workers), flush=True)
@@ -110,7 +110,12 @@ def noted(note: Path) -> list[int]:
 def test_nothing_is_left_after_close(function: str, how: str, tmp_path: Path) -> None:
     note = tmp_path / "pids"
     pool = pool_of(function)
-    assert pool.score([ScoreRequest("x", f"{how} returns", None, {"note": str(note)})])[0].score == 1.0
+    assert (
+        RewardManager(pool)
+        .outcomes([ScoreRequest("x", f"{how} returns", None, {"note": str(note)})])[0]
+        .score
+        == 1.0
+    )
     started = noted(note)
     assert not any(gone(pid) for pid in started), "they live as long as the worker does"
     pool.close()
@@ -124,7 +129,7 @@ def test_nothing_is_left_when_a_worker_ends(
 ) -> None:
     note = tmp_path / "pids"
     pool = pool_of(function)
-    outcome = pool.score([ScoreRequest("x", f"{how} {then}", None, {"note": str(note)})])[0]
+    outcome = RewardManager(pool).outcomes([ScoreRequest("x", f"{how} {then}", None, {"note": str(note)})])[0]
     assert outcome.error == kind
     assert {"hangs": "2 seconds", "exits": "exit code 7", "aborts": "SIGABRT"}[then] in outcome.detail
     pool.close()

@@ -20,7 +20,7 @@ import pytest
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.processes.keeper import living_descendants
-from hybridflow.rewards import RewardManager, ScoreRequest
+from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.manager import ScoredBatch
@@ -124,6 +124,10 @@ def request(response: str, number: float = 1.0, **info: Any) -> ScoreRequest:
     return ScoreRequest("mine", response, None, {"number": number, **info})
 
 
+def outcomes_of(pool: RewardPool, rows: list[ScoreRequest]) -> list[Outcome]:
+    return RewardManager(pool).outcomes(rows)
+
+
 def scored(manager: RewardManager, rows: list[ScoreRequest]) -> ScoredBatch:
     with manager.open() as session:
         for place, row in enumerate(rows):
@@ -169,14 +173,16 @@ def test_scores_that_nobody_waits_for_are_ended(bad_file: str, tmp_path: Path) -
         assert wait_until(lambda: note.exists() and note.read_text() != "")
         raise ValueError("the step was left")
     assert wait_until(lambda: gone(int(note.read_text()))), "what is under way ends with its step"
-    assert pool.score([request("number", 4.0)])[0].score == 4.0, "the next step is scored by another worker"
+    assert outcomes_of(pool, [request("number", 4.0)])[0].score == 4.0, (
+        "the next step is scored by another worker"
+    )
     pool.close()
 
 
 def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> None:
     table = HARMLESS | DEADLY
     requests = [item for response in table for item in (request(response), request("number", 5.0))]
-    outcomes = pool.score(requests)
+    outcomes = outcomes_of(pool, requests)
     assert [outcome.score for outcome in outcomes[1::2]] == [5.0] * len(table)
     for response, outcome in zip(table, outcomes[::2], strict=True):
         kind, text = table[response]
@@ -195,64 +201,67 @@ def test_the_same_in_process(bad_file: str, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_results_come_in_request_order_from_both_workers(pool: RewardPool) -> None:
-    outcomes = pool.score(
-        [request("slow" if number % 7 == 0 else "number", float(number)) for number in range(50)]
+    outcomes = outcomes_of(
+        pool, [request("slow" if number % 7 == 0 else "number", float(number)) for number in range(50)]
     )
     assert [outcome.score for outcome in outcomes] == [float(number) for number in range(50)]
-    assert pool.score([]) == []
+    assert outcomes_of(pool, []) == []
 
 
 def test_workers_are_their_own_light_processes(pool: RewardPool) -> None:
-    outcome = pool.score([request("pid")])[0]
+    outcome = outcomes_of(pool, [request("pid")])[0]
     assert outcome.extras["pid"] in processes(pool)
     assert (outcome.extras["torch"], outcome.extras["threads"]) == (False, "1")
 
 
 def test_killing_a_worker_also_ends_what_the_function_started(pool: RewardPool, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    assert pool.score([request("child", note=str(note))])[0].error == "timeout"
+    assert outcomes_of(pool, [request("child", note=str(note))])[0].error == "timeout"
     assert wait_until(lambda: gone(int(note.read_text())))
 
 
 def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
-    workers = {outcome.extras["pid"] for outcome in pool.score([request("pid")] * 4)}
+    workers = {outcome.extras["pid"] for outcome in outcomes_of(pool, [request("pid")] * 4)}
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     # at once: a sample that a dying worker was given and never began is not blamed
-    assert [outcome.score for outcome in pool.score([request("number", 3.0)] * 4)] == [3.0] * 4
+    assert [outcome.score for outcome in outcomes_of(pool, [request("number", 3.0)] * 4)] == [3.0] * 4
     assert not workers & processes(pool)
 
 
 def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> None:
-    outcomes = pool.score([ScoreRequest("mine", "number", lambda: 0, {"number": 1.0}), request("number")])
+    outcomes = outcomes_of(
+        pool, [ScoreRequest("mine", "number", lambda: 0, {"number": 1.0}), request("number")]
+    )
     assert outcomes[0].error and outcomes[1].score == 1.0
 
 
 def test_large_requests_travel(pool: RewardPool) -> None:
-    assert pool.score([request("number", 2.0, text="x" * 3_000_000)] * 3)[2].score == 2.0
+    assert outcomes_of(pool, [request("number", 2.0, text="x" * 3_000_000)] * 3)[2].score == 2.0
 
 
 def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
-    outcomes = async_pool.score(
+    outcomes = outcomes_of(
+        async_pool,
         [request("meets", float(number), together=20) for number in range(20)]
-        + [request("awaits_forever"), request("own_timeout")]
+        + [request("awaits_forever"), request("own_timeout")],
     )
     assert [outcome.score for outcome in outcomes[:20]] == [float(number) for number in range(20)]
     assert [outcome.error for outcome in outcomes[20:]] == ["timeout", "TimeoutError"]
 
 
 def test_an_async_worker_that_dies_is_tried_again_sample_by_sample(async_pool: RewardPool) -> None:
-    outcomes = async_pool.score([request("awaits", 1.0), request("kills"), request("awaits", 2.0)])
+    outcomes = outcomes_of(async_pool, [request("awaits", 1.0), request("kills"), request("awaits", 2.0)])
     assert [outcome.error for outcome in outcomes] == ["", "died", ""]
 
 
 def test_an_async_worker_that_blocks_is_ended(async_pool: RewardPool) -> None:
-    assert async_pool.score([request("hangs")])[0].error == "timeout"
+    assert outcomes_of(async_pool, [request("hangs")])[0].error == "timeout"
 
 
 @pytest.mark.slow
 def test_what_a_blocked_async_worker_had_beside_the_blocking_sample_scores(async_pool: RewardPool) -> None:
-    outcomes = async_pool.score([request("awaits", 1.0), request("hangs")])
+    outcomes = outcomes_of(async_pool, [request("awaits", 1.0), request("hangs")])
     assert [outcome.error for outcome in outcomes] == ["", "timeout"]
 
 
@@ -355,19 +364,19 @@ def test_close_ends_the_workers(bad_file: str) -> None:
     pool.close()
     assert all(gone(pid) for pid in pids)
     with pytest.raises(RewardError, match="closed"):
-        pool.score([request("number")])
+        outcomes_of(pool, [request("number")])
 
 
 ORPHAN = """
 import os, signal, sys, threading, time
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
-from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.pool import RewardPool
 # no guard against being imported again: workers must not run this file
 pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=2), 0)
 print(*(worker.keeper.pid for hosts in pool._hosts for worker in hosts._workers), flush=True)
 threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-pool.score([ScoreRequest("x", "hangs", None)])
+RewardManager(pool).outcomes([ScoreRequest("x", "hangs", None)])
 """
 
 

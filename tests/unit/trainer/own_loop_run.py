@@ -65,7 +65,7 @@ def run(kind: str, model: Path, folder: Path, *keys: str) -> dict[str, Any]:
         steps = []
         with build(config) as trainer:
             trainer.fit(lambda step, logged: bool(steps.append(logged)))
-            tokenizer = trainer.source.trajectories.tokenizer
+            tokenizer = trainer.source.pipeline.tokenizer
             huggingface_writer(trainer.step.roles.actor, tokenizer)(folder / "model", True)
     return {"controller": config.trainer.controller, "steps": steps, "weights": digest(folder / "model")}
 

@@ -18,6 +18,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.controller.future import Part
 from hybridflow.controller.local import in_memory
+from hybridflow.episodes.group_filter import rows_of
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -26,7 +27,6 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.protocol.trajectory import Lineage, Segment, Trajectory
 from hybridflow.trainer.ppo.collector import Collector, Collectors, shared_out
-from hybridflow.trainer.ppo.group_filter import rows_of
 from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows, whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch
 from hybridflow.workers.actor import POLICY_COLUMNS
@@ -99,9 +99,9 @@ def test_a_batch_of_which_nothing_is_left_is_as_the_driver_would_have_made_it(
 ) -> None:
     filtered = [rows_of(rows, []) for rows in collected(groups)]
     with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run")) as trainer:
-        made = trainer.source.trajectories
-        made.collectors = cast(Any, SimpleNamespace(gives_whole_rows=gives_whole_rows))
-        same(made.whole_batch(filtered, Metrics()), collate([], made.pad_token_id))
+        source = trainer.source
+        source.collectors = cast(Any, SimpleNamespace(gives_whole_rows=gives_whole_rows))
+        same(source.whole_batch(filtered, Metrics()), collate([], source.pipeline.pad_token_id))
 
 
 def test_a_group_that_is_played_as_its_collector_is_lost_does_not_wait_forever() -> None:
@@ -110,7 +110,7 @@ def test_a_group_that_is_played_as_its_collector_is_lost_does_not_wait_forever()
     async def play(collectors: Collectors, index: int) -> None:
         client = cast(Any, SimpleNamespace(failure=None))
         with pytest.raises(WorkerLost, match="it has died"):
-            await collectors.play(index, cast(Any, None), client, timed=True)
+            await collectors.run_group(index, cast(Any, None), client)
         lost.append(index)
 
     class LostGroup:

@@ -15,7 +15,7 @@ from tiny_trainer import actor_module, build, ppo_config, tiny_model
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.errors import CheckpointError, DataError, RewardError, RolloutError, TrainingError
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.ppo.scoring import Scoring
+from hybridflow.rewards.manager import RewardSession, ScoredBatch
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from hybridflow.trainer.schedules.ledger_state import Phase
 
@@ -233,14 +233,14 @@ def test_all_admitted_groups_can_be_scored_at_once(
     admitted = 2 * GROUPS
     at_once = threading.Barrier(admitted)
     calls = itertools.count()
-    scored = Scoring.result
+    scored = RewardSession.result
 
-    def together(self: Scoring, **named: Any) -> Any:
+    def together(self: RewardSession) -> ScoredBatch:
         if next(calls) < admitted:
             at_once.wait(120)  # an error where fewer come
-        return scored(self, **named)
+        return scored(self)
 
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr(Scoring, "result", together)
+    monkeypatch.setattr(RewardSession, "result", together)
     Run(model, tmp_path / "a", *GRPO, *COLOCATED, "trainer.async.run_ahead=1", steps=2).train()
     assert next(calls) >= admitted

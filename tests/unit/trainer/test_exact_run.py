@@ -23,6 +23,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers import ActorGroup
 from hybridflow.workers.log_prob_check import difference
 
@@ -345,14 +346,14 @@ def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_p
         with build(
             ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true", "trainer.save_freq=1")
         ) as trainer:
-            real = trainer.source.trajectories.for_training
+            real = trainer.source.next
 
-            def kept(prompts: Any, **how: Any) -> Any:
-                step = trainer.state.step + 1
-                seen[step], metrics = real(prompts, **how)
-                return seen[step], metrics
+            def kept(step: int) -> TrainBatch:
+                made = real(step)
+                seen[step] = made.rows
+                return made
 
-            trainer.source.trajectories.for_training = kept  # type: ignore[method-assign]
+            trainer.source.next = kept  # type: ignore[method-assign]
             trainer.fit()
         return seen
 

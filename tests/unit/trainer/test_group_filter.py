@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridflow.episodes.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 
 NAN = float("nan")
 

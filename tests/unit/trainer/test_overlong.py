@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridflow.episodes.overlong import filter_overlong, overlong_penalty, shape_overlong
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
-from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty, shape_overlong
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def train(model: Path, run: Path, *overrides: str) -> tuple[list[DataProto], int
     calls = 0
     with build(ppo_config(model, run, *keys, *overrides)) as trainer:
         inner = trainer.step
-        generate = trainer.source.trajectories.for_training
+        generate = trainer.source.pipeline.run_groups
 
         def step(batch: DataProto, number: int) -> Any:
             seen.append(batch.select())
@@ -47,7 +47,7 @@ def train(model: Path, run: Path, *overrides: str) -> tuple[list[DataProto], int
             return generate(*args, **how)
 
         trainer.step = step  # type: ignore[assignment]
-        trainer.source.trajectories.for_training = counted  # type: ignore[method-assign]
+        trainer.source.pipeline.run_groups = counted  # type: ignore[method-assign]
         trainer.fit()
     return seen, calls
 

@@ -11,10 +11,10 @@ from tiny_trainer import TIMINGS, build, ppo_config, tiny_model
 
 from collectors import collecting
 from hybridflow.config import PPOConfig
+from hybridflow.episodes.rollout_traces import with_turns
 from hybridflow.observability.tracing import queue
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.spans import TraceSpan
-from hybridflow.trainer.ppo.rollout_traces import with_turns
 
 TRACE = "actor_rollout_ref.rollout.trace"
 WORLD = """

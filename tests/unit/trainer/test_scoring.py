@@ -10,13 +10,12 @@ import torch
 
 from hybridflow.agent.collate import collate
 from hybridflow.config.reward import RewardConfig
-from hybridflow.errors import RewardError
+from hybridflow.episodes.scoring import Scoring
 from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Lineage, Outcome, Segment, Trajectory
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.trainer.ppo.scoring import Scoring
 
 
 def test_a_score_lands_on_the_last_sampled_token() -> None:
@@ -63,21 +62,13 @@ def score(
     with rewards.open() as session:
         scoring = Scoring(session)
         for place in reversed(range(len(made))):
-            scoring.add(place, made[place])
-        scored, metrics = scoring.result(failures_count=failures_count)
+            scoring.ended(place, made[place])
+        scored, metrics = scoring.rewarded(session.result(), failures_count=failures_count)
     return scored, metrics.to_floats()
 
 
 def manager(on_error: Any = "raise") -> RewardManager:
     return RewardManager(InProcessScorer(lambda: compute_score, RewardConfig().timeout), on_error=on_error)
-
-
-def test_scores_and_extra_keys_become_columns() -> None:
-    scored, metrics = score(trajectories("4", "4", "5"), manager())
-    assert [one.reward for one in scored] == [1.0, 1.5, 0.0] and [one.sample for one in scored] == [0, 1, 2]
-    assert [one.extra["acc"] for one in scored] == [1.0, 1.0, 0.0]
-    assert [one.extra["pred"] for one in scored] == ["4", "4", "5"]
-    assert metrics["reward/num_errors"] == 0.0 and not any(one.failed for one in scored)
 
 
 def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,13 +99,6 @@ def test_a_trajectory_that_failed_before_is_not_scored() -> None:
     made[1] = replace(made[1], outcome=Outcome("failed", "cancelled"))
     scored, metrics = score(made, manager("raise"))
     assert [one.reward for one in scored] == [1.0, None, 0.0] and metrics["reward/num_errors"] == 0.0
-
-
-def test_on_error_zero_and_raise() -> None:
-    scored, _ = score(trajectories("4", "broken"), manager("zero"))
-    assert [one.reward for one in scored] == [1.0, 0.0] and not any(one.failed for one in scored)
-    with pytest.raises(RewardError, match="no number in it"):
-        score(trajectories("4", "broken"), manager("raise"))
 
 
 def test_scores_of_single_tokens_land_on_the_tokens_that_were_sampled() -> None:

@@ -83,7 +83,7 @@ def send_at(
 
 MOMENTS = {
     "generation": ("hybridflow.rollout.native.session:Session.step", 3),
-    "scoring": ("hybridflow.trainer.ppo.scoring:Scoring.result", 1),
+    "scoring": ("hybridflow.rewards.manager:RewardSession.result", 1),
     "log-probs": ("hybridflow.trainer.ppo.old_log_probs:OldLogProbs.__call__", 1),
     "update": ("hybridflow.workers.actor:ActorWorker.update_mini_batch", 1),
     "after the update": ("hybridflow.workers.rollout_group:RolloutGroup.update_from", 1),

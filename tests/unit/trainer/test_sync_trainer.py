@@ -136,7 +136,7 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
 
 def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
-        engine = trainer.source.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        engine = trainer.source.roles.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
         ours, theirs = actor_module(trainer), engine.policy
         pointers = {name: parameter.data_ptr() for name, parameter in ours.named_parameters()}
         assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}

@@ -5,7 +5,8 @@ filters, baselines and answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import torch
 from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.config import PPOConfig
+from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.group_filter import rows_of, uids_of
 from hybridflow.errors import DataError, RewardError, RolloutError
+from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.report import collect
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.group_filter import rows_of, uids_of
 from hybridflow.workers.rollout_group import Finished, Generated
 
 REWARD = """
@@ -56,6 +59,12 @@ def trajectories(model: Path, run: Path, *overrides: str) -> Made:
         return made.rows, made.metrics.to_floats()
 
 
+def validated(trainer: PPOTrainer, prompts: Sequence[PromptRow]) -> tuple[DataProto, Metrics]:
+    """Rows and metrics of a validation on these prompts."""
+    source = trainer.source
+    return source.pipeline.for_validation(source.roles.rollout, prompts, 0, source.timer)
+
+
 def check_rows(trainer: PPOTrainer, batch: DataProto) -> None:
     """What stands in each row agrees: prompt and ground truth, tokens, text and score."""
     rows, columns = batch.batch, batch.non_tensor_batch
@@ -69,14 +78,12 @@ def check_rows(trainer: PPOTrainer, batch: DataProto) -> None:
         rows["is_demonstration"] if "is_demonstration" in batch else torch.zeros(len(batch), dtype=torch.bool)
     )
     for row in range(len(batch)):
-        question = trainer.source.trajectories.tokenizer.decode(
-            rows["prompts"][row], skip_special_tokens=True
-        )
+        question = trainer.source.pipeline.tokenizer.decode(rows["prompts"][row], skip_special_tokens=True)
         assert eval(question.partition("user\n")[2].partition(" = ?")[0]) == int(columns["ground_truth"][row])
         mask, text = rows["response_mask"][row], columns["solution_str"][row]
         assert (
             text
-            == trainer.source.trajectories.tokenizer.decode(
+            == trainer.source.pipeline.tokenizer.decode(
                 rows["responses"][row][mask], skip_special_tokens=True
             )
             == columns["text"][row]
@@ -121,7 +128,7 @@ def groups_without_a_filter(model: Path, run: Path, count: int) -> DataProto:
             made = trainer.source.next(step)
             assert "training/filtered_groups_ratio" not in made.metrics.to_floats()
             parts.append(made.rows)
-    whole = join_rows(parts, int(trainer.source.trajectories.tokenizer.pad_token_id))
+    whole = join_rows(parts, int(trainer.source.pipeline.tokenizer.pad_token_id))
     return rows_of(whole, uids_of(whole)[:count])
 
 
@@ -167,7 +174,7 @@ def test_dynamic_sampling_says_what_it_found_when_it_gives_up(model: Path, tmp_p
 def test_dynamic_sampling_without_a_limit_does_not_go_on_for_ever(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridflow.trainer.ppo.trajectories.MAX_BARREN_BATCHES", 3)
+    monkeypatch.setattr("hybridflow.trainer.ppo.sync.MAX_BARREN_BATCHES", 3)
     endless = [
         *FILTER,
         "algorithm.filter_groups.min_mean=0.9",
@@ -234,8 +241,8 @@ def test_a_baseline_is_the_greedy_score_of_its_own_prompt(model: Path, tmp_path:
     )
     assert_same_rows(batch, plain)  # the greedy ones are gone and have changed no draw
     with build(config(model, tmp_path / "a" / "run", *remax)) as trainer:  # validation is greedy
-        greedy, _ = trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
-        tokens = trainer.source.trajectories.rollout.backend.worker("rollout").engine.stats.generated_tokens  # type: ignore[attr-defined]
+        greedy, _ = validated(trainer, next(iter(trainer.source.loader)))
+        tokens = trainer.source.roles.rollout.backend.worker("rollout").engine.stats.generated_tokens  # type: ignore[attr-defined]
     assert not torch.equal(
         greedy.batch["token_level_scores"].sum(-1), greedy.batch["token_level_scores"].sum(-1).flip(0)
     )
@@ -251,16 +258,19 @@ def test_a_baseline_is_the_greedy_score_of_its_own_prompt(model: Path, tmp_path:
     )
 
 
-def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_path: Path) -> None:
+def test_baselines_go_with_their_rows_through_dynamic_sampling(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = estimator(tmp_path, "reward_baselines, is_demonstration")
     settings = [FILTER[0], own, "data.gen_batch_size=3", "data.max_response_length=40"]
     with build(config(model, tmp_path / "run", *settings)) as trainer:
         drawn: list[Any] = []
-        batch, _ = trainer.source.trajectories.for_training(noted(trainer.source.admitted(), drawn))
+        monkeypatch.setattr(trainer.source, "admitted", partial(noted, trainer.source.admitted, drawn))
+        batch = trainer.source.next(1).rows
         check_rows(trainer, batch)
         greedy = {}
         for _, prompts in drawn:
-            scored, _ = trainer.source.trajectories.for_validation(prompts, 0)
+            scored, _ = validated(trainer, prompts)
             for prompt, score in zip(prompts, scored.batch["token_level_scores"].sum(-1), strict=True):
                 greedy[prompt.index] = score
     columns, told = batch.non_tensor_batch, batch.batch["is_demonstration"]
@@ -274,8 +284,8 @@ def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_
         )
 
 
-def noted(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-    for batch in batches:
+def noted(admitted: Callable[[], Iterator[Any]], drawn: list[Any]) -> Iterator[Any]:
+    for batch in admitted():
         drawn.append(batch)
         yield batch
 
@@ -320,7 +330,7 @@ def test_keys_of_sampling_reach_the_engine_in_training_and_validation(model: Pat
         prompts = next(trainer.source.loader.endless())
         made = [
             trainer.source.next(1).rows,
-            trainer.source.trajectories.for_validation(prompts, 0)[0],
+            validated(trainer, prompts)[0],
         ]
     ended = 0
     for batch in made:
@@ -351,7 +361,7 @@ def test_overlong_shaping_and_filtering(model: Path, tmp_path: Path) -> None:
     assert cut.any() and torch.equal(rows["loss_mask"], rows["response_mask"] & ~cut[:, None])
     assert metrics["training/overlong_filtered_ratio"] == pytest.approx(float(cut.float().mean()))
     with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer)) as trainer:
-        checked, _ = trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
+        checked, _ = validated(trainer, next(iter(trainer.source.loader)))
         check_rows(trainer, checked)
         assert "overlong_reward" not in checked, "validation shows the reward itself"
 
@@ -438,7 +448,7 @@ def test_a_trajectory_is_scored_while_others_are_generated(
         f"def compute_score(**row):\n    open({str(note)!r}, 'w').close()\n    return 1.0\n"
     )
     with build(made) as trainer:
-        rollout = trainer.source.trajectories.rollout
+        rollout = trainer.source.roles.rollout
         generate = rollout.generate
 
         def waiting(requests: Sequence[GenerationRequest], *, finished: Finished) -> Generated:
@@ -456,7 +466,7 @@ def test_a_trajectory_is_scored_while_others_are_generated(
             return generate(requests, finished=wait)
 
         monkeypatch.setattr(rollout, "generate", waiting)
-        batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted())
+        batch = trainer.source.next(1).rows
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 8
 
 
@@ -464,7 +474,7 @@ def test_responses_that_could_not_be_generated_leave_the_batch(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo")) as trainer:
-        rollout = trainer.source.trajectories.rollout
+        rollout = trainer.source.roles.rollout
         generate = rollout.generate
 
         def broken(requests: Sequence[GenerationRequest], *, finished: Finished) -> Generated:
@@ -478,12 +488,13 @@ def test_responses_that_could_not_be_generated_leave_the_batch(
             return generate(requests, finished=fail)
 
         monkeypatch.setattr(rollout, "generate", broken)
-        batch, metrics = trainer.source.trajectories.for_training(trainer.source.admitted())
+        made = trainer.source.next(1)
+        batch = made.rows
         check_rows(trainer, batch)
         with pytest.raises(RolloutError, match="of a validation failed; the first, request 0: no memory"):
-            trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
+            validated(trainer, next(iter(trainer.source.loader)))
     assert list(batch.non_tensor_batch["uid"]) == ["1-1", *["1-2"] * 2, *["1-3"] * 2]
-    assert metrics.to_floats()["training/num_failed/infrastructure"] == 3.0
+    assert made.metrics.to_floats()["training/num_failed/infrastructure"] == 3.0
 
 
 def test_keys_of_a_reward_that_sound_like_ours_do_no_harm_in_validation(model: Path, tmp_path: Path) -> None:

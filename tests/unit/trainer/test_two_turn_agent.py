@@ -35,8 +35,8 @@ class TwoTurnAgent:
 
     def __init__(self, trainer: PPOTrainer, *, forgets: bool) -> None:
         self.forgets = forgets
-        self.rollout = trainer.source.trajectories.rollout
-        self.tokenizer = trainer.source.trajectories.tokenizer
+        self.rollout = trainer.source.roles.rollout
+        self.tokenizer = trainer.source.pipeline.tokenizer
 
     def tool(self, token_ids: list[int]) -> list[int]:
         text = f" = {sum(token_ids) % 97} ."
@@ -100,9 +100,9 @@ def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path, forg
     model = tiny_model(tmp_path / "model")
     settings = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
-        trainer.source.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
+        trainer.source.roles.rollout.update_from(trainer.step.roles.actor, 0)
         made = TwoTurnAgent(trainer, forgets=forgets).trajectories(next(trainer.source.batches()))
-        batch = collate(made, int(trainer.source.trajectories.tokenizer.pad_token_id))
+        batch = collate(made, int(trainer.source.pipeline.tokenizer.pad_token_id))
         rows = batch.batch
         lengths = rows["response_mask"].sum(-1).tolist()
         given = rows["attention_mask"][:, rows["prompts"].shape[1] :] & ~rows["response_mask"]

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridflow.agent.agents import Agents
 from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
 from hybridflow.config.show import to_yaml
@@ -25,6 +24,8 @@ from hybridflow.data.build import build_prompt_data
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.planning import validation_requests
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.build import build_reward_manager
@@ -33,7 +34,6 @@ from hybridflow.trainer.evaluation.main import Endpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
 from hybridflow.trainer.evaluation.results import summarise, write_results
 from hybridflow.trainer.evaluation.scoring import AnswerScores
-from hybridflow.trainer.ppo.generation import Generation, validation_requests
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
@@ -110,7 +110,7 @@ def answer_and_score(
             with closing(Agents(config, tokenizer, data.agent_names)) as agents:
                 rollout = RolloutGroup(backend, "rollout", also_read={})
                 rollout.call(RolloutWorker.renew_weights, version=0)
-                missing.generate(rollout, Generation(tokenizer, config, agents), score)
+                missing.generate(rollout, agents, tokenizer, score)
         with progress.phase("scoring"):
             rows = found.result()
         n = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -150,7 +150,9 @@ class _Missing:
         if len(places) < len(everything):
             logger.info("%d of %d answers are there already", len(everything) - len(places), len(everything))
 
-    def generate(self, rollout: RolloutGroup, generation: Generation, told: Callable[[Answer], None]) -> None:
+    def generate(
+        self, rollout: RolloutGroup, agents: Agents, tokenizer: Tokenizer, told: Callable[[Answer], None]
+    ) -> None:
         """Have them answered; each answer is kept, and told, as soon as it is there."""
         tokens = 0
         start = time.monotonic()
@@ -159,7 +161,7 @@ class _Missing:
 
             def ended(place: int, trajectory: Trajectory) -> None:
                 nonlocal tokens
-                answer = self._answer(place, trajectory, generation.tokenizer)
+                answer = self._answer(place, trajectory, tokenizer)
                 self._kept.add(answer)
                 told(answer)
                 tokens += answer.num_tokens
@@ -168,7 +170,7 @@ class _Missing:
                 left = duration(seconds / shown.done * (total - shown.done))
                 shown.words = f"{tokens / seconds:,.0f} tokens/s, {left} left, answers"
 
-            generation.run(rollout, self.requests, ended, held_out=True)
+            agents.answer_list(rollout, self.requests, ended, held_out=True)
         seconds = time.monotonic() - start
         logger.info("%d answers of %d tokens in %s", total, tokens, duration(seconds))
 

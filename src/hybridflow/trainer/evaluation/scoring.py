@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.episodes.scoring import conversation_of
 from hybridflow.rewards.manager import RewardSession
 from hybridflow.rewards.request import ScoreRequest
 from hybridflow.trainer.evaluation.answers import Answer
 from hybridflow.trainer.evaluation.results import Scored
-from hybridflow.trainer.ppo.scoring import conversation_of
 
 
 class AnswerScores:

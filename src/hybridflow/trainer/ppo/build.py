@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias
 
-from hybridflow.agent.agents import Agents
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.own_code import own_algorithm_problems
@@ -30,9 +29,12 @@ from hybridflow.data.plugin import load_object
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.pipeline import RolloutPipeline
+from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
-from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
@@ -42,16 +44,13 @@ from hybridflow.trainer.models import check_reference_tokens
 from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
-from hybridflow.trainer.ppo.failures import Failures
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.prediction import Predictor, make_predictor
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
-from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
-from hybridflow.trainer.ppo.sync import SyncSource
-from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.profiling import StepProfiler
@@ -136,17 +135,21 @@ def _trainer(
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     total_steps = _num_steps(config, data.train_loader)
     _fixed_order(config, data.train_loader.sampler)
-    more = collector_factories(config, data.agent_names)
+    needs = find_estimator(config.algorithm).needs
+    more = collector_factories(config, data.agent_names, needs)
     roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, more)
     if roles.reward_model is not None:
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
     failures = Failures(run.folder.failures)
-    parts = (roles.rollout, rewards, tokenizer, config)
     traces = rollout_traces(config, tokenizer)
-    trajectories = partial(Trajectories, *parts, agents=agents, failures=failures, traces=traces)
-    collectors = _collectors(config, roles, data, failures)
-    made = trajectories(Timer(progress=progress), collectors=collectors)
-    source = make_source(config, data.train_loader, made, roles, total_steps, run.folder.path)
+    pipeline = RolloutPipeline(rewards, tokenizer, config, agents, needs, traces)
+    collectors = None
+    if config.trainer.num_collectors:
+        group = WorkerGroup[Collector](roles.actor.backend, COLLECTOR)
+        collectors = Collectors(group, roles.rollout, config, pipeline.pad_token_id)
+        collectors.gives_whole_rows |= data.reads_batches
+    parts = SourceParts(data.train_loader, pipeline, roles, failures, collectors)
+    source = make_source(config, parts, total_steps, run.folder.path)
     controller = kl_controller(config.algorithm)
     exact = ExactState()
     buffer = _replay_buffer(config, tokenizer, source)
@@ -160,7 +163,9 @@ def _trainer(
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         kept = KeptRows(run.folder.path)
         kept.drop_after(state.step)
-        validator = _validator(config, data, trajectories(run.timer), samples)
+        validator = None
+        if data.val_dataset:
+            validator = Validator(data.val_dataset, pipeline, roles.rollout, samples, run.timer)
         step = step_class(
             roles,
             config,
@@ -191,24 +196,10 @@ def _trainer(
             log_samples=partial(_further_metrics, samples, predictor),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
-        _end(state, failures, collectors)
-
-
-def _validator(
-    config: PPOConfig, data: PromptData, trajectories: Trajectories, samples: SampleLog
-) -> Validator | None:
-    """Return the validation of a run, where it has rows to validate on."""
-    if not data.val_dataset:
-        return None
-    return Validator(data.val_dataset, trajectories, samples, config)
-
-
-def _end(state: RunState, failures: Failures, collectors: Collectors | None) -> None:
-    """Have the traces of collectors sent, and tell the failures of the run, unless it only made batches."""
-    if collectors is not None:
-        collectors.end_traces()
-    if state.step:
-        failures.end_run()
+        if collectors is not None:
+            collectors.end_traces()
+        if state.step:  # else the run only made batches
+            failures.end_run()
 
 
 def _further_metrics(
@@ -234,15 +225,6 @@ def _num_steps(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
             "steps for the actor: set it lower, or raise trainer.total_epochs"
         )
     return total_steps
-
-
-def _collectors(config: PPOConfig, roles: Roles, data: PromptData, failures: Failures) -> Collectors | None:
-    if not config.trainer.num_collectors:
-        return None
-    group = WorkerGroup[Collector](roles.actor.backend, COLLECTOR)
-    collectors = Collectors(group, roles.rollout, config, failures)
-    collectors.gives_whole_rows |= data.reads_batches
-    return collectors
 
 
 def _replay_buffer(config: PPOConfig, tokenizer: Tokenizer, source: SyncSource) -> ReplayBuffer | None:

@@ -1,6 +1,6 @@
 """Collectors: processes beside the driver that play groups and keep their tokens (`trainer.num_collectors`).
 
-    driver      play(index, prompt) ─────────► Collector of group index % N
+    driver      run_group(index, prompt) ────► Collector of group index % N, which has a RolloutPipeline
     collector   requests ──► rollout workers ──outputs──► trajectory ──► reward ──► rows
     driver      ◄── light columns, by `collect`          └── the others stay in the object store ──► workers
 
@@ -15,29 +15,27 @@ import concurrent.futures
 import itertools
 import queue
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from hybridflow.agent.agents import Agents
 from hybridflow.config import PPOConfig
 from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerFactory, WorkerGroup, register
 from hybridflow.controller.peers import Peers
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.episodes.agents import Agents
+from hybridflow.episodes.pipeline import GroupRows, RolloutPipeline
+from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.remote import RemoteColumn, widths_of
-from hybridflow.protocol.trajectory import Outcome
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rollout.base import GenerationOutput
+from hybridflow.rollout.base import GenerationOutput, RolloutStats
 from hybridflow.rollout.client import LLMClient, ReplicaLost
-from hybridflow.trainer.ppo.failures import Failures
-from hybridflow.trainer.ppo.groups import GroupMaker
 from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows
-from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS
 from hybridflow.workers.rollout_replica import WorkerReplica
@@ -53,11 +51,8 @@ class Played:
     """A group that has been played."""
 
     index: int
-    rows: DataProto
-    """The columns that the driver computes with; all where the group has no rows."""
-    metrics: Metrics
-    failed: list[Outcome]
-    """How trajectories have failed since the group before was told."""
+    made: GroupRows
+    """Its rows have the columns that the driver computes with; all where the group has no rows."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +64,6 @@ class Collected:
     """By this number the collector gives the other columns of their rows, in their order."""
     pad_id: int
     """The id of padding in these."""
-
-
-@dataclass
-class FailureList:
-    """Outcomes on their way to the driver, which counts them."""
-
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    def add(self, outcome: Outcome) -> None:
-        """Note a trajectory that has failed."""
-        self.outcomes.append(outcome)
-
-    def taken(self) -> list[Outcome]:
-        """Return what was noted, and forget it."""
-        found = self.outcomes
-        self.outcomes = []
-        return found
 
 
 @dataclass(frozen=True)
@@ -103,14 +81,20 @@ class Delivery:
 class Collector(Worker):
     """One process: an event loop in which groups are played, with agents and rewards of its own."""
 
-    def __init__(self, config: PPOConfig, agent_names: Collection[str], rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        agent_names: Collection[str],
+        needs: Collection[str],
+        rank: int,
+        world_size: int,
+    ) -> None:
         config = shared_out(config, world_size)
         tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-        self._failures = FailureList()
         self._agents = Agents(config, tokenizer, agent_names)
         rewards = build_reward_manager(config.reward, config.trainer.seed)
         self._traces = rollout_traces(config, tokenizer, world_size)
-        self._maker = GroupMaker(rewards, tokenizer, config, self._agents, self._failures, self._traces)
+        self._pipeline = RolloutPipeline(rewards, tokenizer, config, self._agents, needs, self._traces)
         self._numbers = itertools.count((rank + 1) * COLLECTOR_NUMBERS)
         self._replicas: dict[int, WorkerReplica] = {}
         self._client: LLMClient | None = None
@@ -161,7 +145,7 @@ class Collector(Worker):
             wait = 0.0
         ticket = next(self._tickets)
         kept = [rows for _, rows in found if len(rows)]
-        pad_id = self._maker.pad_token_id
+        pad_id = self._pipeline.pad_token_id
         if kept:
             self._kept[ticket] = join_rows(kept, pad_id)
         return Collected([played for played, _ in found], ticket, pad_id)
@@ -180,27 +164,26 @@ class Collector(Worker):
     async def _play(self, index: int, prompt: PromptRow, timed: bool) -> None:
         assert self._client is not None, "it was told whom to ask before it was told to play"
         try:
-            rows, metrics = await self._maker.play_group(
-                index, prompt, self._client, self._numbers, timed=timed
-            )
+            made = await self._pipeline.run_group(index, prompt, self._client, self._numbers, timed=timed)
             if self._agents.are_used:
-                metrics.update(self._agents.processes())
-            light, kept = divided(rows)
-            self._done.put((Played(index, light, metrics, self._failures.taken()), kept))
+                made.metrics.update(self._agents.processes())
+            light, kept = divided(made.rows)
+            self._done.put((Played(index, replace(made, rows=light)), kept))
         except BaseException as error:  # raised in the driver, whatever it is
             self._done.put(_cause(error))
 
 
 class Collectors:
-    """The driver's view of all collectors. It is for the event loop in which groups are awaited."""
+    """The driver's view of all collectors, which make rows in place of a pipeline of its own."""
 
     def __init__(
-        self, group: WorkerGroup[Collector], rollout: RolloutGroup, config: PPOConfig, failures: Failures
+        self, group: WorkerGroup[Collector], rollout: RolloutGroup, config: PPOConfig, pad_token_id: int
     ) -> None:
         self.gives_whole_rows = needs_whole_rows(config)
         """Whether the run reads all columns in the driver at each step."""
         self._group = group
-        self._failures = failures
+        self._pad_token_id = pad_token_id
+        self._rollout = rollout
         self._waiting: list[dict[int, asyncio.Future[Played]]] = [{} for _ in range(group.world_size)]
         self._polls: set[asyncio.Task[None]] = set()
         leaders = [replica.rank for replica in rollout.replicas]
@@ -211,10 +194,31 @@ class Collectors:
         """Have all traces sent; nothing is played afterwards."""
         self._group.call_list(Collector.end_traces)
 
-    async def play(
-        self, index: int, prompt: PromptRow, client: LLMClient, *, timed: bool
-    ) -> tuple[DataProto, Metrics]:
-        """Have a group played by the collector of its index; return its light rows, and metrics.
+    def run_groups(self, first_group: int, prompts: Sequence[PromptRow]) -> tuple[GroupRows, RolloutStats]:
+        """Have the groups of one generation batch run, which are numbered from `first_group`."""
+
+        async def run_all(client: LLMClient) -> list[GroupRows]:
+            numbered = enumerate(prompts, first_group)
+            return await asyncio.gather(
+                *(self.run_group(index, prompt, client, timed=False) for index, prompt in numbered)
+            )
+
+        groups, stats = self._rollout.run(run_all)
+        rows = join_rows([group.rows for group in groups], self._pad_token_id)
+        metrics = Metrics.merge(group.metrics for group in groups)
+        return GroupRows(rows, metrics, [outcome for group in groups for outcome in group.failed]), stats
+
+    async def run_group(
+        self,
+        index: int,
+        prompt: PromptRow,
+        client: LLMClient,
+        numbers: Iterator[int] | None = None,
+        *,
+        timed: bool = True,
+    ) -> GroupRows:
+        """Have a group run by the collector of its index; its rows are light. A collector has `numbers` of
+        requests of its own.
 
         Raises what the collector raised, WorkerLost where it is lost, and ReplicaLost where the engines of
         `client` have failed.
@@ -235,10 +239,7 @@ class Collectors:
                     raise ReplicaLost(client.failure)
         finally:
             waiting.pop(index, None)
-        played = found.result()
-        for outcome in played.failed:
-            self._failures.add(outcome)
-        return played.rows, played.metrics
+        return found.result().made
 
     async def _poll(self, rank: int) -> None:
         """Take the groups of a collector as long as any is awaited."""
@@ -259,29 +260,35 @@ class Collectors:
         shard = None
         number = 0
         for played in collected.groups:
-            if len(played.rows):
+            rows = played.made.rows
+            if len(rows):
                 if shard is None:
                     future = self._group.call_one(rank, Collector.columns, collected.ticket)
                     shard = future.parts[rank]
-                fit = (*widths_of(played.rows), collected.pad_id)
-                numbers = range(number, number + len(played.rows))
-                number += len(played.rows)
+                fit = (*widths_of(rows), collected.pad_id)
+                numbers = range(number, number + len(rows))
+                number += len(rows)
                 remote = {name: RemoteColumn.in_shard(shard, name, numbers, fit) for name in (*STAYS, *MASKS)}
-                played = replace(played, rows=played.rows | DataProto(remote=remote))
+                rows |= DataProto(remote=remote)
+                played = replace(played, made=replace(played.made, rows=rows))
             found = self._waiting[rank].pop(played.index, None)
             if found is not None and not found.done():
                 found.set_result(played)
 
 
-def collector_factories(config: PPOConfig, agent_names: Collection[str]) -> Mapping[str, WorkerFactory]:
+def collector_factories(
+    config: PPOConfig, agent_names: Collection[str], needs: Collection[str]
+) -> Mapping[str, WorkerFactory]:
     """Return the factory of the role, by its name; none where the run has no collectors."""
     if not config.trainer.num_collectors:
         return {}
-    return {COLLECTOR: partial(_build, config, tuple(agent_names))}
+    return {COLLECTOR: partial(_build, config, tuple(agent_names), tuple(needs))}
 
 
-def _build(config: PPOConfig, agent_names: Collection[str], info: RankInfo) -> Collector:
-    return Collector(config, agent_names, info.rank, info.world_size)
+def _build(
+    config: PPOConfig, agent_names: Collection[str], needs: Collection[str], info: RankInfo
+) -> Collector:
+    return Collector(config, agent_names, needs, info.rank, info.world_size)
 
 
 def shared_out(config: PPOConfig, parts: int) -> PPOConfig:

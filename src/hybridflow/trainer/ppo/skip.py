@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import flatten, to_tree
 from hybridflow.errors import DataError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.trainer.ppo.sync import SyncSource
+from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.replay.kept_rows import KeptRows
 from hybridflow.trainer.source import TrainBatch
 
@@ -67,9 +66,10 @@ def rollout_digest(config: PPOConfig) -> str:
 class DumpedSource(SyncSource):
     """A synchronous source that reads dumped rollouts where there are some."""
 
-    def __init__(self, config: PPOConfig, *parts: Any) -> None:
-        """`parts` are the arguments of SyncSource. Raises DataError where there is nothing to repeat."""
-        super().__init__(*parts)
+    def __init__(self, parts: SourceParts) -> None:
+        """Raises DataError where there is nothing to repeat."""
+        super().__init__(parts)
+        config: PPOConfig = self.config
         skip = config.actor_rollout_ref.rollout.skip
         self.repeats = skip.action == "repeat"
         self.dumps = KeptRows(Path(skip.dump_dir).expanduser() / rollout_digest(config))

@@ -1,22 +1,58 @@
 """The synchronous schedule: each batch is generated when it is asked for, with the newest weights.
 
-loader ──prompts──► Trajectories ──scored rows──► TrainBatch
-                         ▲
-   actor ──weights──► rollout
+loader ──prompts──► RolloutPipeline ──scored rows──► TrainBatch
+   ▲                     ▲                └── dynamic sampling drops groups (DAPO)
+   │      actor ──weights──► rollout                       │
+   └── the next generation batch, until train_batch_size groups are there
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.agent.collate import collate
+from hybridflow.config import PPOConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
-from hybridflow.errors import CheckpointError
+from hybridflow.episodes.failures import Failures
+from hybridflow.episodes.group_filter import rows_of, uids_of, varied_groups
+from hybridflow.episodes.overlong import filter_overlong
+from hybridflow.episodes.pipeline import RolloutPipeline
+from hybridflow.errors import CheckpointError, DataError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.joining import join_rows
+from hybridflow.rollout.base import RolloutStats
+from hybridflow.trainer.ppo.collector import Collectors
+from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.source import LoaderSource, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+MAX_BARREN_BATCHES = 100
+"""Generation batches in a row that give no group before a step gives up, also where `max_num_gen_batches`
+sets no limit.
+"""
+
+
+@dataclass(frozen=True)
+class SourceParts:
+    """What every source of training rows is made of."""
+
+    loader: StatefulLoader[PromptRow]
+    pipeline: RolloutPipeline
+    roles: Roles
+    failures: Failures
+    collectors: Collectors | None
+    """These make the rows, where the run has some, else the pipeline does. Their rows have the columns that
+    the driver computes with; the others are where `stored_at` says.
+    """
 
 
 class SyncSource(LoaderSource[PromptRow]):
@@ -30,14 +66,16 @@ class SyncSource(LoaderSource[PromptRow]):
     kind = "sync"
     """How batches are made ahead of training; a run goes on from checkpoints of its own kind only."""
 
-    def __init__(
-        self, loader: StatefulLoader[PromptRow], trajectories: Trajectories, roles: Roles, timer: Timer
-    ) -> None:
-        """Read prompts from `loader` and make rows of them by `trajectories`, which measures with `timer`."""
-        super().__init__(loader)
-        self.trajectories = trajectories
-        self.roles = roles
-        self.timer = timer
+    def __init__(self, parts: SourceParts) -> None:
+        super().__init__(parts.loader)
+        self.pipeline = parts.pipeline
+        self.config: PPOConfig = parts.pipeline.config
+        self.roles = parts.roles
+        self.failures = parts.failures
+        self.collectors = parts.collectors
+        self.timer = Timer(progress=progress)
+        self.refill = True
+        """Whether dynamic sampling replaces the groups that it drops."""
         self.num_admitted = 0
         self.version = 0
         """The version that was published last."""
@@ -50,15 +88,72 @@ class SyncSource(LoaderSource[PromptRow]):
             yield first, prompts
 
     def next(self, step: int) -> TrainBatch:
-        """Generate and score the batch of step number `step` with the weights that were published last."""
-        return self.make_batch()
+        """Generate and score `rollout.n` responses to each of `data.train_batch_size` prompts, with the
+        weights that were published last.
 
-    def make_batch(self, *, refill: bool = True) -> TrainBatch:
-        """Generate and score the next batch; with `refill` dynamic sampling replaces the groups it drops."""
+        Dynamic sampling takes generation batches as long as groups are missing, and leaves out those that are
+        too many; without `refill` it takes prompts for one batch, and what it keeps of them is the batch.
+        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary, or
+        MAX_BARREN_BATCHES in a row none.
+        """
         epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
         self.timer.reset()
-        rows, metrics = self.trajectories.for_training(self.admitted(), refill=refill)
-        return TrainBatch(rows, epoch, metrics, self.timer.as_metrics())
+        wanted = self.config.data.train_batch_size
+        filters = self.config.algorithm.filter_groups
+        batches = self.admitted()
+        metrics = Metrics()
+        stats = RolloutStats()
+        parts: list[DataProto] = []
+        kept = generated = taken = barren = 0
+        while (kept if self.refill else generated) < wanted:
+            if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
+                raise DataError(self._starved(kept, generated, taken))
+            first_group, prompts = next(batches)
+            if self.collectors is not None:
+                with self.timer("gen"):
+                    made, counts = self.collectors.run_groups(first_group, prompts)
+            else:
+                made, counts = self.pipeline.run_groups(self.roles.rollout, first_group, prompts, self.timer)
+            self.failures.add_all(made.failed)
+            metrics.update(made.metrics)
+            stats = RolloutStats.join([stats, counts], together=False)
+            taken += 1
+            generated += len(prompts)
+            rows = made.rows
+            if filters.enable:
+                rows = varied_groups(rows, filters)
+                found = len(uids_of(rows))
+                barren = 0 if found else barren + 1
+                kept += found
+                logger.info("generation batch %d brings %d of %d groups", taken, kept, wanted)
+            else:
+                kept += len(prompts)
+            parts.append(rows)
+        batch = self.whole_batch(parts, metrics)
+        metrics.add_sum("training/num_gen_batches", taken)
+        if filters.enable:
+            metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
+        metrics.update(stats.as_metrics())
+        return TrainBatch(batch, epoch, metrics, self.timer.as_metrics())
+
+    def whole_batch(self, groups: Sequence[DataProto], metrics: Metrics) -> DataProto:
+        """Return the rows of the first `data.train_batch_size` groups as the batch of a step.
+
+        It has no rows where every trajectory has failed. RolloutError ends the run where too many such
+        batches come in a row.
+        """
+        pad = self.pipeline.pad_token_id
+        groups = [rows for rows in groups if len(rows)] or [collate([], pad)]
+        if len({bool(rows.remote) for rows in groups}) > 1:
+            groups = [whole(rows) for rows in groups]  # some of them are of a checkpoint
+        batch = join_rows(groups, pad)
+        batch = rows_of(batch, uids_of(batch)[: self.config.data.train_batch_size])
+        self.failures.end_step(len(batch))
+        if self.config.algorithm.overlong_filtering:
+            metrics.update(filter_overlong(batch))
+        if self.collectors is not None and self.collectors.gives_whole_rows:
+            return whole(batch)
+        return batch
 
     def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
         """Note before step number `step` trains them how many trajectories of earlier groups it has drawn
@@ -96,3 +191,20 @@ class SyncSource(LoaderSource[PromptRow]):
         """Read the next row, of the next group, at a place that `place` has given."""
         super().go_to(place)
         self.num_admitted = int(place["admitted"])
+
+    def _starved(self, kept: int, generated: int, batches: int) -> str:
+        data = self.config.data
+        filters = self.config.algorithm.filter_groups
+        bounds = (("≥", filters.min_mean), ("≤", filters.max_mean))
+        means = "".join(f", mean {sign} {value}" for sign, value in bounds if value is not None)
+        limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} allows no more"
+        if batches != filters.max_num_gen_batches:
+            limit = f"the last {MAX_BARREN_BATCHES} of them gave none"
+        if self.failures.counts:
+            limit += f"; some trajectories have failed ({self.failures})"
+        return (
+            f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose "
+            f"{filters.metric} varies{means}, and kept {kept} of the {generated} that {batches} generation "
+            f"batches gave: {limit}. Raise max_num_gen_batches (0: no limit), data.gen_batch_size or "
+            "actor_rollout_ref.rollout.n, or use prompts that the model gets right now and then"
+        )

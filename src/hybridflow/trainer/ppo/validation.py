@@ -7,15 +7,17 @@ from typing import Any
 from hybridflow.config import PPOConfig
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.samples import sample_rows
+from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.joining import with_all_columns
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.trainer.ppo.sample_log import SampleLog
-from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.val_metrics import validation_metrics
+from hybridflow.workers import RolloutGroup
 
 
 class Validator:
@@ -24,14 +26,17 @@ class Validator:
     def __init__(
         self,
         dataset: MapDataset[PromptRow],
-        trajectories: Trajectories,
+        pipeline: RolloutPipeline,
+        rollout: RolloutGroup,
         samples: SampleLog,
-        config: PPOConfig,
+        timer: Timer,
     ) -> None:
         self.dataset = dataset
-        self.trajectories = trajectories
+        self.pipeline = pipeline
+        self.rollout = rollout
         self.samples = samples
-        self.config = config
+        self.timer = timer
+        self.config: PPOConfig = pipeline.config
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics (`val-core/…`, `val-aux/…`, those of agents too) after `step` steps and write
@@ -43,8 +48,9 @@ class Validator:
         numbers = Metrics()
         for start in range(0, len(self.dataset), size):
             prompts = [self.dataset[index] for index in range(start, min(start + size, len(self.dataset)))]
-            part, found = self.trajectories.for_validation(
-                prompts, step, first_row=start * self.config.actor_rollout_ref.rollout.val_kwargs.n
+            first_row = start * self.config.actor_rollout_ref.rollout.val_kwargs.n
+            part, found = self.pipeline.for_validation(
+                self.rollout, prompts, step, self.timer, first_row=first_row
             )
             shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
             parts.append(_without_padding(part))

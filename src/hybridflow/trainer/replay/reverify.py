@@ -21,6 +21,7 @@ from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import replayed_steps
+from hybridflow.episodes.overlong import shape_by_keys
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
@@ -37,7 +38,6 @@ from hybridflow.trainer.ppo.columns import (
     find_estimator,
     leave_out_unpaired,
 )
-from hybridflow.trainer.ppo.overlong import shape_overlong
 from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows, KeptStep
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
@@ -173,15 +173,9 @@ def _rescored(rows: DataProto, config: PPOConfig, manager: RewardManager) -> Dat
             spread = [values[sample] for sample in view.sample_of_row.tolist()]
             rows = rows.select(None, [other for other in rows.non_tensor_batch if other != name])
             rows |= DataProto.from_dict({}, {name: spread})
-    limits = config.reward.reward_kwargs
-    buffer = limits.overlong_buffer_cfg
-    if buffer.enable:
-        assert buffer.len is not None, "filled by resolve"
-        longest = limits.max_resp_len or config.data.max_response_length
-        if "overlong_reward" in rows:
-            rows.pop([], ["overlong_reward"])
-        rows = shape_overlong(rows, max_len=longest, buffer_len=buffer.len, factor=buffer.penalty_factor)
-    return rows
+    if "overlong_reward" in rows:
+        rows.pop([], ["overlong_reward"])
+    return shape_by_keys(rows, config)
 
 
 def _requests(samples: DataProto) -> Sequence[ScoreRequest]:

@@ -9,13 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from hybridflow.agent.collate import group_index
-from hybridflow.data.loader import StatefulLoader
-from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.progress import progress
-from hybridflow.observability.timing import Timer
-from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.sync import SyncSource
-from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.schedules.idle import IdleShares
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed
@@ -29,23 +24,16 @@ CLOSE_SECONDS = 60.0
 class AheadSource(SyncSource):
     """A base of sources that make rows before the trainer asks for them."""
 
-    def __init__(
-        self,
-        loader: StatefulLoader[PromptRow],
-        trajectories: Trajectories,
-        roles: Roles,
-        timer: Timer,
-        ledger: Ledger,
-    ) -> None:
+    def __init__(self, parts: SourceParts, ledger: Ledger) -> None:
         """`ledger` is that of the run, and is closed with the source."""
-        super().__init__(loader, trajectories, roles, timer)
+        super().__init__(parts)
         self.ledger = ledger
-        self.beside = not roles.together(roles.actor.role, roles.rollout.role)
+        self.beside = not parts.roles.together(parts.roles.actor.role, parts.roles.rollout.role)
         """Whether generation has processes of its own, and goes on in a thread beside training."""
         self._changed = threading.Condition()  # guards the ledger, and what subclasses have
         self._error: BaseException | None = None
         self._closing = False
-        self._idle = IdleShares(roles.rollout.seconds_in)
+        self._idle = IdleShares(parts.roles.rollout.seconds_in)
 
     def idle_shares(self) -> dict[str, float]:
         """Return the shares of the time since the last call, or the first batch, in which nobody worked."""
@@ -59,7 +47,7 @@ class AheadSource(SyncSource):
     @property
     def groups_per_step(self) -> int:
         """Groups that a step trains."""
-        return self.trajectories.config.data.train_batch_size
+        return self.config.data.train_batch_size
 
     def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
         """Write into the ledger which groups of earlier steps are trained once more, and how often drawn."""

@@ -6,12 +6,8 @@ from pathlib import Path
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
-from hybridflow.data.loader import StatefulLoader
-from hybridflow.data.prompts import PromptRow
-from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.skip import DumpedSource
-from hybridflow.trainer.ppo.sync import SyncSource
-from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.schedules.continuous import ContinuousSource
 from hybridflow.trainer.schedules.exact import ExactSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
@@ -20,42 +16,33 @@ from hybridflow.trainer.schedules.schedule import Schedule
 
 def make_source(
     config: PPOConfig,
-    loader: StatefulLoader[PromptRow],
-    trajectories: Trajectories,
-    roles: Roles,
+    parts: SourceParts,
     total_steps: int,
     folder: Path,
 ) -> SyncSource:
     """Return the source of `trainer.schedule`, or that of dumped rollouts (`rollout.skip`).
 
-    It makes rows by `trajectories`. `folder` is the run's, which has the ledger.
+    `folder` is the run's, which has the ledger.
     """
-    timer = trajectories.timer
     name = config.trainer.schedule
     keys = config.trainer.async_
     if config.actor_rollout_ref.rollout.skip.enable:
-        return DumpedSource(config, loader, trajectories, roles, timer)
+        return DumpedSource(parts)
     if name == "sync":
-        return SyncSource(loader, trajectories, roles, timer)
+        return SyncSource(parts)
     ledger = Ledger.open(folder / LEDGER_FILE)
     if ledger.position:
         ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
     if name in EXACT_SCHEDULES:
         return ExactSource(
-            loader,
-            trajectories,
-            roles,
-            timer,
+            parts,
             run_ahead=int(keys.run_ahead),
             total_steps=total_steps,
             ledger=ledger,
         )
     assert keys.max_staleness is not None, "filled by resolve"
     return ContinuousSource(
-        loader,
-        trajectories,
-        roles,
-        timer,
+        parts,
         schedule=Schedule(config.data.train_batch_size, keys.run_ahead, keys.max_staleness, total_steps),
         ledger=ledger,
         partial=keys.partial_rollout,

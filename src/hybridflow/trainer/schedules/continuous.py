@@ -23,18 +23,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.episodes.group_filter import varied_groups
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.remote_columns import whole
-from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.trajectories import MAX_BARREN_BATCHES, Trajectories
+from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
 from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger import Ledger
@@ -77,10 +75,7 @@ class ContinuousSource(AheadSource):
 
     def __init__(
         self,
-        loader: StatefulLoader[PromptRow],
-        trajectories: Trajectories,
-        roles: Roles,
-        timer: Timer,
+        parts: SourceParts,
         *,
         schedule: Schedule,
         ledger: Ledger,
@@ -90,9 +85,10 @@ class ContinuousSource(AheadSource):
         """With `partial` weights change while responses are being generated, else between them.
         `max_concurrent` groups are generated at once; None: all that are admitted.
         """
-        super().__init__(loader, trajectories, roles, timer, ledger)
+        super().__init__(parts, ledger)
         self.schedule = schedule
         self.partial = partial
+        self.run_group = (parts.collectors or parts.pipeline).run_group
         self.max_concurrent = max_concurrent
         self.reading = self._changed
         self._groups: dict[int, Group] = {}  # not trained, by index
@@ -124,7 +120,7 @@ class ContinuousSource(AheadSource):
                 raise self._error
             groups = [self._groups[index] for index in sorted(self.ledger.state.batches[number])]
         metrics = Metrics.merge(group.metrics for group in groups)
-        rows = self.trajectories.whole_batch([group.rows for group in groups if group.rows], metrics)
+        rows = self.whole_batch([group.rows for group in groups if group.rows], metrics)
         with self._changed:
             metrics.update(self._lost)
             self._told = self._lost
@@ -308,14 +304,13 @@ class ContinuousSource(AheadSource):
     async def _play(self, group: Group, client: LLMClient) -> None:
         """Make the rows of a group; whatever fails as a whole ends the run."""
         try:
-            rows, metrics = await self.trajectories.play_group(
-                group.index, group.prompt, client, self._numbers
-            )
+            made = await self.run_group(group.index, group.prompt, client, self._numbers)
+            self.failures.add_all(made.failed)
             if client.failure is not None:  # whoever steps the engines raises it: no fault of the group's
                 return
             with self._changed:
                 self._num_playing -= 1
-                self._keep(group, rows, metrics)
+                self._keep(group, made.rows, made.metrics)
         except Exception as error:
             if client.failure is None:
                 self._fail(error)
@@ -330,8 +325,8 @@ class ContinuousSource(AheadSource):
             return
         metrics.add_sum("rollout/generated_tokens", float(_num_tokens(rows)))
         self.ledger.append(Finished(index, tokens=_num_tokens(rows)), Scored(index))
-        filters = self.trajectories.config.algorithm.filter_groups
-        if filters.enable and not len(self.trajectories.filtered(rows)):
+        filters = self.config.algorithm.filter_groups
+        if filters.enable and not len(varied_groups(rows, filters)):
             self.ledger.append(Filtered(index))
             self._leave_out(group, metrics)
             return
@@ -347,7 +342,7 @@ class ContinuousSource(AheadSource):
             raise DataError(
                 f"the last {self._num_left_out} groups were left out, because all of their trajectories "
                 "failed or dynamic sampling found nothing to learn from: use prompts that the model gets "
-                f"right now and then, or see what failed ({self.trajectories.failures})"
+                f"right now and then, or see what failed ({self.failures})"
             )
 
     # ---- in any thread

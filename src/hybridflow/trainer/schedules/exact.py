@@ -20,15 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.agent.collate import group_index
-from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.metrics import Metrics
-from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.remote_columns import whole
-from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
 from hybridflow.trainer.schedules.index_ranges import ranges
 from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
@@ -59,18 +56,16 @@ class ExactSource(AheadSource):
 
     def __init__(
         self,
-        loader: StatefulLoader[PromptRow],
-        trajectories: Trajectories,
-        roles: Roles,
-        timer: Timer,
+        parts: SourceParts,
         *,
         run_ahead: int,
         total_steps: int,
         ledger: Ledger,
     ) -> None:
         """`run_ahead` is the number of steps between the weights that sample a batch and its own."""
-        super().__init__(loader, trajectories, roles, timer, ledger)
+        super().__init__(parts, ledger)
         self.run_ahead = run_ahead
+        self.refill = not run_ahead
         self.total_steps = total_steps
         self._start = 0  # the version of the checkpoint that this attempt goes on from
         self._first = 0  # the first batch that this attempt makes
@@ -243,7 +238,7 @@ class ExactSource(AheadSource):
         with self._changed:
             self._places[batch] = copy.deepcopy(self.place()), self.ledger.position
         first = self.num_admitted
-        made = self.make_batch(refill=not self.run_ahead)
+        made = super().next(batch + 1)
         with self._changed:
             self._note(range(first, self.num_admitted), self._groups_of(made.rows))
             self._made[batch] = made
@@ -253,7 +248,7 @@ class ExactSource(AheadSource):
 
     def _note(self, admitted: range, left: list[int]) -> None:
         """Note in the ledger which groups of a batch have rows; the others failed, or were filtered."""
-        filters = self.trajectories.config.algorithm.filter_groups.enable
+        filters = self.config.algorithm.filter_groups.enable
         gone = ranges(sorted({*admitted} - {*left}))
         for each in ranges(left if not filters else admitted):
             self.ledger.append(Finished(each.start, len(each)), Scored(each.start, len(each)))

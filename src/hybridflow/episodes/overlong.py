@@ -1,7 +1,7 @@
 """Responses that were cut at the length limit (DAPO, arXiv 2503.14476 §3.4): a penalty before it, and a
 filter.
 
-    scored rows ──shape_overlong──► scores less a penalty, column overlong_reward
+    scored rows ──shape_by_keys, shape_overlong──► scores less a penalty, column overlong_reward
                 ──filter_overlong──► loss_mask without the rows that were cut
 
 Both are for training only; validation shows the reward itself.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
@@ -26,6 +27,17 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
     """
     over = lengths.to(torch.float32) - (max_len - buffer_len)
     return torch.clamp(-over / buffer_len * factor, max=0.0)
+
+
+def shape_by_keys(batch: DataProto, config: PPOConfig) -> DataProto:
+    """Return a batch whose scores have the penalty that `reward.reward_kwargs` asks for, if it does."""
+    limits = config.reward.reward_kwargs
+    buffer = limits.overlong_buffer_cfg
+    if not buffer.enable:
+        return batch
+    assert buffer.len is not None, "filled by resolve"
+    longest = limits.max_resp_len or config.data.max_response_length
+    return shape_overlong(batch, max_len=longest, buffer_len=buffer.len, factor=buffer.penalty_factor)
 
 
 def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: float) -> DataProto:

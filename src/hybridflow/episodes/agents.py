@@ -1,37 +1,34 @@
-"""The agents of a run, by the names that rows give: made once, and run for each batch of episodes.
+"""Requests are answered: by single responses, or by the agents of a run where it has some.
 
-row's agent_name, else the keys ──► ChatAgent (tools, environment) | an agent of one's own
-episodes ──run──► trajectories, told one by one; metrics; counts of the engines
+RequestBatch ──answer_list, answer_group──► Trajectory, each told as soon as it has ended
+               └── an episode is played by the agent of its row's agent_name, else of the keys
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from hybridflow.agent.build import SINGLE_TURN, AgentBuilder
+from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.agent.concurrency import Concurrency, Limit
 from hybridflow.agent.episode import Agent, Episode, TrajectoryFailed
-from hybridflow.agent.policy import PolicyLimits
+from hybridflow.agent.policy import PolicyLimits, facts_of
 from hybridflow.agent.runner import Ended, Runner
+from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import longest_row, uses_agents
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol.randomness import derive_seed
+from hybridflow.protocol.spans import TraceSpan
 from hybridflow.protocol.trajectory import Trajectory
-from hybridflow.rollout.base import RolloutStats
-from hybridflow.rollout.client import LLMClient
-
-T = TypeVar("T")
-
-
-class Serving(Protocol):
-    """Engines that serve asynchronous work: `RolloutGroup`."""
-
-    def run(self, work: Callable[[LLMClient], Coroutine[Any, Any, T]]) -> tuple[T, RolloutStats]:
-        """Serve `work` until it has ended; return its result and the counts of the engines."""
+from hybridflow.rollout.base import GenerationOutput, RolloutStats
+from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
+from hybridflow.workers import RolloutGroup
 
 
 class Agents:
@@ -46,6 +43,7 @@ class Agents:
         self.are_used = bool(asked) or uses_agents(config)
         """Whether anything is played by agents, and is no single request."""
         self._tokenizer = tokenizer
+        self._seed = config.trainer.seed
         self._keys = config.actor_rollout_ref.rollout.agent
         self._builder = AgentBuilder(config, tokenizer)
         self._limits = PolicyLimits(
@@ -65,14 +63,66 @@ class Agents:
             self.close()
             raise
 
-    def run(
-        self, rollout: Serving, episodes: Sequence[Episode], ended: Ended
+    def answer_list(
+        self, rollout: RolloutGroup, requests: RequestBatch, ended: Ended, *, held_out: bool = False
     ) -> tuple[Metrics, RolloutStats]:
-        """Play all episodes; `ended` hears of each end at once, in the event loop's thread."""
-        self.processes()
-        metrics, stats = rollout.run(lambda client: self.play(client, episodes, ended))
-        metrics.update(self.processes())
-        return metrics, stats
+        """Answer all requests; return metrics of agents, and counts of the generation.
+
+        `ended` hears of each end at once: in this thread, or in that of the agents' event loop. The
+        environments of `held_out` requests are the same at every step.
+        """
+        if self.are_used:
+            episodes = self._episodes(requests, held_out)
+            self.processes()
+            metrics, stats = rollout.run(lambda client: self._play(client, episodes, ended))
+            metrics.update(self.processes())
+            return metrics, stats
+        started = time.time()
+        places = {request.request_id: place for place, request in enumerate(requests.requests)}
+
+        def arrived(output: GenerationOutput) -> None:
+            place = places[output.request_id]
+            ended(place, self._trajectory(requests, place, output, started))
+
+        return Metrics(), rollout.generate(requests.requests, finished=arrived).stats
+
+    async def answer_group(
+        self,
+        client: LLMClient,
+        requests: RequestBatch,
+        ended: Ended,
+        numbers: Iterator[int],
+        *,
+        timed: bool = True,
+    ) -> Metrics:
+        """Answer the requests of a group by `client`, in its event loop, under numbers that no other request
+        has; return metrics of agents.
+
+        A response that has no answer within `agent.request_deadline` has failed; single responses may take
+        longer where they are not `timed`. ReplicaLost where no engine is left.
+        """
+        if self.are_used:
+            return await self._play(client, self._episodes(requests, False), ended, numbers)
+        deadline = self._keys.request_deadline if timed else None
+
+        async def answer(place: int) -> None:
+            request = replace(requests.requests[place], request_id=next(numbers))
+            started = time.time()
+            try:
+                output = await client.generate(request, sticky=requests.groups[place], deadline_s=deadline)
+            except DeadlinePassed as error:
+                ended(place, requests.failed(place, "deadline", str(error)))
+            except ReplicaLost as error:
+                if client.failure is not None:
+                    raise
+                ended(place, requests.failed(place, "infrastructure", str(error)))
+            else:
+                ended(place, self._trajectory(requests, place, output, started))
+
+        async with asyncio.TaskGroup() as tasks:
+            for place in range(len(requests)):
+                tasks.create_task(answer(place))
+        return Metrics()
 
     def processes(self) -> Metrics:
         """Return what became of the processes of tools and environments since this was last asked."""
@@ -82,7 +132,11 @@ class Agents:
             self._counted[name] = count
         return metrics
 
-    async def play(
+    def close(self) -> None:
+        """End the processes of tools and environments."""
+        self._builder.close()
+
+    async def _play(
         self,
         client: LLMClient,
         episodes: Sequence[Episode],
@@ -109,9 +163,33 @@ class Agents:
         await runner.run(client, episodes, hear, shared)
         return _metrics(told, runner)
 
-    def close(self) -> None:
-        """End the processes of tools and environments."""
-        self._builder.close()
+    def _trajectory(
+        self, requests: RequestBatch, place: int, output: GenerationOutput, started: float
+    ) -> Trajectory:
+        """Return what came of a single request that was sent when it was `started`, in seconds since the
+        epoch.
+        """
+        trajectory = requests.trajectory(place, output, self._tokenizer)
+        facts = facts_of(requests.requests[place].prompt, output)
+        span = TraceSpan("generate", started, time.time(), *facts, error=output.error or "")
+        return replace(trajectory, spans=(span,))
+
+    def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
+        """Return what agents play in place of single requests, with the seeds of their environments: that of
+        the row, where it has one.
+        """
+        episodes = []
+        for place, request in enumerate(requests.requests):
+            row = requests.rows[place]
+            group = requests.groups[place]
+            seed = (row.row.get("extra_info") or {}).get("seed")
+            if not isinstance(seed, int):
+                seed = derive_seed(self._seed, "environment", group)
+                if held_out:
+                    seed = derive_seed(self._seed, "held-out environment", group % GROUPS_PER_STEP)
+            sample = requests.samples[place]
+            episodes.append(Episode(row, group, sample, seed, request.seed, request.sampling))
+        return episodes
 
     def _shared_by_all(self, client: LLMClient, runner: Runner) -> Concurrency:
         """Return the places of all that is played by `client` at once."""

@@ -1,6 +1,6 @@
 """Trajectories of a run that failed: how many by which cause, and the text of the first one of each cause.
 
-Trajectories ──add, end_step──► Failures ──► failures.json, which the report shows
+Trajectories ──add_all, end_step──► Failures ──► failures.json, which the report shows
                                    └──end_run──► RolloutError where no step had a trajectory
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,13 +41,15 @@ class Failures:
         if not self._has_learned:
             self._file.unlink(missing_ok=True)
 
-    def add(self, outcome: Outcome) -> None:
-        """Count a trajectory that has failed, by its outcome."""
-        cause = str(outcome.cause)
-        self.counts[cause] += 1
-        if cause in self.first:
+    def add_all(self, failed: Sequence[Outcome]) -> None:
+        """Count trajectories that have failed, by their outcomes."""
+        known = len(self.first)
+        for outcome in failed:
+            cause = str(outcome.cause)
+            self.counts[cause] += 1
+            self.first.setdefault(cause, outcome.detail)
+        if len(self.first) == known:
             return
-        self.first[cause] = outcome.detail
         earlier = {}
         with suppress(OSError, ValueError):  # there is none yet, or its run was killed as it wrote
             earlier = json.loads(self._file.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476): which groups of a generation batch can teach anything.
 
     scored rows ──metric_values──► one number a row ──groups_to_keep──► uids ──rows_of──► the rows that stay
+    └────────────────────────────────── varied_groups does all of it ───────────────────────────────────┘
 
 A group whose responses are all right or all wrong has no advantage, so it would only thin out the gradient of
 a batch. PRIME (2502.01456) also drops prompts that are too hard or too easy: `min_mean`, `max_mean`. Left
@@ -12,11 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hybridflow.config.algorithm import FilterGroupsConfig
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.by_trajectory import ByTrajectory
 
 SCORE = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score of a row, overlong shaping included."""
+
+
+def varied_groups(rows: DataProto, filters: FilterGroupsConfig) -> DataProto:
+    """Return the rows of the groups that `algorithm.filter_groups` keeps."""
+    if not len(rows):
+        return rows
+    samples = ByTrajectory(rows).samples
+    values = metric_values(samples, filters.metric)
+    uids = list(samples.non_tensor_batch["uid"])
+    return rows_of(rows, groups_to_keep(uids, values, min_mean=filters.min_mean, max_mean=filters.max_mean))
 
 
 def groups_to_keep(

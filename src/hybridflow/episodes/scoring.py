@@ -1,6 +1,6 @@
 """Trajectories are scored as soon as they end, while others are still generated.
 
-Trajectory ──add──► reward processes ──result──► Trajectory with its reward, or failed
+Trajectory ──ended──► reward processes ──ScoredBatch, rewarded──► Trajectory with its reward, or failed
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol.fields import FIELDS
 from hybridflow.protocol.spans import TraceSpan
 from hybridflow.protocol.trajectory import FailureCause, Outcome, Trajectory
-from hybridflow.rewards.manager import RewardSession
+from hybridflow.rewards.manager import RewardSession, ScoredBatch
 from hybridflow.rewards.request import ScoreRequest
 
 logger = logging.getLogger(__name__)
 
 
 class Scoring:
-    """The scores of the trajectories of one generation call."""
+    """The trajectories of one generation call on their way to a reward, which `session` scores."""
 
     def __init__(self, session: RewardSession, prompts: Sequence[Any] = ()) -> None:
         """`prompts` has the messages or the text of each place's prompt, for a reward model."""
@@ -33,7 +33,7 @@ class Scoring:
         self._trajectories: dict[int, Trajectory] = {}
         self._to_score: list[int] = []
 
-    def add(self, place: int, trajectory: Trajectory) -> None:
+    def ended(self, place: int, trajectory: Trajectory) -> None:
         """Have a trajectory scored that has just ended; one that failed, or has its environment's reward, is
         kept as it is.
         """
@@ -53,15 +53,16 @@ class Scoring:
             )
             self._session.add(place, request)
 
-    def result(self, *, failures_count: bool = True) -> tuple[list[Trajectory], Metrics]:
-        """Wait for all scores; return the trajectories in the order of their places.
+    def rewarded(
+        self, scored: ScoredBatch, *, failures_count: bool = True
+    ) -> tuple[list[Trajectory], Metrics]:
+        """Return the trajectories with what the session has `scored`, in the order of their places.
 
         `extra` then also has what the reward has returned. A trajectory whose reward failed has failed too,
         if `reward.on_error` is drop; without `failures_count` (in validation, where an answer that cannot be
         scored is a wrong one) it has the reward 0. A key with the name of one of our columns, or `reward`,
         the name of the score in validation, is left out with a warning.
         """
-        scored = self._session.result()
         metrics = Metrics()
         for name, value in scored.metrics.items():
             if name.endswith("_max"):

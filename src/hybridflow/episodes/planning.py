@@ -1,0 +1,107 @@
+"""Requests of prompts: which ones a group has, and the seeds of their draws.
+
+prompts ──training_requests, validation_requests──► RequestBatch: what is sampled, and what the data answers
+
+With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same
+rollout and score calls; its score becomes the column, the row goes. With one that names `is_demonstration`
+(SPIN), each group has the data's own answer as a row more; the reward function scores it like the others, and
+dynamic sampling does not look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from hybridflow.agent.single_turn import RequestBatch, build_requests, one_more_each
+from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
+from hybridflow.data.prompts import PromptRow
+from hybridflow.rollout.base import SamplingParams
+
+BASELINES = "reward_baselines"
+DEMONSTRATIONS = "is_demonstration"
+
+
+def greedy_sample(config: PPOConfig) -> int:
+    """Return the number of the greedy response in its group, after the sampled ones."""
+    return config.actor_rollout_ref.rollout.n
+
+
+def demonstration_sample(config: PPOConfig) -> int:
+    """Return the number of the data's own answer in its group, after all others."""
+    return config.actor_rollout_ref.rollout.n + 1
+
+
+def training_requests(
+    config: PPOConfig, needs: Collection[str], first_group: int, prompts: Sequence[PromptRow]
+) -> tuple[RequestBatch, RequestBatch]:
+    """Return the requests of groups that are numbered from `first_group`, and the rows whose answers are the
+    data's own, for an estimator that reads the columns `needs`. Request ids count from 0.
+
+    With P = `data.train_batch_size`, group i has the numbers and seeds of row (i % P)·n of step i // P + 1:
+    those of the step that trains it, where every group is trained.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    sampling = replace(sampling_of(config, rollout), greedy=not rollout.do_sample)
+    period = config.data.train_batch_size
+    sampled = RequestBatch([], [], [], [])
+    while len(prompts):
+        number, place = divmod(first_group, period)
+        part = prompts[: period - place]
+        sampled += build_requests(
+            part,
+            sampling,
+            n=rollout.n,
+            seed=config.trainer.seed,
+            purpose="rollout",
+            step=number + 1,
+            first_row=place * rollout.n,
+        )
+        first_group += len(part)
+        prompts = prompts[len(part) :]
+    numbered = [replace(request, request_id=place) for place, request in enumerate(sampled.requests)]
+    sampled = replace(sampled, requests=numbered)
+    requests = sampled
+    if BASELINES in needs:
+        greedy = replace(sampling, greedy=True)
+        requests += one_more_each(sampled, greedy, first_row=len(sampled), sample=greedy_sample(config))
+    demonstrations = RequestBatch([], [], [], [])
+    if DEMONSTRATIONS in needs:
+        demonstrations = one_more_each(
+            sampled, sampling, first_row=len(requests), sample=demonstration_sample(config)
+        )
+    return requests, demonstrations
+
+
+def validation_requests(
+    config: PPOConfig, prompts: Sequence[PromptRow], step: int, first_row: int = 0
+) -> RequestBatch:
+    """Make `val_kwargs.n` requests for each prompt, whose draws depend on (seed, step, row) alone; rows
+    are numbered from `first_row`.
+    """
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    greedy = not val.do_sample or val.temperature == 0.0
+    sampling = replace(sampling_of(config, val), greedy=greedy)
+    if greedy:
+        sampling = replace(sampling, temperature=1.0)
+    seed = config.trainer.seed
+    return build_requests(
+        prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
+    )
+
+
+def sampling_of(config: PPOConfig, keys: RolloutConfig | ValKwargsConfig) -> SamplingParams:
+    """Return how tokens are drawn by these keys; what ends a response is the same for all."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=keys.temperature,
+        top_k=keys.top_k,
+        top_p=keys.top_p,
+        min_p=keys.min_p,
+        repetition_penalty=keys.repetition_penalty,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )

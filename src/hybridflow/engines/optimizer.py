@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
@@ -230,7 +229,14 @@ class MasterAdamW:
             entry = state[name]
             parameter = self.parameters[name]
             rule = self.rule_of[master]
-            self._check(name, rule, entry)
+            saved = set(entry) - {"master", "step"}
+            if saved and saved != set(state_names(rule)):
+                kept = ", ".join(state_names(rule)) or "nothing"
+                raise CheckpointError(
+                    f"The checkpoint's optimizer has {', '.join(sorted(saved))} of {name}, and "
+                    f"{type(rule).__name__} keeps {kept}: set optim.optimizer to the checkpoint's, or leave "
+                    "optimizer out of checkpoint.load_contents"
+                )
             if "master" in entry:  # else the checkpoint is of a run whose parameters were their own masters
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
@@ -242,17 +248,6 @@ class MasterAdamW:
                 if key != "master":
                     moments[key] = value.clone().to(self.moments_rest or master.device)
             write_state(rule, master, moments)
-
-    def _check(self, name: str, rule: Optimizer, entry: Collection[str]) -> None:
-        """Raise CheckpointError where a state that was saved is that of another update rule."""
-        saved = set(entry) - {"master", "step"}
-        if saved and saved != set(state_names(rule)):
-            kept = ", ".join(state_names(rule)) or "nothing"
-            raise CheckpointError(
-                f"The checkpoint's optimizer has {', '.join(sorted(saved))} of {name}, and "
-                f"{type(rule).__name__} keeps {kept}: set optim.optimizer to the checkpoint's, or leave "
-                "optimizer out of checkpoint.load_contents"
-            )
 
     def refresh_shards(self) -> None:
         """Point the masters of sharded parameters to the memory where these are now."""

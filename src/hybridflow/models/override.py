@@ -75,7 +75,13 @@ def apply_override(config: PretrainedConfig, override: Mapping[str, Any]) -> Non
     if _EXPERTS in given:
         config._experts_implementation = given.pop(_EXPERTS)  # checked where the model is made
     for name, value in given.items():
-        _refuse_without_effect(name, value)
+        if name in _SET_ELSEWHERE:
+            raise ModelError(f"override_config.{name}={value!r}: set {_SET_ELSEWHERE[name]} instead")
+        if name.endswith(_DROPOUT) and isinstance(value, (int, float)) and value:
+            raise ModelError(
+                f"override_config.{name}={value!r}: dropout is always 0 here, since the log-probs of "
+                "training must be those of generation; leave it out"
+            )
     rope = _take_rope(config, given)
     moved = ORIGINAL_POSITIONS in given and hasattr(config, ORIGINAL_POSITIONS)
     if moved:
@@ -136,17 +142,6 @@ def _routed(config: PretrainedConfig, override: Mapping[str, Any]) -> dict[str, 
     if inner:
         given[block] = inner
     return given
-
-
-def _refuse_without_effect(name: str, value: Any) -> None:
-    """Raise ModelError for an entry that something else would decide."""
-    if name in _SET_ELSEWHERE:
-        raise ModelError(f"override_config.{name}={value!r}: set {_SET_ELSEWHERE[name]} instead")
-    if name.endswith(_DROPOUT) and isinstance(value, (int, float)) and value:
-        raise ModelError(
-            f"override_config.{name}={value!r}: dropout is always 0 here, since the log-probs of training "
-            "must be those of generation; leave it out"
-        )
 
 
 def _take_rope(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any]:

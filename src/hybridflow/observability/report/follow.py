@@ -60,7 +60,12 @@ class RunFollower:
         """Read what has changed since the last time."""
         self._number += 1
         small = [self._read_small(name, parse) for name, parse in _SMALL.items()]
-        self._find_all_rollouts()
+        config = self._small["config.yaml"][1] or {}
+        trainer = config.get("trainer")
+        if isinstance(trainer, Mapping) and isinstance(trainer.get("rollout_data_dir"), str):
+            path = Path(trainer["rollout_data_dir"]).expanduser()
+            if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
+                self.folders[ALL_ROLLOUTS] = Folder(path)
         sources: list[Lines | Folder] = [self.metrics, self.timeline, self.recorded, *self.folders.values()]
         gone = sum(source.poll(self._number) for source in sources) > 0  # all are polled
         self._forget_old_rollouts()
@@ -190,15 +195,6 @@ class RunFollower:
                 left -= folder.files[step].total
                 if left < 0 and folder.files[step].columns:
                     folder.files[step] = replace(folder.files[step], columns={})
-
-    def _find_all_rollouts(self) -> None:
-        """Follow the folder of `trainer.rollout_data_dir` too, where the run has one."""
-        config = self._small["config.yaml"][1] or {}
-        trainer = config.get("trainer")
-        if isinstance(trainer, Mapping) and isinstance(trainer.get("rollout_data_dir"), str):
-            path = Path(trainer["rollout_data_dir"]).expanduser()
-            if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
-                self.folders[ALL_ROLLOUTS] = Folder(path)
 
     def _read_small(self, name: str, parse: Callable[[Path], Any]) -> bool:
         """Read a file with one object if it has changed; return whether it has."""

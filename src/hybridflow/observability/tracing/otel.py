@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.observability.tracing.shown import title_of
 
 if TYPE_CHECKING:
-    from hybridflow.protocol.spans import Attribute, TraceSpan
+    from hybridflow.protocol.spans import TraceSpan
 
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 NANOSECONDS = 1_000_000_000
@@ -38,7 +38,11 @@ class OtelExporter:
             {"service.name": os.environ.get("OTEL_SERVICE_NAME", "hybridflow"), **resource}
         )
         self._scope = scopes.InstrumentationScope("hybridflow")
-        _keep_from_random()
+        # give the exporter a random state of its own: it draws a pause before each request from Python's,
+        # which a reward or an environment of the user may read
+        for name, module in list(sys.modules.items()):
+            if name.startswith("opentelemetry.exporter.otlp") and getattr(module, "random", None) is random:
+                vars(module)["random"] = random.Random()
         self._exporter = exporter.OTLPSpanExporter(endpoint=endpoint)
 
     def export(self, traces: Sequence[TraceSpan]) -> None:
@@ -62,12 +66,19 @@ class OtelExporter:
         status = self._api.Status(self._api.StatusCode.OK)
         if span.error:
             status = self._api.Status(self._api.StatusCode.ERROR, span.error)
+        # attributes, token counts also under OpenTelemetry's names for language models
+        attributes = dict(span.attributes)
+        if span.name == "generate":
+            attributes["gen_ai.operation.name"] = "text_completion"
+            if "prompt_tokens" in attributes:
+                attributes["gen_ai.usage.input_tokens"] = attributes["prompt_tokens"]
+                attributes["gen_ai.usage.output_tokens"] = attributes["response_tokens"]
         yield self._sdk.ReadableSpan(
             name=title_of(span),
             context=context,
             parent=parent,
             resource=self._resource,
-            attributes=_attributes(span),
+            attributes=attributes,
             kind=self._api.SpanKind.INTERNAL,
             status=status,
             start_time=int(span.start * NANOSECONDS),
@@ -76,23 +87,3 @@ class OtelExporter:
         )
         for child in span.children:
             yield from self._spans(child, trace_id, context)
-
-
-def _keep_from_random() -> None:
-    """Give the exporter a random state of its own: it draws a pause before each request from Python's, which
-    a reward or an environment of the user may read.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("opentelemetry.exporter.otlp") and getattr(module, "random", None) is random:
-            vars(module)["random"] = random.Random()
-
-
-def _attributes(span: TraceSpan) -> dict[str, Attribute]:
-    """Return the attributes, token counts also under OpenTelemetry's names for language models."""
-    attributes = dict(span.attributes)
-    if span.name == "generate":
-        attributes["gen_ai.operation.name"] = "text_completion"
-        if "prompt_tokens" in attributes:
-            attributes["gen_ai.usage.input_tokens"] = attributes["prompt_tokens"]
-            attributes["gen_ai.usage.output_tokens"] = attributes["response_tokens"]
-    return attributes

@@ -197,23 +197,19 @@ def _parse(path: Path | str, fields: Mapping[str, Any]) -> Manifest:
         }
         step = as_count(fields["step"], "step")
         manifest = Manifest(step, as_count(fields["sequence"], "sequence"), roles, files)
-        _check_complete(manifest)
+        # the files are listed that its own states are made of
+        if not manifest.files:
+            raise ValueError("it lists no files")
+        wanted = [f"{folder}/{STRUCTURE}" for folder in (*manifest.roles, *manifest.engines)]
+        wanted += [f"{role}/{TENSORS}" for role in manifest.roles]
+        missing = [name for name in wanted if name not in manifest.files]
+        if missing:
+            raise ValueError(f"it does not list the file {missing[0]!r:.80}")
     except KeyError as error:
         raise CheckpointError(f"{path} is not a valid manifest: it has no field {error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a valid manifest: {error}") from error
     return manifest
-
-
-def _check_complete(manifest: Manifest) -> None:
-    """Raise ValueError where a manifest does not list the files that its own states are made of."""
-    if not manifest.files:
-        raise ValueError("it lists no files")
-    wanted = [f"{folder}/{STRUCTURE}" for folder in (*manifest.roles, *manifest.engines)]
-    wanted += [f"{role}/{TENSORS}" for role in manifest.roles]
-    missing = [name for name in wanted if name not in manifest.files]
-    if missing:
-        raise ValueError(f"it does not list the file {missing[0]!r:.80}")
 
 
 def _file_digest(name: str, entry: Any) -> FileDigest:

@@ -72,10 +72,9 @@ def build_engine(
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
+    dtype = str(model.get("dtype", "auto"))
     if fsdp.mixed_precision.param_dtype != "auto":
         dtype = fsdp.mixed_precision.param_dtype
-    else:
-        dtype = str(model.get("dtype", "auto"))
     mesh: EngineMesh | None = None
     if layout.world_size > 1:
         mesh = engine_mesh(layout, device.type)

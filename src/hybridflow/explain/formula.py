@@ -85,7 +85,9 @@ def formula_of(
 def own_formula(function: Callable[..., Any], numbers: Iterable[Number]) -> Formula:
     """Return what there is to say of a user's own function: its docstring, its signature and its numbers."""
     function = inspect.unwrap(function)
-    equation, *notes = _paragraphs(function) or ["(no docstring)"]
+    equation, *notes = [
+        " ".join(text.split()) for text in (inspect.getdoc(function) or "").split("\n\n") if text
+    ] or ["(no docstring)"]
     named = [
         argument.replace(annotation=argument.empty)
         for argument in inspect.signature(function).parameters.values()
@@ -157,8 +159,3 @@ def shown(value: Any) -> str:
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", function))
-
-
-def _paragraphs(documented: object) -> list[str]:
-    """Return the paragraphs of a docstring, each on one line."""
-    return [" ".join(text.split()) for text in (inspect.getdoc(documented) or "").split("\n\n") if text]

@@ -138,14 +138,10 @@ def _spec_of(tool: BaseTool, entry: ToolEntry) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     if tool.config.get("in_process", type(tool).in_process):
         return ToolSpec(tool.name, schema, entry.where, begin_trajectory, (tool,), True, tool)
-    arguments = (_object_spec(entry.class_name), tool.config, tool.tool_schema)
+    # "module:Class" of "package.module.Class"; a path to a file has its colon already
+    module, _, name = entry.class_name.rpartition(":" if ":" in entry.class_name else ".")
+    arguments = (f"{_absolute(module)}:{name}", tool.config, tool.tool_schema)
     return ToolSpec(tool.name, schema, entry.where, make_tool, arguments, False)
-
-
-def _object_spec(class_name: str) -> str:
-    """Return "module:Class" of "package.module.Class"; a path to a file has its colon already."""
-    module, _, name = class_name.rpartition(":" if ":" in class_name else ".")
-    return f"{_absolute(module)}:{name}"
 
 
 def _absolute(location: str) -> str:

@@ -289,14 +289,11 @@ class TaggedParser(CallParser):
                     source.noted()
                     self._hand_out(calls)
             else:
-                self._end_of_call(tag)
-
-    def _end_of_call(self, tag: str) -> None:
-        """Take a tag outside of calls: it belongs to the last one, or to one that has no beginning."""
-        if not self._left:
-            self.problems.append(f"{tag} stands there without {self.starts[0]} before it")
-            self._left = "malformed"
-        if self._left == "malformed":
-            self._say(tag)
-        if tag in self.stops:
-            self._left = ""
+                # take a tag outside of calls: it belongs to the last one, or to one that has no beginning
+                if not self._left:
+                    self.problems.append(f"{tag} stands there without {self.starts[0]} before it")
+                    self._left = "malformed"
+                if self._left == "malformed":
+                    self._say(tag)
+                if tag in self.stops:
+                    self._left = ""

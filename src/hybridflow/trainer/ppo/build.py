@@ -160,7 +160,10 @@ def _trainer(
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         kept = KeptRows(run.folder.path)
         kept.drop_after(state.step)
-        validator = _validator(config, data, trajectories(run.timer), samples)
+        if not data.val_dataset:
+            validator = None
+        else:
+            validator = Validator(data.val_dataset, trajectories(run.timer), samples, config)
         step = step_class(
             roles,
             config,
@@ -191,24 +194,11 @@ def _trainer(
             log_samples=partial(_further_metrics, samples, predictor),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
-        _end(state, failures, collectors)
-
-
-def _validator(
-    config: PPOConfig, data: PromptData, trajectories: Trajectories, samples: SampleLog
-) -> Validator | None:
-    """Return the validation of a run, where it has rows to validate on."""
-    if not data.val_dataset:
-        return None
-    return Validator(data.val_dataset, trajectories, samples, config)
-
-
-def _end(state: RunState, failures: Failures, collectors: Collectors | None) -> None:
-    """Have the traces of collectors sent, and tell the failures of the run, unless it only made batches."""
-    if collectors is not None:
-        collectors.end_traces()
-    if state.step:
-        failures.end_run()
+        # have the traces of collectors sent, and tell the failures of the run, unless it only made batches
+        if collectors is not None:
+            collectors.end_traces()
+        if state.step:
+            failures.end_run()
 
 
 def _further_metrics(

@@ -122,7 +122,7 @@ def _costs(devices: str) -> Costs:
 
     if devices.strip().upper() != f"1X{CPU}":
         return Costs(read_devices(devices), FITTED)
-    from hybridflow.distributed.measure import measured_cpu
+    from hybridflow.distributed.device import measured_cpu
 
     found = measured_cpu()
     hardware = cpu_hardware(found.peak, found.bandwidth, found.memory)

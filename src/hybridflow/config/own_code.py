@@ -15,9 +15,9 @@ from typing import Any
 
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
-from hybridflow.config.arguments import argument_keys
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.source_code import Definition
+from hybridflow.config.tree import argument_keys
 
 LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "scale", "rollout_is_weights")
 """Arguments that any policy loss may name, beside columns, keys and options."""

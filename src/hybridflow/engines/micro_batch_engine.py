@@ -28,8 +28,7 @@ from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.micro_batches import MicroBatch, plan
 from hybridflow.engines.nonfinite import NonfiniteGuard
-from hybridflow.engines.optimizer import MasterAdamW
-from hybridflow.engines.schedule import learning_rate
+from hybridflow.engines.optimizer import MasterAdamW, learning_rate
 from hybridflow.errors import TrainingError
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.routing import LIVE

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.arguments import argument_keys, key_in_force
-from hybridflow.config.tree import get_value, keys_of
+from hybridflow.config.tree import argument_keys, get_value, key_in_force, keys_of
 from hybridflow.explain.formula import Number, shown
 
 ACTOR = "actor_rollout_ref.actor"

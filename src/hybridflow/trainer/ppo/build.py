@@ -25,10 +25,9 @@ from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement, WorkerGroup
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.build import PromptData, build_prompt_data
-from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.loader import CurriculumSampler, Sampler, StatefulLoader, StatefulSampler
 from hybridflow.data.plugin import load_object
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.trainer.schedules.idle import IdleShares
+from hybridflow.trainer.schedules.ahead import IdleShares
 from hybridflow.workers.rollout_use import ReplicaUse, mean_seconds
 
 

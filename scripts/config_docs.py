@@ -16,8 +16,7 @@ from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
 from hybridflow.config.verl_rule import OVERRIDES, Rule
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
-from hybridflow.config.verl_rules_sft import SFT_RULES
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

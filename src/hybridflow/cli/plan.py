@@ -116,8 +116,7 @@ def plan_run(options: argparse.Namespace) -> int:
 
 def _costs(devices: str) -> Costs:
     """Return the cost model of these devices; a CPU is measured. Raises ConfigError for unknown ones."""
-    from hybridflow.planner.costs import CPU_EFFICIENCY, Costs
-    from hybridflow.planner.fitted import FITTED
+    from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs
     from hybridflow.planner.hardware import CPU, Cluster, cpu_hardware, read_devices
 
     if devices.strip().upper() != f"1X{CPU}":

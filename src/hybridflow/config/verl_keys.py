@@ -18,8 +18,7 @@ from hybridflow.config.aliases import rewrite, rewrite_value
 from hybridflow.config.root import SFTConfig
 from hybridflow.config.tree import blocks_of, is_native
 from hybridflow.config.verl_rule import OVERRIDES, Rule
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
-from hybridflow.config.verl_rules_sft import SFT_RULES
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES
 
 Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 

@@ -37,9 +37,9 @@ from hybridflow.models.build import (
     without_dropout,
     wrap,
 )
-from hybridflow.models.in_force import in_force
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
+from hybridflow.models.override import in_force
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import HEAD_NAMES, ScoreModel, is_head
 from hybridflow.models.value import ValueModel

@@ -23,7 +23,7 @@ from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.sglang.build import build_sglang_engine
+from hybridflow.rollout.sglang.engine import build_sglang_engine
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.weight_sync.holding import Holding
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush

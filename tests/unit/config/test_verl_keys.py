@@ -23,8 +23,7 @@ from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.config.tree import flatten, get_value, is_native, keys_of
 from hybridflow.config.verl_keys import _ruled, status
 from hybridflow.config.verl_rule import Rule
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
-from hybridflow.config.verl_rules_sft import SFT_RULES
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES
 from hybridflow.errors import ConfigError
 
 BOTH = {**keys_of(PPOConfig), **keys_of(SFTConfig)}

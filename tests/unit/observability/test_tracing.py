@@ -12,8 +12,8 @@ import pytest
 
 from collectors import collecting
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import RolloutTraceConfig
 from hybridflow.config.load import load_config, prepare_config
-from hybridflow.config.rollout_trace import RolloutTraceConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.tracing import build, queue
 from hybridflow.observability.tracing.build import trace_problems

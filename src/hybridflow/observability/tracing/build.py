@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from hybridflow.config.rollout_trace import RolloutTraceConfig, TraceBackend
+from hybridflow.config.actor_rollout_ref import RolloutTraceConfig, TraceBackend
 from hybridflow.errors import install_extra
 from hybridflow.observability.tracing.mlflow import MlflowExporter
 from hybridflow.observability.tracing.otel import OtelExporter

@@ -20,8 +20,7 @@ from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import ModelError
 from hybridflow.models.build import shape_of
 from hybridflow.models.kv_cache import slot_capacity
-from hybridflow.planner.costs import CPU_EFFICIENCY, Costs, Efficiency, Rows, Training
-from hybridflow.planner.fitted import FITTED
+from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Efficiency, Rows, Training
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, Hardware, cpu_hardware
 from hybridflow.planner.job import Calibration, StepModel, engine_of, job_of, training_of
 from hybridflow.planner.lengths import Lengths

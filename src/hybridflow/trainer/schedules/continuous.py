@@ -36,8 +36,7 @@ from hybridflow.trainer.ppo.collector import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import MAX_BARREN_BATCHES, Trajectories
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
-from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
-from hybridflow.trainer.schedules.ledger import Ledger
+from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,

@@ -30,9 +30,7 @@ from hybridflow.trainer.ppo.collector import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
-from hybridflow.trainer.schedules.index_ranges import ranges
-from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
-from hybridflow.trainer.schedules.ledger import Ledger
+from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -41,6 +39,7 @@ from hybridflow.trainer.schedules.ledger_state import (
     Published,
     Scored,
     Taken,
+    ranges,
 )
 from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers.rollout_group import StagedWeights

@@ -32,8 +32,7 @@ from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.sft.kinds import kind_of
 from hybridflow.trainer.sft.reference import add_reference
-from hybridflow.trainer.sft.source import RowSource
-from hybridflow.trainer.sft.step import SFTStep, SFTValidator
+from hybridflow.trainer.sft.step import RowSource, SFTStep, SFTValidator
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer

@@ -15,8 +15,7 @@ from typing import Any
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
-from hybridflow.config.verl_rule import OVERRIDES, Rule
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES
+from hybridflow.config.verl_keys import Rule, tables
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -159,7 +158,8 @@ def _aliases() -> Iterator[tuple[str, ...]]:
 
 
 def _unique_rules() -> Sequence[Rule]:
-    return list({rule.pattern: rule for rule in (*OVERRIDES, *PPO_RULES, *SFT_RULES)}.values())
+    overrides, ppo, sft, _ = tables()
+    return list({rule.pattern: rule for rule in (*overrides, *ppo, *sft)}.values())
 
 
 def _rule(rule: Rule) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ def _accepted(rule: Rule) -> str:
 
 
 def _refused() -> Iterator[tuple[str, ...]]:
-    for key, values in REFUSED_VALUES.items():
+    for key, values in tables().refused_values.items():
         for reason, group in groupby(values.items(), key=lambda item: item[1]):
             yield (f"`{key}`", ", ".join(f"`{value}`" for value, _ in group), reason)
 

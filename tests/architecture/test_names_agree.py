@@ -22,7 +22,7 @@ from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import TaskConfig
 from hybridflow.config.own_code import COLUMNS, LOSS_ARGUMENTS, loss_fault
 from hybridflow.config.trainer import Tracker
-from hybridflow.config.verl_rules import REFUSED_VALUES
+from hybridflow.config.verl_keys import tables
 from hybridflow.data.tasks import build_task
 from hybridflow.observability.trackers.build import TRACKERS
 from hybridflow.protocol.fields import FIELDS
@@ -119,7 +119,7 @@ def test_no_name_is_both_there_and_refused() -> None:
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }
     for path, there in names.items():
-        assert not {*REFUSED_VALUES.get(path, {}), *VALUE_ALIASES.get(path, {})} & set(there)
+        assert not {*tables().refused_values.get(path, {}), *VALUE_ALIASES.get(path, {})} & set(there)
         assert set(VALUE_ALIASES.get(path, {}).values()) <= set(there)
 
 

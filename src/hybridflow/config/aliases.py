@@ -3,7 +3,8 @@
     "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
     "algorithm.adv_estimator", "grpo_vectorized" ──rewrite_value──► "grpo"
 
-A rewritten key may itself be an alias; `verl_keys.status` follows the chain.
+A rewritten key may itself be an alias; `verl_keys.status` follows the chain. Sizes of Megatron-LM's layouts
+mean the same in PyTorch's own engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,47 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config.root import SFTConfig
-from hybridflow.config.verl_megatron import MEGATRON_ALIASES, MEGATRON_ALIASES_BY_VALUE, MEGATRON_VALUES
+
+ENGINE = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B), not Megatron-LM"
+ROLES = r"(actor_rollout_ref\.(?:actor|ref)|critic|reward\.reward_model)\.megatron\."
+MEGATRON_BASE = "ppo_megatron_trainer"
+"""verl's name for the file of all keys whose strategy is megatron."""
+CHECKPOINTING = "enable_gradient_checkpointing"
+
+MEGATRON_ALIASES: tuple[tuple[str, str], ...] = (
+    (ROLES + r"tensor_model_parallel_size", r"\1.fsdp_config.tensor_parallel_size"),
+    (ROLES + r"pipeline_model_parallel_size", r"\1.fsdp_config.pipeline_parallel_size"),
+    (ROLES + r"virtual_pipeline_model_parallel_size", r"\1.fsdp_config.virtual_pipeline_parallel_size"),
+    (ROLES + r"context_parallel_size", r"\1.ulysses_sequence_parallel_size"),
+    (ROLES + r"expert_model_parallel_size", r"\1.fsdp_config.expert_parallel_size"),
+    (ROLES + r"(param_offload|optimizer_offload|use_torch_compile)", r"\1.fsdp_config.\2"),
+    (ROLES + r"dtype", r"\1.fsdp_config.mixed_precision.param_dtype"),
+    (r"(.+\.override_config)\.model_config\.(.+)", r"\1.\2"),
+)
+
+MEGATRON_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    f"{block}.fsdp_config.{name}": {None: 1}
+    for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model")
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "virtual_pipeline_parallel_size",
+        "expert_parallel_size",
+    )
+} | {
+    f"{block}.{CHECKPOINTING}": {"full": True, None: False}
+    for block in ("actor_rollout_ref.model", "critic.model")
+}
+
+MEGATRON_ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = tuple(
+    (rf"{block}\.megatron\.override_transformer_config\.recompute_granularity", ("full", None), model)
+    for block, model in (
+        (r"actor_rollout_ref\.actor", f"actor_rollout_ref.model.{CHECKPOINTING}"),
+        ("critic", f"critic.model.{CHECKPOINTING}"),
+    )
+)
+"""Each layer is recomputed on its own (full), or none is (null)."""
+
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
 LEARNERS = r"(actor_rollout_ref\.actor|critic)\."

@@ -14,8 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridflow.config.aliases import MEGATRON_BASE
 from hybridflow.config.checks.correction import quote_bounds
-from hybridflow.config.verl_megatron import BASE as MEGATRON_BASE
 from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"

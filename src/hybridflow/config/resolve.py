@@ -13,13 +13,13 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
+from hybridflow.config.aliases import ENGINE
 from hybridflow.config.checks.cluster import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value, with_values
-from hybridflow.config.verl_megatron import ENGINE
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 CACHE = "~/.cache/hybridflow"

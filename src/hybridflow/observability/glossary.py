@@ -1,6 +1,6 @@
 """The glossary of metrics: what each name means, its unit, the direction in which it is better, who reads it.
 
-name of a metric ──find──► MetricEntry, a line of glossary.yaml; `scripts/metric_docs.py` writes docs/metrics.md
+name of a metric ──find──► MetricEntry, a line of glossary.yaml; scripts/metric_docs.py ──► docs/metrics.md
 """
 
 from __future__ import annotations

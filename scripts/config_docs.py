@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
-from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
 from hybridflow.config.verl_keys import Rule, tables
 
@@ -151,15 +150,16 @@ def _type(info: KeyInfo) -> str:
 
 
 def _aliases() -> Iterator[tuple[str, ...]]:
-    for old, new in dict.fromkeys([*PPO_ALIASES, *SFT_ALIASES]):
+    table = tables()
+    for old, new in dict.fromkeys([*table.ppo_aliases.items(), *table.sft_aliases.items()]):
         yield (f"`{old}`", f"`{new}`")
-    for old, values, new in ALIASES_BY_VALUE:
+    for old, values, new in table.aliases_by_value:
         yield (f"`{old}` with {', '.join(f'`{_value(value)}`' for value in values)}", f"`{new}`")
 
 
 def _unique_rules() -> Sequence[Rule]:
-    overrides, ppo, sft, _ = tables()
-    return list({rule.pattern: rule for rule in (*overrides, *ppo, *sft)}.values())
+    table = tables()
+    return list({rule.pattern: rule for rule in (*table.overrides, *table.ppo, *table.sft)}.values())
 
 
 def _rule(rule: Rule) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from hybridflow.algorithms.policy_losses.types import GIVEN
 from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
-from hybridflow.config.aliases import VALUE_ALIASES
 from hybridflow.config.checks import root as checks
 from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import TaskConfig
@@ -119,8 +118,9 @@ def test_no_name_is_both_there_and_refused() -> None:
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }
     for path, there in names.items():
-        assert not {*tables().refused_values.get(path, {}), *VALUE_ALIASES.get(path, {})} & set(there)
-        assert set(VALUE_ALIASES.get(path, {}).values()) <= set(there)
+        aliases = tables().value_aliases.get(path, {})
+        assert not {*tables().refused_values.get(path, {}), *aliases} & set(there)
+        assert set(aliases.values()) <= set(there)
 
 
 def test_the_defaults_are_in_the_tables() -> None:

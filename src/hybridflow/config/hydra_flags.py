@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.config.aliases import MEGATRON_BASE
-from hybridflow.config.recipes import BASES, recipe_names
+from hybridflow.config.recipes import BASES, MEGATRON_BASE, recipe_names
 from hybridflow.errors import ConfigError
 
 LONG = {

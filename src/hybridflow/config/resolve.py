@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from hybridflow.config.aliases import ENGINE
 from hybridflow.config.checks.cluster import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import MODEL_TERM
@@ -166,7 +165,8 @@ def _engine(config: PPOConfig) -> list[str]:
     if config.actor_rollout_ref.actor.strategy != "megatron":
         return []
     return [
-        f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by {ENGINE}"
+        f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by PyTorch's "
+        "own engine (FSDP2, tensor parallelism, stages by 1F1B), not Megatron-LM"
     ]
 
 

@@ -8,6 +8,7 @@ repeated here as data.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.load import load_config
 from hybridflow.config.trainer import PrometheusConfig
@@ -705,9 +705,11 @@ def test_verls_prometheus_is_the_runs() -> None:
     assert loaded.config.trainer.prometheus == PrometheusConfig(enable=True, file="p.yml", reload_port=9090)
 
 
-@pytest.mark.parametrize(("root", "aliases"), [(PPOConfig, PPO_ALIASES), (SFTConfig, SFT_ALIASES)])
-def test_no_alias_hides_a_key_of_the_schema(root: type, aliases: tuple[tuple[str, str], ...]) -> None:
-    for pattern, _ in aliases:
+@pytest.mark.parametrize(
+    ("root", "aliases"), [(PPOConfig, tables().ppo_aliases), (SFTConfig, tables().sft_aliases)]
+)
+def test_no_alias_hides_a_key_of_the_schema(root: type, aliases: Mapping[str, str]) -> None:
+    for pattern in aliases:
         hidden = [path for path in keys_of(root) if re.fullmatch(pattern, path)]
         assert not hidden, pattern
 
@@ -721,7 +723,7 @@ def test_every_rule_says_why_and_the_way_out(rules: tuple[Any, ...]) -> None:
 
 
 def test_other_values_stand_for_keys_of_the_schema() -> None:
-    for path, values in VALUE_ALIASES.items():
+    for path, values in tables().value_aliases.items():
         root = PPOConfig if path in keys_of(PPOConfig) else SFTConfig
         assert path in BOTH and all(status(root, path, value).kind == "alias" for value in values), path
 

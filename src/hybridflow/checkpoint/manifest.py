@@ -14,9 +14,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.fields import as_count, as_dict, as_list
 from hybridflow.checkpoint.layout import MANIFEST, SHARDS, STRUCTURE, TENSORS, step_folders, step_of
 from hybridflow.errors import CheckpointError
+
+
+def as_dict(value: Any, name: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.80}, and an object is wanted")
+    return value
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a JSON array."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {value!r:.80}, and a list is wanted")
+    return value
+
+
+def as_count(value: Any, name: str) -> int:
+    """Return an integer that is not negative; `true` is no integer."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {value!r:.80}, and an integer of 0 or more is wanted")
+    return value
+
+
+def as_counts(value: Any, name: str) -> tuple[int, ...]:
+    """Return a list of integers that are not negative."""
+    return tuple(as_count(each, name) for each in as_list(value, name))
+
 
 FORMAT = 2
 

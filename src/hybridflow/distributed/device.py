@@ -89,7 +89,6 @@ def _available(kind: str) -> bool:
 
 
 def _build() -> str:
-    """Return which accelerators this torch is built for."""
     if torch.version.cuda:
         return f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if torch.version.hip:

@@ -102,7 +102,6 @@ def _rewards(run: Run) -> Section:
 
 
 def _known(name: str, *numbers: Number, notes: tuple[str, ...] = ()) -> Formula:
-    """Return the formula with this name in `EQUATIONS`."""
     equation = EQUATIONS[name]
     return formula_of(
         equation.function, equation.formula, numbers, name=name, papers=equation.papers, notes=notes

@@ -178,7 +178,6 @@ def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_cod
 
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
-    """Load the base and put the checkpoint's adapters on it."""
     logger.info(
         "loading the base %s and putting the checkpoint's adapters on it (%d tensors)",
         base,

@@ -102,7 +102,6 @@ def check_gguf(source: Path, target: Path) -> None:
 
 
 def _read(source: Path) -> tuple[Tokenizer, PreTrainedModel]:
-    """Return the tokenizer and the float32 model as transformers reads them from the file."""
     try:
         with without_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

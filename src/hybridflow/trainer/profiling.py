@@ -75,7 +75,6 @@ class StepProfiler:
         logger.info("profile of step %d: %s, for chrome://tracing or ui.perfetto.dev", step, file)
 
     def _recording(self) -> Iterator[tuple[WorkerGroup[Any], int]]:
-        """Yield the ranks on which the tool records."""
         for group in self._groups:
             for rank in range(group.world_size):
                 if rank in (self._config.ranks or (0,)):

@@ -13,8 +13,7 @@ from hybridflow.engines import TrainEngine
 from hybridflow.errors import RolloutError
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
-from hybridflow.weight_sync.checksum import explain_difference, first_difference
-from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.holding import Holding, explain_difference, first_difference
 from hybridflow.weight_sync.reshard import HeldWeights, Reshard
 
 

@@ -89,7 +89,6 @@ def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor
 
 
 def _numbered(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Return the groups numbered 0, 1, 2, …, and how many there are."""
     _, group = torch.unique(group_ids, return_inverse=True)
     return group, int(group.max()) + 1 if group.numel() else 0
 

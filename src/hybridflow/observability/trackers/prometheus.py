@@ -168,7 +168,6 @@ def _server(host: str, port: int, page: Callable[[], bytes]) -> ThreadingHTTPSer
 
 
 def _configuration(file: Path) -> dict[str, Any]:
-    """Return a configuration of Prometheus that is there. ConfigError where it is none."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -303,7 +303,6 @@ class Session:
         return max(length, min(length + kv_cache.AHEAD, self._longest_ever))
 
     def _source(self, prefix: Prefix) -> int | kv_cache.RowCopy:
-        """Return the kept copy of a prefix, or the row that has it."""
         if prefix.copy is not None:
             return prefix.copy
         return next(i for i, row in enumerate(self.rows.rows) if row.prefix is prefix)

@@ -155,7 +155,6 @@ class CallParser(ABC):
             self._texts = []
 
     def _hand_out(self, calls: list[ToolCall]) -> None:
-        """Hand out calls that were read."""
         self._end_text()
         self._parts += calls
         self.num_calls += len(calls)

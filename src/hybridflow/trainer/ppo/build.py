@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 from hybridflow.agent.agents import Agents
@@ -48,6 +49,7 @@ from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.rollout_traces import rollout_traces
 from hybridflow.trainer.ppo.sample_log import SampleLog
+from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource
 from hybridflow.trainer.ppo.trajectories import Trajectories
@@ -57,12 +59,61 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
-from hybridflow.trainer.schedules.build import make_source
+from hybridflow.trainer.schedules.continuous import ContinuousSource
+from hybridflow.trainer.schedules.exact import ExactSource
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers.losses import find_policy_loss
+
+
+def make_source(
+    config: PPOConfig,
+    loader: StatefulLoader[PromptRow],
+    trajectories: Trajectories,
+    roles: Roles,
+    total_steps: int,
+    folder: Path,
+) -> SyncSource:
+    """Return the source of `trainer.schedule`, or that of dumped rollouts (`rollout.skip`).
+
+    It makes rows by `trajectories`. `folder` is the run's, which has the ledger.
+    """
+    timer = trajectories.timer
+    name = config.trainer.schedule
+    keys = config.trainer.async_
+    if config.actor_rollout_ref.rollout.skip.enable:
+        return DumpedSource(config, loader, trajectories, roles, timer)
+    if name == "sync":
+        return SyncSource(loader, trajectories, roles, timer)
+    ledger = Ledger.open(folder / LEDGER_FILE)
+    if ledger.position:
+        ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
+    if name in EXACT_SCHEDULES:
+        return ExactSource(
+            loader,
+            trajectories,
+            roles,
+            timer,
+            run_ahead=int(keys.run_ahead),
+            total_steps=total_steps,
+            ledger=ledger,
+        )
+    assert keys.max_staleness is not None, "filled by resolve"
+    return ContinuousSource(
+        loader,
+        trajectories,
+        roles,
+        timer,
+        schedule=Schedule(config.data.train_batch_size, keys.run_ahead, keys.max_staleness, total_steps),
+        ledger=ledger,
+        partial=keys.partial_rollout,
+        max_concurrent=keys.max_concurrent_groups,
+    )
+
 
 PPOTrainer: TypeAlias = Trainer[SyncSource, PPOStep]
 

@@ -162,7 +162,6 @@ def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
 def _factories(
     config: SFTConfig, total_steps: int, nonfinite: Path, ends: tuple[int, ...], process: WorkerHost
 ) -> Factories:
-    """The factories of one process."""
     model = model_arguments(config.model, resolve_device(config.trainer.device))
     lora = LoraSettings.from_config(config.model, seed=config.trainer.seed)
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.planner.costs import Costs
-from hybridflow.planner.fitted import FITTED
+from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import Cluster, read_devices
 from hybridflow.planner.job import Job, job_of
 from hybridflow.planner.known_models import shape_by_keys

@@ -227,7 +227,7 @@ def main() -> int:
     from real_model import MISSING, NAME, find_gguf, write_folder
     from side_by_side import machine
 
-    from hybridflow.distributed.measure import measured_cpu
+    from hybridflow.distributed.device import measured_cpu
     from hybridflow.models.tiny import create_tiny_model
 
     gguf = find_gguf()

@@ -38,7 +38,7 @@ import psutil
 import torch
 
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.rollout.native.memory import free_memory
+from hybridflow.rollout.memory import free_memory
 
 RESULT = Path(__file__).parent / "results" / "serve_load"
 CONDITIONS: tuple[dict[str, Any], ...] = (

@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
-from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
-from hybridflow.config.verl_rule import OVERRIDES, Rule
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
-from hybridflow.config.verl_rules_sft import SFT_RULES
+from hybridflow.config.verl_keys import Rule, tables
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -153,14 +150,16 @@ def _type(info: KeyInfo) -> str:
 
 
 def _aliases() -> Iterator[tuple[str, ...]]:
-    for old, new in dict.fromkeys([*PPO_ALIASES, *SFT_ALIASES]):
+    table = tables()
+    for old, new in dict.fromkeys([*table.ppo_aliases.items(), *table.sft_aliases.items()]):
         yield (f"`{old}`", f"`{new}`")
-    for old, values, new in ALIASES_BY_VALUE:
+    for old, values, new in table.aliases_by_value:
         yield (f"`{old}` with {', '.join(f'`{_value(value)}`' for value in values)}", f"`{new}`")
 
 
 def _unique_rules() -> Sequence[Rule]:
-    return list({rule.pattern: rule for rule in (*OVERRIDES, *PPO_RULES, *SFT_RULES)}.values())
+    table = tables()
+    return list({rule.pattern: rule for rule in (*table.overrides, *table.ppo, *table.sft)}.values())
 
 
 def _rule(rule: Rule) -> tuple[str, ...]:
@@ -175,7 +174,7 @@ def _accepted(rule: Rule) -> str:
 
 
 def _refused() -> Iterator[tuple[str, ...]]:
-    for key, values in REFUSED_VALUES.items():
+    for key, values in tables().refused_values.items():
         for reason, group in groupby(values.items(), key=lambda item: item[1]):
             yield (f"`{key}`", ", ".join(f"`{value}`" for value, _ in group), reason)
 

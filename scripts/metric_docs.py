@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hybridflow.observability.glossary import GLOSSARY, OF_VALIDATION, PLACEHOLDERS, MetricEntry
+from hybridflow.observability.glossary import OF_VALIDATION, PLACEHOLDERS, MetricEntry, glossary
 from hybridflow.observability.timing import WORDS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
 def render() -> str:
     """Return the whole page."""
     parts = [INTRODUCTION]
-    for title, entries in GLOSSARY.items():
+    for title, entries in glossary().items():
         parts.append(f"## {title}\n")
         parts.append(_table(("metric", "meaning", "unit", "better", "also read by"), map(_row, entries)))
     parts.append("## Placeholders\n")

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from hybridflow.observability.samples import SampleWriter
-from hybridflow.observability.step_lines import StepLines
 from hybridflow.observability.timeline import timeline
 from hybridflow.observability.trackers import build_trackers
+from hybridflow.observability.trackers.jsonl import StepLines
 
 GROUPS = 10
 SAMPLES = 8

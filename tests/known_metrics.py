@@ -39,4 +39,4 @@ def check_metrics(request: pytest.FixtureRequest) -> None:
     folder = getattr(request.node, "funcargs", {}).get("tmp_path")
     if folder is not None:
         names = list(unknown(names_under(folder)))
-        assert not names, f"add these metrics to hybridflow/observability/glossary: {names}"
+        assert not names, f"add these metrics to hybridflow/observability/glossary.yaml: {names}"

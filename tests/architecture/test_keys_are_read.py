@@ -16,8 +16,7 @@ from sources import Source, sources
 
 from hybridflow.config import RUNS
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
-from hybridflow.config.arguments import arguments_of_keys
-from hybridflow.config.tree import field_of, keys_of, type_hints
+from hybridflow.config.tree import arguments_of_keys, field_of, keys_of, type_hints
 
 pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 

@@ -16,13 +16,12 @@ from hybridflow.algorithms.policy_losses.types import GIVEN
 from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
-from hybridflow.config.aliases import VALUE_ALIASES
 from hybridflow.config.checks import root as checks
 from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import TaskConfig
 from hybridflow.config.own_code import COLUMNS, LOSS_ARGUMENTS, loss_fault
 from hybridflow.config.trainer import Tracker
-from hybridflow.config.verl_rules import REFUSED_VALUES
+from hybridflow.config.verl_keys import tables
 from hybridflow.data.tasks import build_task
 from hybridflow.observability.trackers.build import TRACKERS
 from hybridflow.protocol.fields import FIELDS
@@ -119,8 +118,9 @@ def test_no_name_is_both_there_and_refused() -> None:
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }
     for path, there in names.items():
-        assert not {*REFUSED_VALUES.get(path, {}), *VALUE_ALIASES.get(path, {})} & set(there)
-        assert set(VALUE_ALIASES.get(path, {}).values()) <= set(there)
+        aliases = tables().value_aliases.get(path, {})
+        assert not {*tables().refused_values.get(path, {}), *aliases} & set(there)
+        assert set(aliases.values()) <= set(there)
 
 
 def test_the_defaults_are_in_the_tables() -> None:

@@ -291,7 +291,7 @@ def _sglang(folder: Path) -> Subject:
     without("sglang")
     from hybridflow.config.actor_rollout_ref import RolloutConfig
     from hybridflow.rollout.remote.model import ModelFacts
-    from hybridflow.rollout.sglang.build import build_sglang_engine
+    from hybridflow.rollout.sglang.engine import build_sglang_engine
 
     config = RolloutConfig(
         name="sglang", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2

@@ -18,8 +18,7 @@ from vllm_models import EOS, save, tiny
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.sglang.build import build_sglang_engine
-from hybridflow.rollout.sglang.engine import SGLangEngine
+from hybridflow.rollout.sglang.engine import SGLangEngine, build_sglang_engine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -27,8 +27,7 @@ from vllm_models import (
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.sglang.build import build_sglang_engine
-from hybridflow.rollout.sglang.engine import SGLangEngine
+from hybridflow.rollout.sglang.engine import SGLangEngine, build_sglang_engine
 from hybridflow.rollout.sglang.server import Server
 
 

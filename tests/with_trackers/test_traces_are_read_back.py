@@ -19,7 +19,7 @@ import httpx
 import pytest
 from fake_weave import fake_weave
 
-from hybridflow.config.rollout_trace import RolloutTraceConfig, TraceBackend
+from hybridflow.config.actor_rollout_ref import RolloutTraceConfig, TraceBackend
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.tracing import queue
 from hybridflow.observability.tracing.build import exporter_of, trace_problems

@@ -14,9 +14,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.fields import as_count, as_dict, as_list
 from hybridflow.checkpoint.layout import MANIFEST, SHARDS, STRUCTURE, TENSORS, step_folders, step_of
 from hybridflow.errors import CheckpointError
+
+
+def as_dict(value: Any, name: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.80}, and an object is wanted")
+    return value
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a JSON array."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {value!r:.80}, and a list is wanted")
+    return value
+
+
+def as_count(value: Any, name: str) -> int:
+    """Return an integer that is not negative; `true` is no integer."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {value!r:.80}, and an integer of 0 or more is wanted")
+    return value
+
+
+def as_counts(value: Any, name: str) -> tuple[int, ...]:
+    """Return a list of integers that are not negative."""
+    return tuple(as_count(each, name) for each in as_list(value, name))
+
 
 FORMAT = 2
 
@@ -197,23 +223,19 @@ def _parse(path: Path | str, fields: Mapping[str, Any]) -> Manifest:
         }
         step = as_count(fields["step"], "step")
         manifest = Manifest(step, as_count(fields["sequence"], "sequence"), roles, files)
-        _check_complete(manifest)
+        # the files are listed that its own states are made of
+        if not manifest.files:
+            raise ValueError("it lists no files")
+        wanted = [f"{folder}/{STRUCTURE}" for folder in (*manifest.roles, *manifest.engines)]
+        wanted += [f"{role}/{TENSORS}" for role in manifest.roles]
+        missing = [name for name in wanted if name not in manifest.files]
+        if missing:
+            raise ValueError(f"it does not list the file {missing[0]!r:.80}")
     except KeyError as error:
         raise CheckpointError(f"{path} is not a valid manifest: it has no field {error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a valid manifest: {error}") from error
     return manifest
-
-
-def _check_complete(manifest: Manifest) -> None:
-    """Raise ValueError where a manifest does not list the files that its own states are made of."""
-    if not manifest.files:
-        raise ValueError("it lists no files")
-    wanted = [f"{folder}/{STRUCTURE}" for folder in (*manifest.roles, *manifest.engines)]
-    wanted += [f"{role}/{TENSORS}" for role in manifest.roles]
-    missing = [name for name in wanted if name not in manifest.files]
-    if missing:
-        raise ValueError(f"it does not list the file {missing[0]!r:.80}")
 
 
 def _file_digest(name: str, entry: Any) -> FileDigest:

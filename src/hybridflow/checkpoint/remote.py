@@ -57,7 +57,8 @@ class RemoteCheckpoints:
         try:
             self._files, self._root = fsspec.core.url_to_fs(address.rstrip("/"))
             self._files.makedirs(self._root, exist_ok=True)
-            self.sequence_before = self._newest_sequence()
+            whole, _ = self._manifests()
+            self.sequence_before = max((manifest.sequence for manifest in whole.values()), default=0)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"{KEY}={self.address} cannot be opened: {error}; {install_extra('remote')} or the "
@@ -93,11 +94,6 @@ class RemoteCheckpoints:
                     self._tell_failure(f"nothing has arrived for {idle:.0f} s")
                     break
         self._thread = None
-
-    def _newest_sequence(self) -> int:
-        """The highest number in the order of saving among the copies, or 0 without any."""
-        whole, _ = self._manifests()
-        return max((manifest.sequence for manifest in whole.values()), default=0)
 
     def fetch_newest(self, run_dir: Path) -> Path | None:
         """Copy the newest whole checkpoint into the run folder and return its place; None without any.

@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridflow.checkpoint.fields import as_count, as_counts, as_dict, as_list
 from hybridflow.checkpoint.layout import SHARDS, STRUCTURE
+from hybridflow.checkpoint.manifest import as_count, as_counts, as_dict, as_list
 from hybridflow.checkpoint.state import decode_tree
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, DTYPES
 from hybridflow.errors import CheckpointError

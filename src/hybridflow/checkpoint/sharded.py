@@ -146,7 +146,12 @@ def _plan(
         if world_size > 1:
             save(tensors, storage_writer=writer, planner=planner, process_group=group)
         else:
-            _save_alone(tensors, writer, planner)
+            # save as DCP's `save` does, without its log record of each tensor: half the time of a small save
+            planner.set_up_planner(tensors, is_coordinator=True)
+            writer.set_up_storage_writer(is_coordinator=True)
+            plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+            results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
+            writer.finish(metadata, [results])
     return writer
 
 
@@ -155,15 +160,6 @@ def _copy(buffers: HostBuffers, name: str, tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
     return buffers.copy(name, tensor)
-
-
-def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: DefaultSavePlanner) -> None:
-    """Save as DCP's `save` does, without its log record of each tensor: half the time of a small save."""
-    planner.set_up_planner(tensors, is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
-    writer.finish(metadata, [results])
 
 
 def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: list[Tensor]) -> Tensor:

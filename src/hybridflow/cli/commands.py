@@ -138,7 +138,7 @@ def config(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Print the formulas of a run with its numbers."""
-    from hybridflow.cli.algorithm_view import show_algorithm
+    from hybridflow.cli.explain_view import show_algorithm
     from hybridflow.config import PPOConfig
 
     show_algorithm(_resolved(options, PPOConfig, needs_model=False, needs_files=False))

@@ -80,7 +80,13 @@ def run(options: argparse.Namespace) -> int:
         options.overrides = [options.model, *options.overrides]
         options.model = None
     if options.command == "eval" and options.responses:
-        return _score_file(options)
+        from hybridflow.config.evaluation import prepare_evaluation
+        from hybridflow.trainer.evaluation.responses import score_file
+
+        config, notes = prepare_evaluation(_words(options), options.recipe, needs_model=False)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        return _show(score_file(config, response_key=options.responses), Path(options.out))
     if options.model is None:
         raise ConfigError(
             f"hybridflow {options.command} needs a model: give a folder, a hub name, a checkpoint or the "
@@ -162,17 +168,6 @@ def merged(checkpoint: Path, stack: ExitStack, trust_remote_code: bool) -> str:
     return str(
         merge(checkpoint, folder / checkpoint.name, dtype="trained", trust_remote_code=trust_remote_code)
     )
-
-
-def _score_file(options: argparse.Namespace) -> int:
-    """Score a column of responses."""
-    from hybridflow.config.evaluation import prepare_evaluation
-    from hybridflow.trainer.evaluation.responses import score_file
-
-    config, notes = prepare_evaluation(_words(options), options.recipe, needs_model=False)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    return _show(score_file(config, response_key=options.responses), Path(options.out))
 
 
 def _show(results: Mapping[str, Any], written: Path) -> int:

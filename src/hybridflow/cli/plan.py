@@ -116,13 +116,12 @@ def plan_run(options: argparse.Namespace) -> int:
 
 def _costs(devices: str) -> Costs:
     """Return the cost model of these devices; a CPU is measured. Raises ConfigError for unknown ones."""
-    from hybridflow.planner.costs import CPU_EFFICIENCY, Costs
-    from hybridflow.planner.fitted import FITTED
+    from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs
     from hybridflow.planner.hardware import CPU, Cluster, cpu_hardware, read_devices
 
     if devices.strip().upper() != f"1X{CPU}":
         return Costs(read_devices(devices), FITTED)
-    from hybridflow.distributed.measure import measured_cpu
+    from hybridflow.distributed.device import measured_cpu
 
     found = measured_cpu()
     hardware = cpu_hardware(found.peak, found.bandwidth, found.memory)

@@ -8,11 +8,102 @@ from typing import Any, Literal
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
-from hybridflow.config.rollout_server import EngineKwargsConfig, RolloutServerConfig
-from hybridflow.config.rollout_skip import RolloutSkipConfig
-from hybridflow.config.rollout_trace import RolloutTraceConfig
-from hybridflow.config.router_replay import RouterReplayConfig
 from hybridflow.config.schema import group, key
+
+TraceBackend = Literal["otel", "mlflow", "weave", "trackio"]
+
+
+@dataclass(frozen=True)
+class RolloutTraceConfig:
+    """One trace for each trajectory: generation, turns, tools, environment and reward, with their times."""
+
+    backend: TraceBackend | None = key(
+        None,
+        "Where traces go: otel (a collector of OpenTelemetry, by OTLP over HTTP), mlflow, weave or trackio, "
+        "each by the extra of its name; null: there are none.",
+    )
+    token2text: bool = key(False, "Traces have the texts of prompts, responses, tool calls and answers.")
+    max_samples_per_step_per_worker: int | None = key(
+        None,
+        "Prompts of a step, and of a validation, whose trajectories each process traces: the first ones in "
+        "the order of the data; null: all.",
+        minimum=1,
+    )
+    endpoint: str | None = key(
+        None,
+        "otel: address that takes traces, such as http://HOST:4318/v1/traces; null: as "
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT says, else this machine's port "
+        "4318.",
+    )
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig:
+    """Replay of the experts that tokens went to, in updates of a mixture of experts."""
+
+    mode: Literal["disabled", "R2", "R3"] = key(
+        "disabled",
+        "Experts that tokens go to in the update: those of its own router (disabled), of the pass for old "
+        "log-probs (R2), or of generation (R3, with rollout.enable_rollout_routing_replay).",
+    )
+
+
+@dataclass(frozen=True)
+class RolloutSkipConfig:
+    """Scored rollouts on disk, for looking at training without waiting for generation."""
+
+    enable: bool = key(
+        False,
+        "Dump the scored rollouts of each step, and read them back where they are there already for the same "
+        "model, data, sampling and reward. They were sampled under the weights of the run that dumped them.",
+    )
+    dump_dir: str = key("~/.cache/hybridflow/rollouts", "Folder of the dumps, which runs may share.")
+    action: Literal["cache", "repeat"] = key(
+        "cache",
+        "cache: a step reads its own dump, and is generated and dumped where there is none. repeat: steps "
+        "train on the dumps that are there, over and over; nothing is generated for training.",
+    )
+
+
+@dataclass(frozen=True)
+class EngineKwargsConfig:
+    """Arguments that go to a generation engine unchanged."""
+
+    vllm: dict[str, Any] = key({}, "Further arguments of vLLM's engine, by vLLM's own names.")
+    sglang: dict[str, Any] = key({}, "Further arguments of SGLang's server, by SGLang's own names.")
+
+
+@dataclass(frozen=True)
+class RolloutServerConfig:
+    """Servers of vLLM and SGLang that generate in processes of their own."""
+
+    enable: bool | None = key(
+        None,
+        "vllm: start a server beside each process that generates; null: where there are several processes "
+        "or `python` is set. sglang is always a server.",
+    )
+    address: str | list[str] | None = key(
+        None,
+        "Servers that run already, http://HOST:PORT, one for each process that generates; null: the run "
+        "starts them.",
+    )
+    python: str | None = key(
+        None,
+        "Path of a python that has the engine and hybridflow, with which servers are started; null: this "
+        "python.",
+    )
+    start_timeout: float = key(
+        900.0, "Seconds that a server may take until it answers; then the run ends with an error.", above=0
+    )
+    push_timeout: float = key(
+        600.0, "Seconds that one bucket of weights, or one call of a server's worker, may take.", above=0
+    )
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group"] = key(
+        "auto",
+        "How weights travel to a server; auto: shared_memory on the same machine, process_group to another "
+        "machine.",
+    )
+
 
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

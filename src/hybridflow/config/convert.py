@@ -98,7 +98,11 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
                 values[f.name] = _convert_value(hints[f.name], tree[name])
                 _check_bounds(values[f.name], f.metadata)
             except _Mismatch as mismatch:
-                wanted = type_name(hints[f.name]) + _bounds_text(f.metadata)
+                signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
+                texts = [
+                    f"{sign} {f.metadata[name]}" for name, sign in signs if f.metadata.get(name) is not None
+                ]
+                wanted = type_name(hints[f.name]) + (" " + " and ".join(texts) if texts else "")
                 problem = f"{path}: got {_shown(tree[name])}, wanted {wanted}"
                 if str(mismatch):
                     problem += f" ({mismatch})"
@@ -181,12 +185,6 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
         raise _Mismatch
     if (maximum is not None and value > maximum) or (below is not None and value >= below):
         raise _Mismatch
-
-
-def _bounds_text(metadata: Mapping[str, Any]) -> str:
-    signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
-    texts = [f"{sign} {metadata[name]}" for name, sign in signs if metadata.get(name) is not None]
-    return " " + " and ".join(texts) if texts else ""
 
 
 def _shown(value: Any) -> str:

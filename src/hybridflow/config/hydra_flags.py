@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.config.recipes import BASES, recipe_names
-from hybridflow.config.verl_megatron import BASE as MEGATRON_BASE
+from hybridflow.config.recipes import BASES, MEGATRON_BASE, recipe_names
 from hybridflow.errors import ConfigError
 
 LONG = {

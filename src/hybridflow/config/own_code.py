@@ -15,9 +15,9 @@ from typing import Any
 
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
-from hybridflow.config.arguments import argument_keys
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.source_code import Definition
+from hybridflow.config.tree import argument_keys
 
 LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "scale", "rollout_is_weights")
 """Arguments that any policy loss may name, beside columns, keys and options."""
@@ -184,7 +184,14 @@ def reward_fault(
 ) -> str:
     """Return what is wrong with the signature of a reward function and its options, or ""."""
     if COMPLETIONS in signature.parameters:
-        return _columns_fault(signature, options)
+        # what is wrong with the options of a reward function that names columns of the data
+        if clash := [name for name in options if name in COLUMNS_OF_ITS_OWN]:
+            return f"{', '.join(clash)} comes from the row; remove it from the options"
+        try:
+            signature.bind_partial(**options)
+        except TypeError as error:
+            return f"its options do not fit: {error}"
+        return ""
     try:
         signature.bind(**{**options, **reward_names(signature, called_with)})
     except TypeError as error:
@@ -199,17 +206,6 @@ def reward_fault(
         )
     if clash := [name for name in options if name in (*called_with, *ALSO_CALLED)]:
         return f"{', '.join(clash)} comes from the row; remove it from the options"
-    return ""
-
-
-def _columns_fault(signature: Signature, options: Mapping[str, Any]) -> str:
-    """Return what is wrong with the options of a reward function that names columns of the data."""
-    if clash := [name for name in options if name in COLUMNS_OF_ITS_OWN]:
-        return f"{', '.join(clash)} comes from the row; remove it from the options"
-    try:
-        signature.bind_partial(**options)
-    except TypeError as error:
-        return f"its options do not fit: {error}"
     return ""
 
 

@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.checks.correction import quote_bounds
-from hybridflow.config.verl_megatron import BASE as MEGATRON_BASE
 from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+MEGATRON_BASE = "ppo_megatron_trainer"
+"""verl's name for the file of all keys whose strategy is megatron."""
 BASES = ("ppo_trainer", MEGATRON_BASE, "sft_trainer", "sft_trainer_engine")
 """verl's names for files of all keys with their defaults: in a `defaults` list they stand for the schema."""
 

@@ -19,7 +19,6 @@ from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value, with_values
-from hybridflow.config.verl_megatron import ENGINE
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 CACHE = "~/.cache/hybridflow"
@@ -166,7 +165,8 @@ def _engine(config: PPOConfig) -> list[str]:
     if config.actor_rollout_ref.actor.strategy != "megatron":
         return []
     return [
-        f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by {ENGINE}"
+        f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by PyTorch's "
+        "own engine (FSDP2, tensor parallelism, stages by 1F1B), not Megatron-LM"
     ]
 
 

@@ -9,13 +9,24 @@ from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig, SFTDataConfig
-from hybridflow.config.distillation import DistillationConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.schema import group, key
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """The teacher of on-policy distillation."""
+
+    teacher_model: ModelConfig = group(ModelConfig)
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "Largest number of tokens in one forward pass of the teacher; null: the actor's limit.",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -60,21 +60,17 @@ def _scalar(value: Any) -> str:
         word = value.lower() in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
         return value if plain and not word else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
-        return _number(value)
+        if math.isinf(value):
+            return repr(value).replace("inf", ".inf")
+        text = repr(value)
+        mantissa, e, exponent = text.partition("e")
+        if e and "." not in mantissa:
+            # YAML 1.1 reads 1e-06 as a string
+            return f"{mantissa}.0e{exponent}"
+        return text
     if isinstance(value, list):
         return "[" + ", ".join(_scalar(item) for item in value) + "]"
     if isinstance(value, Mapping):
         entries = (f"{json.dumps(str(k), ensure_ascii=False)}: {_scalar(v)}" for k, v in value.items())
         return "{" + ", ".join(entries) + "}"
     return json.dumps(value)
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return repr(value).replace("inf", ".inf")
-    text = repr(value)
-    mantissa, e, exponent = text.partition("e")
-    if e and "." not in mantissa:
-        # YAML 1.1 reads 1e-06 as a string
-        return f"{mantissa}.0e{exponent}"
-    return text

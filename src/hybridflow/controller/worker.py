@@ -8,7 +8,7 @@ from typing import TypeAlias
 from hybridflow.config.profiler import ProfilerTool
 from hybridflow.controller.dispatch import Dispatch, register
 from hybridflow.controller.place import RankInfo
-from hybridflow.distributed.measure import peak_since_asked
+from hybridflow.distributed.device import peak_since_asked
 from hybridflow.observability.profiling import ProfileSettings, Span, check_tool, profiler
 from hybridflow.protocol import DataProto
 

@@ -13,11 +13,18 @@ from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig
 from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
 from hybridflow.data.demonstrations import DemonstratedPrompts
 from hybridflow.data.files import Rows, as_list, load_rows
-from hybridflow.data.loader import Item, MapDataset, StatefulLoader
+from hybridflow.data.loader import (
+    CurriculumSampler,
+    Item,
+    MapDataset,
+    Sampler,
+    SequentialSampler,
+    ShuffledSampler,
+    StatefulLoader,
+)
 from hybridflow.data.plugin import blaming, join_spec, load_function
 from hybridflow.data.preference import Comparison, PreferenceDataset
 from hybridflow.data.prompts import PromptDataset, PromptRow
-from hybridflow.data.samplers import CurriculumSampler, Sampler, SequentialSampler, ShuffledSampler
 from hybridflow.data.sft import SFTDataset, SFTRow
 from hybridflow.data.step_labels import StepDataset
 from hybridflow.data.tasks import Split, build_task

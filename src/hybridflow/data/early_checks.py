@@ -226,7 +226,6 @@ def _check_first_rows(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
 
 
 def _has_truth(rows: Rows, data: DataConfig) -> bool:
-    """Whether one of the first rows has a ground truth."""
     for index, row in enumerate(rows[:FIRST_ROWS]):
         try:
             complete = complete_row(row, index, data)

@@ -48,10 +48,7 @@ def is_answer(text: str, ground_truth: Any, method: Literal["strict", "flexible"
         number = number.rpartition(",")[2]
     if method == "strict" and _GOES_ON.match(text, found.end()):
         return False
-    return _equal(str(ground_truth).rpartition("####")[2].strip().rstrip("."), number)
-
-
-def _equal(truth: str, number: str) -> bool:
+    truth = str(ground_truth).rpartition("####")[2].strip().rstrip(".")
     bare = [_LEFT_OUT.sub("", text.replace("−", "-").replace("–", "-")) for text in (truth, number)]
     try:
         values = [Decimal(text) for text in bare]

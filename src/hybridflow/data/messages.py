@@ -68,7 +68,10 @@ def _checked(number: int, message: object, media: bool) -> Message:
             f"message {number} is {type(message).__name__}, wanted an object with role and content"
         )
     if message.get("role") is None and message.get("from") is not None:
-        message = _from_sharegpt(number, message)
+        sender = message["from"]
+        if sender not in ROLES:
+            raise ValueError(f"message {number} is from {sender!r}, wanted one of {', '.join(ROLES)}")
+        message = {"role": ROLES[sender], "content": message.get("value")}
     role = message.get("role")
     content = message.get("content")
     if not isinstance(role, str):
@@ -126,13 +129,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_nulls(each) for each in value]
     return value
-
-
-def _from_sharegpt(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    sender = message["from"]
-    if sender not in ROLES:
-        raise ValueError(f"message {number} is from {sender!r}, wanted one of {', '.join(ROLES)}")
-    return {"role": ROLES[sender], "content": message.get("value")}
 
 
 def is_sharegpt(messages: object) -> bool:

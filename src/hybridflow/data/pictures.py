@@ -182,19 +182,15 @@ def _content(address: str, name: str, fetch: bool) -> bytes:
                 f"{name} is an address, and nothing is fetched while training: download the pictures, or set "
                 f"{FETCH_KEY}=true"
             )
-        return _fetched(address)
+        try:
+            with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
+                content: bytes = answer.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
+        if len(content) > MOST_BYTES:
+            raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
+        return content
     try:
         return Path(address.removeprefix("file://")).expanduser().read_bytes()
     except OSError as error:
         raise MediaError(f"{name} cannot be read: {error.strerror or error}") from error
-
-
-def _fetched(address: str) -> bytes:
-    try:
-        with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
-            content: bytes = answer.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
-    if len(content) > MOST_BYTES:
-        raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
-    return content

@@ -116,19 +116,18 @@ def usable_rows(
         num_kept += 1
         yield index, found
     if report.overlong:
-        _say_overlong(report.overlong_rows("conversations", "data.max_length", limit), config, num_kept)
+        text = report.overlong_rows("conversations", "data.max_length", limit)
+        if config.truncation == "error":
+            raise DataError(f"{text}; raise it, or set data.truncation=left, right or drop")
+        if not num_kept:
+            raise DataError(
+                f"{text}, and data.truncation={config.truncation} leaves none; raise data.max_length"
+            )
+        done = f"cut (data.truncation={config.truncation})"
+        if config.truncation == "drop":
+            done = "dropped"
+        logger.warning("%s: %s", text, done)
     report.close()
-
-
-def _say_overlong(text: str, config: SFTDataConfig, num_kept: int) -> None:
-    if config.truncation == "error":
-        raise DataError(f"{text}; raise it, or set data.truncation=left, right or drop")
-    if not num_kept:
-        raise DataError(f"{text}, and data.truncation={config.truncation} leaves none; raise data.max_length")
-    done = f"cut (data.truncation={config.truncation})"
-    if config.truncation == "drop":
-        done = "dropped"
-    logger.warning("%s: %s", text, done)
 
 
 class ConversationEncoder:

@@ -72,7 +72,9 @@ def build_engine(
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
-    dtype = _dtype_of(model, fsdp)
+    dtype = str(model.get("dtype", "auto"))
+    if fsdp.mixed_precision.param_dtype != "auto":
+        dtype = fsdp.mixed_precision.param_dtype
     mesh: EngineMesh | None = None
     if layout.world_size > 1:
         mesh = engine_mesh(layout, device.type)
@@ -101,7 +103,11 @@ def build_engine(
             f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
             "would be 0: give a reward model, which `hybridflow reward-model` makes of this one"
         )
-    _compile_or_watch(module, blocks, fsdp, trained=optim is not None)
+    # compile the blocks if asked; else let a policy in training tell the load of its experts
+    if fsdp.use_torch_compile:
+        compile_blocks(module, blocks)
+    elif isinstance(module, PolicyModel) and (optim is not None) and routers(module.hf):
+        module.follow_routes()
     make: Callable[..., FSDPEngine] = partial(FSDPEngine, module)
     if stage is not None:
         make = partial(PipelineEngine, stage)
@@ -118,16 +124,6 @@ def build_engine(
         compute_dtypes=compute_dtypes,
         activations=ActivationOffload(stage or module, blocks) if activation_offload else None,
     )
-
-
-def _compile_or_watch(
-    module: PolicyModel | ValueModel, blocks: list[nn.Module], fsdp: FSDPConfig, *, trained: bool
-) -> None:
-    """Compile the blocks if asked; else let a policy in training tell the load of its experts."""
-    if fsdp.use_torch_compile:
-        compile_blocks(module, blocks)
-    elif isinstance(module, PolicyModel) and trained and routers(module.hf):
-        module.follow_routes()
 
 
 def _stage_of(module: PolicyModel | ValueModel, mesh: EngineMesh, fsdp: FSDPConfig) -> Stage | None:
@@ -200,13 +196,6 @@ def _probed_meta(
         asked = {name: bool(settings.get(name, False)) for name in ("trust_remote_code", "use_liger")}
         _probe_together(meta, device, mesh, **asked)
     return meta
-
-
-def _dtype_of(model: dict[str, Any], fsdp: FSDPConfig) -> str:
-    """Return the name of the compute dtype: that of mixed precision, else the model's."""
-    if fsdp.mixed_precision.param_dtype != "auto":
-        return fsdp.mixed_precision.param_dtype
-    return str(model.get("dtype", "auto"))
 
 
 def _probe_together(

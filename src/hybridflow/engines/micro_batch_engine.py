@@ -28,8 +28,7 @@ from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.micro_batches import MicroBatch, plan
 from hybridflow.engines.nonfinite import NonfiniteGuard
-from hybridflow.engines.optimizer import MasterAdamW
-from hybridflow.engines.schedule import learning_rate
+from hybridflow.engines.optimizer import MasterAdamW, learning_rate
 from hybridflow.errors import TrainingError
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.routing import LIVE
@@ -110,7 +109,10 @@ class MicroBatchEngine(ABC):
             self.total_steps = optim.total_training_steps
         self.grad_clip = grad_clip
         self.mesh = mesh
-        self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, _dump_suffix(mesh))
+        suffix: str | None = ""  # of this rank's folder of dumped rows; None where another rank has the same
+        if mesh is not None:
+            suffix = f"_rank{mesh.rank}" if mesh.returns else None
+        self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, suffix)
         self.num_steps = 0  # optimizer steps applied
         self.counted_elsewhere: frozenset[str] = frozenset()
         """Parameters that this rank trains and whose gradients another rank counts in the norm."""
@@ -150,9 +152,16 @@ class MicroBatchEngine(ABC):
                 copy.add(list(answers.values()))
         results: Answers = {}
         for (micro, name), value in zip(answered, copy.tensors(), strict=True):
-            whole = results.setdefault(name, _empty(rows, name, value))
-            if micro.rows is not None:
-                whole[micro.indices] = _unpacked(micro, micro.rows, name, value)
+            if name not in results and name == "routes":
+                size = (*rows.batch["attention_mask"].shape, value.shape[1])
+                results[name] = torch.full(size, LIVE, dtype=value.dtype)
+            elif name not in results:
+                results[name] = torch.zeros(rows.batch["response_mask"].shape, dtype=value.dtype)
+            if micro.rows is not None and name == "routes":
+                mask = micro.rows.batch["attention_mask"]
+                results[name][micro.indices] = micro.packed.unpack_tokens(value, mask, LIVE)
+            elif micro.rows is not None:
+                results[name][micro.indices] = micro.packed.unpack(value)
         return results
 
     def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
@@ -236,30 +245,6 @@ class MicroBatchEngine(ABC):
         self.optimizer.zero_grad()
         self.num_steps += 1
         return metrics
-
-
-def _empty(rows: DataProto, name: str, value: Tensor) -> Tensor:
-    """Return an answer for all rows [B, R] before any is known; routes [B, T, W]."""
-    if name == "routes":
-        size = (*rows.batch["attention_mask"].shape, value.shape[1])
-        return torch.full(size, LIVE, dtype=value.dtype)
-    return torch.zeros(rows.batch["response_mask"].shape, dtype=value.dtype)
-
-
-def _unpacked(micro: MicroBatch, rows: DataProto, name: str, value: Tensor) -> Tensor:
-    """Return an answer for the packed tokens of a micro-batch at their places in its rows."""
-    if name == "routes":
-        return micro.packed.unpack_tokens(value, rows.batch["attention_mask"], LIVE)
-    return micro.packed.unpack(value)
-
-
-def _dump_suffix(mesh: EngineMesh | None) -> str | None:
-    """Return the suffix of this rank's folder of dumped rows; None where another rank has the same rows."""
-    if mesh is None:
-        return ""
-    if mesh.returns:
-        return f"_rank{mesh.rank}"
-    return None
 
 
 @contextmanager

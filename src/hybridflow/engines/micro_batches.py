@@ -60,7 +60,11 @@ def plan(
     other rank then raises TrainingError, so that none is left waiting.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    groups = _groups(batch, lengths, limits)
+    groups: list[int] | None = None  # equal numbers for rows that stay together
+    if limits.keep_groups:
+        groups = batch.batch["group_ids"].tolist()
+    elif limits.share_prompts:
+        groups = together(batch, lengths, limits)
     failure: HybridFlowError | None = None
     bins: list[list[int]] = []
     try:
@@ -79,26 +83,15 @@ def plan(
                 "the rows of another rank do not fit its micro-batches; its message says why"
             )
         bins = split_further(bins, lengths, groups, count)
-    found = [_packed(indices, batch.select_idxs(indices), limits.share_prompts) for indices in bins]
+    found = []
+    for indices in bins:
+        rows = batch.select_idxs(indices)
+        packed = pack(rows)
+        if limits.share_prompts:
+            packed = share_prompts(packed)
+        found.append(MicroBatch(indices, rows, packed))
     found += [MicroBatch(None, None, dummy()) for _ in range(count - len(found))]
     return found
-
-
-def _packed(indices: list[int], rows: DataProto, sharing: bool) -> MicroBatch:
-    packed = pack(rows)
-    if sharing:
-        packed = share_prompts(packed)
-    return MicroBatch(indices, rows, packed)
-
-
-def _groups(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int] | None:
-    """Return a number for each row, equal for rows that stay together; None where each goes where it fits."""
-    if limits.keep_groups:
-        numbers: list[int] = batch.batch["group_ids"].tolist()
-        return numbers
-    if limits.share_prompts:
-        return together(batch, lengths, limits)
-    return None
 
 
 def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int]:

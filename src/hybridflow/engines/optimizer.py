@@ -3,17 +3,19 @@
 In a float32 or wider module the masters are the parameters themselves and cost nothing. In a bfloat16 module
 the gradients of micro-batches add up in float32, because bfloat16 sums lose small terms. Where parameters are
 sharded, the masters are this rank's pieces, in the same memory. `update_rules` has the rules by name.
+
+The learning rate is a pure function of the optimizer step, so that a resume needs no scheduler object.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import is_absent, local, piece_for, placed_like, replicas
@@ -230,7 +232,14 @@ class MasterAdamW:
             entry = state[name]
             parameter = self.parameters[name]
             rule = self.rule_of[master]
-            self._check(name, rule, entry)
+            saved = set(entry) - {"master", "step"}
+            if saved and saved != set(state_names(rule)):
+                kept = ", ".join(state_names(rule)) or "nothing"
+                raise CheckpointError(
+                    f"The checkpoint's optimizer has {', '.join(sorted(saved))} of {name}, and "
+                    f"{type(rule).__name__} keeps {kept}: set optim.optimizer to the checkpoint's, or leave "
+                    "optimizer out of checkpoint.load_contents"
+                )
             if "master" in entry:  # else the checkpoint is of a run whose parameters were their own masters
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
@@ -242,17 +251,6 @@ class MasterAdamW:
                 if key != "master":
                     moments[key] = value.clone().to(self.moments_rest or master.device)
             write_state(rule, master, moments)
-
-    def _check(self, name: str, rule: Optimizer, entry: Collection[str]) -> None:
-        """Raise CheckpointError where a state that was saved is that of another update rule."""
-        saved = set(entry) - {"master", "step"}
-        if saved and saved != set(state_names(rule)):
-            kept = ", ".join(state_names(rule)) or "nothing"
-            raise CheckpointError(
-                f"The checkpoint's optimizer has {', '.join(sorted(saved))} of {name}, and "
-                f"{type(rule).__name__} keeps {kept}: set optim.optimizer to the checkpoint's, or leave "
-                "optimizer out of checkpoint.load_contents"
-            )
 
     def refresh_shards(self) -> None:
         """Point the masters of sharded parameters to the memory where these are now."""
@@ -266,3 +264,58 @@ class MasterAdamW:
         self.refresh_shards()
         for name, parameter in self._apart():
             self.masters[name].copy_(parameter)
+
+
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Return the number of warm-up steps: the absolute number where given, else the share of all steps."""
+    if config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (the first is 0).
+
+    Warm-up is linear and reaches `lr` at its last step. After it the rate is constant, or falls along a line
+    or half-cosines to `min_lr_ratio * lr` at `total_steps`; `wsd` falls in the last steps only.
+    """
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    if config.lr_scheduler_type == "wsd":
+        return _falling(config, _wsd_factor(step, config, total_steps))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler_type == "linear":
+        factor = 1.0 - progress
+    else:
+        factor = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return _falling(config, factor)
+
+
+def _falling(config: OptimConfig, factor: float) -> float:
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
+
+
+def wsd_decay_steps(config: OptimConfig, total_steps: int) -> int:
+    """Return the number of steps in which `wsd` falls at the end: the number given, else a tenth of all."""
+    if config.lr_wsd_decay_steps >= 0:
+        return config.lr_wsd_decay_steps
+    return max(1, total_steps // 10)
+
+
+def _wsd_factor(step: int, config: OptimConfig, total_steps: int) -> float:
+    """Return 1 until the fall begins, then a curve to 0 at `total_steps`, by Megatron's formulas."""
+    decay = wsd_decay_steps(config, total_steps)
+    past = step - (total_steps - decay)
+    if past <= 0:
+        return 1.0
+    share = min(1.0, past / max(1, decay))
+    if config.lr_wsd_decay_style == "linear":
+        return 1.0 - share
+    if config.lr_wsd_decay_style == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * share))
+    if config.lr_wsd_decay_style == "minus_sqrt":
+        return 1.0 - math.sqrt(share)
+    return 2.0 * math.pow(0.5, share) - 1.0

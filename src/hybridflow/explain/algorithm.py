@@ -29,8 +29,17 @@ from hybridflow.config.needs import (
 )
 from hybridflow.config.thresholds import parse_rejection
 from hybridflow.explain.equations import AGGREGATIONS, DRAWN, EQUATIONS, ICEPOP, KL, PAIR_LOSSES, RESAMPLING
-from hybridflow.explain.formula import Formula, Number, formula_of, own_formula, shown
-from hybridflow.explain.numbers import ACTOR, PRM, ROLLOUT, Run
+from hybridflow.explain.formula import (
+    ACTOR,
+    PRM,
+    ROLLOUT,
+    Formula,
+    Number,
+    Run,
+    formula_of,
+    own_formula,
+    shown,
+)
 from hybridflow.models.full_kl import full_kl
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.workers.losses import find_policy_loss
@@ -93,7 +102,6 @@ def _rewards(run: Run) -> Section:
 
 
 def _known(name: str, *numbers: Number, notes: tuple[str, ...] = ()) -> Formula:
-    """Return the formula with this name in `EQUATIONS`."""
     equation = EQUATIONS[name]
     return formula_of(
         equation.function, equation.formula, numbers, name=name, papers=equation.papers, notes=notes

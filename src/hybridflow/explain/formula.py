@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config import PPOConfig
+from hybridflow.config.tree import argument_keys, get_value, key_in_force, keys_of
+
 
 @dataclass(frozen=True)
 class Number:
@@ -85,7 +88,9 @@ def formula_of(
 def own_formula(function: Callable[..., Any], numbers: Iterable[Number]) -> Formula:
     """Return what there is to say of a user's own function: its docstring, its signature and its numbers."""
     function = inspect.unwrap(function)
-    equation, *notes = _paragraphs(function) or ["(no docstring)"]
+    equation, *notes = [
+        " ".join(text.split()) for text in (inspect.getdoc(function) or "").split("\n\n") if text
+    ] or ["(no docstring)"]
     named = [
         argument.replace(annotation=argument.empty)
         for argument in inspect.signature(function).parameters.values()
@@ -159,6 +164,50 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", function))
 
 
-def _paragraphs(documented: object) -> list[str]:
-    """Return the paragraphs of a docstring, each on one line."""
-    return [" ".join(text.split()) for text in (inspect.getdoc(documented) or "").split("\n\n") if text]
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+PRM = "reward.process_reward_model"
+
+
+class Run:
+    """A configuration read by dotted keys, so that every number can say where it is set."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.keys = keys_of(PPOConfig)
+        self.set_by_keys = argument_keys(PPOConfig)
+
+    def __getitem__(self, key: str) -> Any:
+        return get_value(self.config, key)
+
+    def number(self, name: str, key: str, symbol: str = "") -> Number:
+        """Return the number that a key sets; without a name it is called by the end of its key."""
+        return Number(name or key.rpartition(".")[2], self[key], key, symbol, self.keys[key].meaning)
+
+    def says(self, key: str) -> str:
+        """Return `key=value` with the key's meaning."""
+        return f"{key}={shown(self[key])}: {self.keys[key].meaning}"
+
+    def arguments(self, names: Iterable[str], options_key: str = "") -> list[Number]:
+        """Return the numbers of the arguments with these names that keys set, or the user's options."""
+        options = self[options_key] if options_key else {}
+        found = []
+        for name in names:
+            info = self.set_by_keys.get(name)
+            if info is not None and name not in options:
+                found.append(self.number(name, key_in_force(self.config, info), info.symbol))
+        return found + [
+            Number(name, value, f"{options_key}.{name}", getattr(self.set_by_keys.get(name), "symbol", ""))
+            for name, value in options.items()
+        ]
+
+    def own_arguments(self, function: Callable[..., Any], options_key: str) -> list[Number]:
+        """Return the numbers that a user's own function takes: by keys, by its defaults, by its options."""
+        named = inspect.signature(inspect.unwrap(function)).parameters
+        numbers = self.arguments(named, options_key)
+        known = {number.name for number in numbers}
+        return numbers + [
+            Number(name, argument.default, "its own default")
+            for name, argument in named.items()
+            if name not in known and isinstance(argument.default, (bool, int, float))
+        ]

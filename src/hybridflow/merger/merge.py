@@ -75,7 +75,12 @@ def merge(
             f"--dtype {dtype} with --lora keep: adapters that stay adapters are written as they were "
             "trained. Leave --dtype out"
         )
-    written = _written_dtype(source, dtype)
+    if dtype == "source":
+        written = source.model_dtype
+    elif dtype == "trained":
+        written = source.dtype
+    else:
+        written = dtype
     building = target.parent / f".tmp_{target.name}_{os.getpid()}"
     staged = building / "staged"
     final = building / "final"
@@ -130,15 +135,6 @@ def compare(
     return _check_log_probs(_load(folder, source.dtype, trust_remote_code), wanted, narrow, folder)
 
 
-def _written_dtype(source: Source, asked: Dtype) -> str:
-    """Return the name of the dtype in which weights are written."""
-    if asked == "source":
-        return source.model_dtype
-    if asked == "trained":
-        return source.dtype
-    return asked
-
-
 def _merge_weights(source: Source, staged: Path, final: Path, written: str, trust_remote_code: bool) -> str:
     logger.info("joining %d tensors (%s) from their shards", len(source.tensors), source.dtype)
     source.stage_weights(staged)
@@ -182,7 +178,6 @@ def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_cod
 
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
-    """Load the base and put the checkpoint's adapters on it."""
     logger.info(
         "loading the base %s and putting the checkpoint's adapters on it (%d tensors)",
         base,

@@ -29,9 +29,8 @@ from hybridflow.data.remote import hub_folder, require_hub
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ModelError
 from hybridflow.models.float64 import recompute_in_float64
-from hybridflow.models.in_force import in_force
 from hybridflow.models.liger import patch_liger, use_liger_kernels
-from hybridflow.models.override import apply_override, effective_override
+from hybridflow.models.override import apply_override, effective_override, in_force
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars

@@ -148,10 +148,21 @@ def save_hf_sharded(
             except (OSError, SafetensorError) as caught:
                 error = f"{folder / name}: {caught}"
         places |= {key: (name, value.numel() * value.element_size()) for key, value in tensors.items()}
-    _agree(places, error)
+    # tell every rank where all tensors are; ModelError on all ranks where one failed
+    reports = gather_objects((dict(places), error))
+    failed = [each for _, each in reports if each is not None]
+    if failed:
+        raise ModelError(f"cannot write the model: {failed[0]}. Make room or give another folder")
+    for theirs, _ in reports:
+        places.update(theirs)
     if rank == 0:
         if len(files) > 1:
-            _write_index(folder, places)
+            content = {
+                "metadata": {"total_size": sum(size for _, size in places.values())},
+                "weight_map": {key: places[key][0] for key in sorted(places)},
+            }
+            text = json.dumps(content, indent=2) + "\n"
+            (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
         _write_config(model, folder, dtype or dtypes.get(next(iter(entries)), model.dtype))
     if has_adapters(model) and isinstance(model, PolicyModel):
         save_adapter(model, folder / ADAPTER_FOLDER)
@@ -276,25 +287,6 @@ def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)
-
-
-def _agree(places: dict[str, tuple[str, int]], error: str | None) -> None:
-    """Tell every rank where all tensors are; ModelError on all ranks where one failed."""
-    reports = gather_objects((dict(places), error))
-    failed = [each for _, each in reports if each is not None]
-    if failed:
-        raise ModelError(f"cannot write the model: {failed[0]}. Make room or give another folder")
-    for theirs, _ in reports:
-        places.update(theirs)
-
-
-def _write_index(folder: Path, places: dict[str, tuple[str, int]]) -> None:
-    content = {
-        "metadata": {"total_size": sum(size for _, size in places.values())},
-        "weight_map": {key: places[key][0] for key in sorted(places)},
-    }
-    text = json.dumps(content, indent=2) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _write_config(policy: Exported, folder: Path, dtype: torch.dtype | None) -> None:

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, ModelError
@@ -102,7 +102,6 @@ def check_gguf(source: Path, target: Path) -> None:
 
 
 def _read(source: Path) -> tuple[Tokenizer, PreTrainedModel]:
-    """Return the tokenizer and the float32 model as transformers reads them from the file."""
     try:
         with without_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -120,21 +119,16 @@ def _read(source: Path) -> tuple[Tokenizer, PreTrainedModel]:
 
 def _write(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: Dtype) -> None:
     """Write an ordinary folder: transformers itself refuses to save a model that was read from GGUF."""
-    plain = type(model)(_plain_config(model.config))
+    values = model.config.to_dict()
+    for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        values.pop(mark, None)
+    plain = type(model)(type(model.config).from_dict(values))
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     with without_progress_bars():
         plain.to(getattr(torch, dtype)).save_pretrained(folder)
     give_usual_modes(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _plain_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the model's configuration without the marks of the file that it came from."""
-    values = config.to_dict()
-    for mark in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        values.pop(mark, None)
-    return type(config).from_dict(values)
 
 
 def _compare(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: Dtype) -> float:

@@ -103,7 +103,14 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
             "model.lora_rank=0"
         )
     root, prefix = _root(model)
-    layers = _linear_layers(root, prefix)
+    # linear layers by name, without the output head, whose weight is used without calling it
+    head = None
+    if hasattr(root, "get_output_embeddings"):
+        head = root.get_output_embeddings()
+    found = (
+        (name, module) for name, module in root.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    )
+    layers = {f"{prefix}{name}": module for name, module in found if module is not head}
     if model.vision is not None:  # the tower has none
         inside = set(model.text.modules())
         layers = {name: layer for name, layer in layers.items() if layer in inside}
@@ -354,17 +361,6 @@ def _root(model: PolicyModel | ValueModel) -> tuple[Any, str]:
     if isinstance(model, PolicyModel):
         return model.hf, ""
     return model.backbone, f"{model.backbone.base_model_prefix}."
-
-
-def _linear_layers(root: Any, prefix: str) -> dict[str, nn.Module]:
-    """Return the linear layers by name, without the output head, whose weight is used without calling it."""
-    head = None
-    if hasattr(root, "get_output_embeddings"):
-        head = root.get_output_embeddings()
-    found = (
-        (name, module) for name, module in root.named_modules() if isinstance(module, (nn.Linear, Conv1D))
-    )
-    return {f"{prefix}{name}": module for name, module in found if module is not head}
 
 
 def _targets(layers: Mapping[str, nn.Module], settings: LoraSettings) -> list[str]:

@@ -6,7 +6,8 @@
 
 transformers 5 keeps all rotary settings in `rope_parameters`; model cards and older configurations say
 `rope_scaling` (with `type`) and `rope_theta`. Both ways are understood. Settings that contradict each other
-are refused, so that no model trains without the scaling that was asked for.
+are refused, so that no model trains without the scaling that was asked for. `in_force` describes what a
+loaded model computes with, for the log of a run and for `config --explain`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridflow.errors import ModelError
+from hybridflow.models.experts import num_experts
+from hybridflow.models.rope import describe_rope, length_limit, longest_generated
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +79,13 @@ def apply_override(config: PretrainedConfig, override: Mapping[str, Any]) -> Non
     if _EXPERTS in given:
         config._experts_implementation = given.pop(_EXPERTS)  # checked where the model is made
     for name, value in given.items():
-        _refuse_without_effect(name, value)
+        if name in _SET_ELSEWHERE:
+            raise ModelError(f"override_config.{name}={value!r}: set {_SET_ELSEWHERE[name]} instead")
+        if name.endswith(_DROPOUT) and isinstance(value, (int, float)) and value:
+            raise ModelError(
+                f"override_config.{name}={value!r}: dropout is always 0 here, since the log-probs of "
+                "training must be those of generation; leave it out"
+            )
     rope = _take_rope(config, given)
     moved = ORIGINAL_POSITIONS in given and hasattr(config, ORIGINAL_POSITIONS)
     if moved:
@@ -136,17 +146,6 @@ def _routed(config: PretrainedConfig, override: Mapping[str, Any]) -> dict[str, 
     if inner:
         given[block] = inner
     return given
-
-
-def _refuse_without_effect(name: str, value: Any) -> None:
-    """Raise ModelError for an entry that something else would decide."""
-    if name in _SET_ELSEWHERE:
-        raise ModelError(f"override_config.{name}={value!r}: set {_SET_ELSEWHERE[name]} instead")
-    if name.endswith(_DROPOUT) and isinstance(value, (int, float)) and value:
-        raise ModelError(
-            f"override_config.{name}={value!r}: dropout is always 0 here, since the log-probs of training "
-            "must be those of generation; leave it out"
-        )
 
 
 def _take_rope(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -249,3 +248,26 @@ def _check_taken(wanted: Mapping[str, Any], got: Mapping[str, Any], where: str =
                 f"override_config.{where}.{name}={value!r}: the model's configuration fixes it at "
                 f"{got.get(name)!r}; leave it out, or change it in the model's config.json"
             )
+
+
+_USUAL_EXPERTS = "grouped_mm"
+
+
+def in_force(config: PretrainedConfig, dtype: torch.dtype) -> str:
+    """Return attention, rotary settings, positions, dtype and experts that a model of `config` has here."""
+    text = config.get_text_config()
+    parts = ["attention over packed rows by PyTorch's kernels"]
+    windows = (getattr(text, "layer_types", None) or []).count("sliding_attention")
+    if windows and getattr(text, "sliding_window", None):
+        parts[0] += f", in {windows} of {text.num_hidden_layers} layers over {text.sliding_window} tokens"
+    parts.append(f"rope {describe_rope(config)}")
+    longest = longest_generated(config)
+    if longest is not None:
+        parts.append(f"rows of up to {longest} tokens are generated")
+    limit = length_limit(config)
+    if limit is not None:
+        parts.append(f"longer rows than {limit} tokens have rotary frequencies of their own")
+    parts.append(f"dtype {str(dtype).removeprefix('torch.')}")
+    if num_experts(config):
+        parts.append(f"experts by {getattr(text, '_experts_implementation', None) or _USUAL_EXPERTS}")
+    return "; ".join(parts)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.transfers import to_device
-from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, RowCopy
-from hybridflow.models.places import Places
+from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, Places, RowCopy
 from hybridflow.models.scores import Scores
 
 PagedKernel = Callable[..., Any]

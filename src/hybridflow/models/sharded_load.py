@@ -37,9 +37,9 @@ from hybridflow.models.build import (
     without_dropout,
     wrap,
 )
-from hybridflow.models.in_force import in_force
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
+from hybridflow.models.override import in_force
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import HEAD_NAMES, ScoreModel, is_head
 from hybridflow.models.value import ValueModel
@@ -93,7 +93,11 @@ def meta_model(
     logger.info("%s: %s", type(hf).__name__, in_force(hf.config, dtype))
     hf.source_dtype = before
     if kind in ("policy", "value"):
-        _read_generation_config(hf, where)
+        # read generation_config.json, where chat models have their end tokens, as `from_pretrained` does
+        try:
+            hf.generation_config = GenerationConfig.from_pretrained(where)
+        except OSError:
+            logger.debug("%s has no generation_config.json", where)
     without_dropout(hf)
     if use_liger:
         patch_liger(hf)
@@ -264,11 +268,3 @@ def _weight_files(where: str) -> dict[str, str]:
 def _file(where: str, name: str) -> str | None:
     """Return the local path of one of the model's files, downloaded for a hub name; None if there is none."""
     return cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-
-
-def _read_generation_config(hf: PreTrainedModel, where: str) -> None:
-    """Read generation_config.json, where chat models have their end tokens, as `from_pretrained` does."""
-    try:
-        hf.generation_config = GenerationConfig.from_pretrained(where)
-    except OSError:
-        logger.debug("%s has no generation_config.json", where)

@@ -36,7 +36,9 @@ class SlicedLinear(nn.Linear):
         if self.style.startswith("colwise"):
             out = self._product(input, self.bias)
             if self.style == "colwise_gather":
-                return self._gathered(out)
+                parts = [torch.empty_like(out) for _ in range(self.replica.size)]
+                dist.all_gather(parts, out.contiguous(), group=self.replica.group)
+                return torch.cat(parts, -1)
             return out
         if self.style == "rowwise_split":
             input = input.chunk(self.replica.size, -1)[self.replica.rank]
@@ -49,11 +51,6 @@ class SlicedLinear(nn.Linear):
         if self.rounded is not None:
             return self.rounded.linear(input, bias)
         return linear(input, self.weight, bias)
-
-    def _gathered(self, out: Tensor) -> Tensor:
-        parts = [torch.empty_like(out) for _ in range(self.replica.size)]
-        dist.all_gather(parts, out.contiguous(), group=self.replica.group)
-        return torch.cat(parts, -1)
 
 
 def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:

@@ -23,8 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.distributed.transfers import to_device
 from hybridflow.models.attention import Kernel, PackedLayout, attend_allowed, make_buckets
-from hybridflow.models.kv_cache import InPlace, KVCache
-from hybridflow.models.places import Places
+from hybridflow.models.kv_cache import InPlace, KVCache, Places
 from hybridflow.models.scores import Scores, masked_attention
 
 if TYPE_CHECKING:

@@ -92,7 +92,18 @@ class Stage(nn.Module):
         if self.own[-1].is_last:
             held += [backbone.get_submodule(norm), head]
         self._held = held
-        _check_complete(model, [*layers, table, backbone.get_submodule(norm), head])
+        # raise ModelError for a parameter of the model that is in none of the modules of its plan
+        known = {
+            parameter
+            for module in [*layers, table, backbone.get_submodule(norm), head]
+            for parameter in module.parameters()
+        }
+        for name, parameter in model.named_parameters():
+            if parameter not in known or parameter.ndim == 0:
+                raise ModelError(
+                    f"{type(model).__name__} of model_type {model.config.model_type!r} keeps {name} outside "
+                    f"of what a stage can hold: set {KEY}=1"
+                )
 
     @property
     def absent(self) -> set[nn.Parameter]:
@@ -284,17 +295,6 @@ def layers_of_parts(config: ModelConfig, parts: int, *, is_value: bool) -> list[
         )
         model: Model = ValueModel(hf) if is_value else PolicyModel(hf)
     return [part.layers for part in Stage(model, stage=0, stages=1, parts=parts).parts]
-
-
-def _check_complete(model: Model, modules: Sequence[nn.Module]) -> None:
-    """Raise ModelError for a parameter of the model that is in none of the modules of its plan."""
-    known = {parameter for module in modules for parameter in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter not in known or parameter.ndim == 0:
-            raise ModelError(
-                f"{type(model).__name__} of model_type {model.config.model_type!r} keeps {name} outside of "
-                f"what a stage can hold: set {KEY}=1"
-            )
 
 
 @torch.no_grad()

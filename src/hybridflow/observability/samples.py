@@ -148,7 +148,12 @@ def sample_rows(
         media = batch.non_tensor_batch.get(MEDIA, no_media)[index] or ()
         key = tuple(prompt)
         if media or key not in texts:
-            texts[key] = _prompt_text(prompt, media, decode)
+            text = ""
+            done = 0
+            for medium in media:
+                text += decode(prompt[done : medium.start + 1])
+                done = medium.start + medium.length
+            texts[key] = text + decode(prompt[done:])
         row: dict[str, Any] = {
             "prompt": texts[key],
             "response": decode(response),
@@ -168,16 +173,6 @@ def sample_rows(
             row["row_id"] = int(columns["row_id"][index])
         rows.append(row)
     return rows
-
-
-def _prompt_text(prompt: Sequence[int], media: Sequence[Medium], decode: Decode) -> str:
-    """Return a prompt as text, with one placeholder for each medium."""
-    text = ""
-    done = 0
-    for medium in media:
-        text += decode(prompt[done : medium.start + 1])
-        done = medium.start + medium.length
-    return text + decode(prompt[done:])
 
 
 def _media(prompt: Sequence[int], media: Sequence[Medium], decode: Decode) -> list[dict[str, Any]]:

@@ -57,19 +57,17 @@ class Timer:
         self._open[name] = self._open.get(name, 0) + 1
         if self._open[name] == 1:
             self._since[name] = start
+        reported: AbstractContextManager[object] = nullcontext()
+        if self._progress is not None and name in WORDS:
+            reported = self._progress.phase(WORDS[name])
         try:
-            with self._reported(name), profiler.span(name), timeline.section(name):
+            with reported, profiler.span(name), timeline.section(name):
                 yield
         finally:
             self._open[name] -= 1
             if not self._open[name]:  # a section inside itself counts once
                 del self._since[name]
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
-
-    def _reported(self, name: str) -> AbstractContextManager[object]:
-        if self._progress is None or name not in WORDS:
-            return nullcontext()
-        return self._progress.phase(WORDS[name])
 
     def seconds(self, name: str) -> float:
         """Seconds of a finished section, 0 where it never ran."""

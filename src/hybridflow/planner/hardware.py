@@ -80,7 +80,7 @@ HARDWARE = {row.name: row for row in _ROWS}
 
 
 def cpu_hardware(peak: float, bandwidth: float, memory: float) -> Hardware:
-    """Return the figures of one process on a CPU, as `distributed/measure.py` has measured them."""
+    """Return the figures of one process on a CPU, as `distributed/device.py` has measured them."""
     links = {"link": bandwidth, "network": bandwidth, "host": bandwidth}
     return Hardware(CPU, peak, memory, bandwidth, **links, node=1, overlaps=False)
 

@@ -197,7 +197,11 @@ class PoolPlanner:
     def _with_rollout(self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]) -> Pool | None:
         """Return the pool with these settings and the rollout's best, or None if they do not fit."""
         needs = {role: option.needs for role, option in taken.items()}
-        if self._reference_is_actor(roles):
+        # whether the reference is the actor without its adapters, and has no weights of its own
+        config = self.job.config
+        model = config.actor_rollout_ref.model
+        adapters = bool(model.lora_rank or model.lora_adapter_path)
+        if adapters and {"actor", "reference"} <= {*roles} and not has_own_reference(config):
             needs.pop("reference")
         settings = {role: option.setting for role, option in taken.items()}
         seconds = {name: value for option in taken.values() for name, value in option.seconds.items()}
@@ -215,13 +219,6 @@ class PoolPlanner:
                 together = {**settings, "rollout": setting}
                 best = Pool(roles, devices, together, memory, {**seconds, "gen": generating}, refilled)
         return best
-
-    def _reference_is_actor(self, roles: tuple[str, ...]) -> bool:
-        """Return whether the reference is the actor without its adapters, and has no weights of its own."""
-        config = self.job.config
-        model = config.actor_rollout_ref.model
-        adapters = bool(model.lora_rank or model.lora_adapter_path)
-        return adapters and {"actor", "reference"} <= {*roles} and not has_own_reference(config)
 
     def _rollout(
         self, roles: tuple[str, ...], devices: int, tensor: int, needs: dict[str, Needs]

@@ -6,11 +6,16 @@ from typing import Any
 
 from hybridflow.protocol.balancing import Workload, deal_rows, karmarkar_karp, split_micro_batches
 from hybridflow.protocol.columns import BatchError
-from hybridflow.protocol.data_proto import ONE_BATCH_DIM, DataProto, DataProtoItem
+from hybridflow.protocol.data_proto import (
+    ONE_BATCH_DIM,
+    DataProto,
+    DataProtoFuture,
+    DataProtoItem,
+    pad_to_divisor,
+    unpad,
+)
 from hybridflow.protocol.fields import FIELDS, Field, field
-from hybridflow.protocol.future import DataProtoFuture
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack
-from hybridflow.protocol.padding import pad_to_divisor, unpad
 from hybridflow.protocol.randomness import derive_seed, generator
 
 pad_dataproto_to_divisor = pad_to_divisor

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast, overload
+from threading import Lock
+from typing import Any, Protocol, cast, overload
 
 import numpy as np
 import torch
@@ -642,3 +644,70 @@ def _join_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             else:
                 joined[name] = value
     return joined
+
+
+def pad_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
+    """Repeat the first rows at the end until the number of rows divides by n; returns the batch and how many
+    were added.
+
+    Where there is a `loss_mask` or `response_mask`, the added rows have a `loss_mask` of zeros. An empty
+    batch stays empty.
+    """
+    if n < 1:
+        raise BatchError(f"cannot pad {len(data)} rows to a multiple of {n}")
+    pad_size = -len(data) % n
+    if pad_size == 0:
+        return data, 0
+    return data.with_extra_rows([row % len(data) for row in range(pad_size)]), pad_size
+
+
+def unpad(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last `pad_size` rows."""
+    if not 0 <= pad_size <= len(data):
+        raise BatchError(f"cannot drop {pad_size} of {len(data)} rows")
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+class PendingRows(Protocol):
+    """Anything whose `get()` waits for rows, such as one rank's answer to a call that does not block."""
+
+    def get(self) -> DataProto: ...
+
+
+class DataProtoFuture:
+    """The rows that `futures` will give, joined by `collect` once somebody asks; the result is kept."""
+
+    def __init__(
+        self,
+        futures: Sequence[PendingRows],
+        collect: Callable[[Sequence[DataProto]], DataProto] = DataProto.concat,
+    ) -> None:
+        self._futures = list(futures)
+        self._collect = collect
+        self._result: DataProto | None = None
+        self._lock = Lock()
+
+    def get(self) -> DataProto:
+        """Wait for all rows. An error in a part is raised here, and again at the next call."""
+        with self._lock:
+            if self._result is None:
+                self._result = self._collect([future.get() for future in self._futures])
+                self._futures = []  # the parts need not live on beside the whole
+            return self._result
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """`chunks` futures for the pieces that `DataProto.chunk` will cut, without waiting."""
+        if chunks < 1:
+            raise BatchError(f"cannot cut a future into {chunks} pieces: at least 1 is needed")
+        return [DataProtoFuture([self], partial(_piece, index, chunks)) for index in range(chunks)]
+
+    @classmethod
+    def concat(cls, parts: Sequence[PendingRows]) -> DataProtoFuture:
+        """One future for the rows of all parts, in order, without waiting."""
+        if not parts:
+            raise BatchError("cannot concatenate: no futures were given")
+        return cls(parts)
+
+
+def _piece(index: int, chunks: int, parts: Sequence[DataProto]) -> DataProto:
+    return parts[0].chunk(chunks)[index]

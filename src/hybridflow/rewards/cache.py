@@ -55,7 +55,11 @@ class _CachedScoring:
         """For each request its kept outcome, or the key of what the scorer has."""
 
     def add(self, request: ScoreRequest) -> None:
-        key = _key(request)
+        try:
+            payload = pickle.dumps(request)
+        except Exception:  # whatever the rows of a dataset hold: such a row equals no other, of no step
+            payload = os.urandom(16)
+        key = hashlib.blake2b(payload, digest_size=16).digest()
         found = self._cache.find(key)
         if found is None and key not in self._begun:
             self._begun[key] = len(self._begun)
@@ -81,11 +85,3 @@ class _CachedScoring:
 
     def close(self) -> None:
         self._inner.close()
-
-
-def _key(request: ScoreRequest) -> bytes:
-    try:
-        payload = pickle.dumps(request)
-    except Exception:  # whatever the rows of a dataset hold: such a row equals no other, of no step
-        payload = os.urandom(16)
-    return hashlib.blake2b(payload, digest_size=16).digest()

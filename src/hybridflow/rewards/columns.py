@@ -127,7 +127,6 @@ def _named(
 
 
 def _results(results: Any, wanted: int) -> list[Any]:
-    """Return a result for each completion, 0 in place of None."""
     if isinstance(results, str | Mapping) or not hasattr(results, "__len__") or len(results) != wanted:
         raise RewardError(
             f"the reward function returned {str(results)[:80]!r}, a {type(results).__name__}; one that names "

@@ -60,7 +60,11 @@ def main(file_descriptor: int) -> None:
     channel = socket.socket(fileno=file_descriptor)
     plan = messages.receive(channel)
     layers = {"private_root": "not asked for", "namespaces": "not asked for"}
-    uid = _unused_uid()
+    if os.geteuid() != 0:
+        uid = 0
+    else:
+        taken = {entry.pw_uid for entry in pwd.getpwall()}
+        uid = next(uid for uid in UIDS if uid not in taken)
     if plan["private"]:
         try:
             _enter_namespaces()
@@ -128,14 +132,6 @@ def _map(uid: int, gid: int) -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
-
-
-def _unused_uid() -> int:
-    """Return a uid that no account has, or 0 where this user cannot change to another."""
-    if os.geteuid() != 0:
-        return 0
-    taken = {entry.pw_uid for entry in pwd.getpwall()}
-    return next(uid for uid in UIDS if uid not in taken)
 
 
 def _become(uid: int, *, private: bool) -> str:

@@ -48,7 +48,13 @@ class OwnLimits:
             resource.setrlimit(resource.RLIMIT_AS, (cap, cap))
             threading.Thread(target=self._watch, name="own-limits", daemon=True).start()
         for file_descriptor in (1, 2):
-            self._cap_output(file_descriptor)
+            passed_on = os.dup(file_descriptor)
+            reading, writing = os.pipe()
+            os.dup2(writing, file_descriptor)
+            os.close(writing)
+            thread = threading.Thread(target=self._pass_on, args=(reading, passed_on), daemon=True)
+            thread.start()
+            atexit.register(_let_drain, file_descriptor, passed_on, thread)
 
     def allow_output(self) -> None:
         """Pass on the next `output_kb` KiB."""
@@ -72,15 +78,6 @@ class OwnLimits:
                 )
                 end_descendants(os.getpid(), proc)
                 os.kill(os.getpid(), 9)
-
-    def _cap_output(self, file_descriptor: int) -> None:
-        passed_on = os.dup(file_descriptor)
-        reading, writing = os.pipe()
-        os.dup2(writing, file_descriptor)
-        os.close(writing)
-        thread = threading.Thread(target=self._pass_on, args=(reading, passed_on), daemon=True)
-        thread.start()
-        atexit.register(_let_drain, file_descriptor, passed_on, thread)
 
     def _pass_on(self, reading: int, passed_on: int) -> None:
         while part := os.read(reading, 1 << 16):

@@ -197,7 +197,8 @@ class _Worker:
         self.cgroup: Cgroup | None = None
         try:
             if cgroup:
-                self.cgroup = _cgroup_of(limits)
+                memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
+                self.cgroup = Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
             else:
                 self.layers["cgroup"] = "not asked for"
         except OSError as error:
@@ -285,11 +286,6 @@ class _Worker:
         """End the worker."""
         self._finalizer()
         self.errors.close()
-
-
-def _cgroup_of(limits: Limits) -> Cgroup:
-    memory = limits.memory_mb + limits.scratch_mb + OWN_MEMORY_MB
-    return Cgroup(memory << 20, limits.processes + OWN_PROCESSES)
 
 
 def _end(

@@ -152,7 +152,6 @@ def _hints_of(function: Callable[..., Any], place: str) -> dict[str, Any]:
 
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema of a type hint."""
     origin = get_origin(hint) or hint
     inner = get_args(hint)
     if hint is Any:

@@ -13,13 +13,60 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybridflow.data.plugin import blaming, load_class, load_entries, load_module
+from hybridflow.data.plugin import blaming, load_class, load_entries, load_module, load_object
 from hybridflow.errors import ConfigError
-from hybridflow.tools.base import ToolAnswer
+from hybridflow.processes import in_thread
+from hybridflow.tools.base import ToolAnswer, answer_of, finite_reward
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.function_tool import mark_of, schema_of
-from hybridflow.tools.instances import ToolInstance, begin_trajectory, call_function, make_tool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
+
+
+class ToolInstance:
+    """One trajectory's instance of a `BaseTool`, which may serve other trajectories, too."""
+
+    def __init__(self, tool: BaseTool, instance_id: str) -> None:
+        self._tool = tool
+        self._instance_id = instance_id
+
+    async def execute(self, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]) -> ToolAnswer:
+        """Answer a call."""
+        return answer_of(await self._tool.execute(self._instance_id, arguments, **execute_kwargs))
+
+    async def finish(
+        self, score: bool, calc_reward_kwargs: Mapping[str, Any], release_kwargs: Mapping[str, Any]
+    ) -> float:
+        """Return the reward of the trajectory where `score` asks for it, and forget the trajectory."""
+        try:
+            if not score:
+                return 0.0
+            return finite_reward(await self._tool.calc_reward(self._instance_id, **calc_reward_kwargs))
+        finally:
+            await self._tool.release(self._instance_id, **release_kwargs)
+
+
+async def call_function(
+    path: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]
+) -> ToolAnswer:
+    """Call "module:function"; a synchronous one in a thread, so that an event loop goes on meanwhile."""
+    function = load_object(path, key="tool")
+    if inspect.iscoroutinefunction(function):
+        return answer_of(await function(**arguments, **execute_kwargs))
+    return answer_of(await in_thread(function, **arguments, **execute_kwargs))
+
+
+async def begin_trajectory(tool: BaseTool, create_kwargs: Mapping[str, Any]) -> ToolInstance:
+    """Return a new instance; verl's tools read `create_kwargs` in either of two ways."""
+    made = await tool.create(None, create_kwargs=dict(create_kwargs), **create_kwargs)
+    return ToolInstance(tool, made if isinstance(made, str) else made[0])
+
+
+async def make_tool(
+    path: str, config: dict[str, Any], schema: OpenAIFunctionToolSchema, create_kwargs: Mapping[str, Any]
+) -> ToolInstance:
+    """Return an instance of a tool "module:Class" that serves one trajectory alone."""
+    return await begin_trajectory(load_object(path, key="tool")(config, schema), create_kwargs)
+
 
 CLASSES_KEY = "multi_turn.tool_config_path"
 TOOL_METHODS = {
@@ -138,14 +185,10 @@ def _spec_of(tool: BaseTool, entry: ToolEntry) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
     if tool.config.get("in_process", type(tool).in_process):
         return ToolSpec(tool.name, schema, entry.where, begin_trajectory, (tool,), True, tool)
-    arguments = (_object_spec(entry.class_name), tool.config, tool.tool_schema)
+    # "module:Class" of "package.module.Class"; a path to a file has its colon already
+    module, _, name = entry.class_name.rpartition(":" if ":" in entry.class_name else ".")
+    arguments = (f"{_absolute(module)}:{name}", tool.config, tool.tool_schema)
     return ToolSpec(tool.name, schema, entry.where, make_tool, arguments, False)
-
-
-def _object_spec(class_name: str) -> str:
-    """Return "module:Class" of "package.module.Class"; a path to a file has its colon already."""
-    module, _, name = class_name.rpartition(":" if ":" in class_name else ".")
-    return f"{_absolute(module)}:{name}"
 
 
 def _absolute(location: str) -> str:

@@ -18,7 +18,7 @@ from hybridflow.agent.early_checks import check_agents
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.checks.cluster import resolved_controller
-from hybridflow.config.checks.kernels import on_cpu
+from hybridflow.config.checks.model import on_cpu
 from hybridflow.config.convert import raise_all
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config

@@ -60,7 +60,14 @@ class StepProfiler:
         except BaseException:  # workers that have failed are asked nothing more
             self._write(step, {DRIVER: profiler.stop()})
             raise
-        self._write(step, {DRIVER: profiler.stop()} | self._stop())
+        # end the recording everywhere; return the spans by process, which is called after its first role
+        futures = {
+            f"{group.role} {rank}": group.call_one(rank, Worker.profiled)
+            for group in self._groups
+            for rank in range(group.world_size)
+        }
+        found = {name: future.result() for name, future in futures.items()}
+        self._write(step, {DRIVER: profiler.stop()} | {name: spans for name, spans in found.items() if spans})
 
     def _write(self, step: int, spans: Mapping[str, Sequence[Span]]) -> None:
         file = self._folder / f"step_{step}.json"
@@ -68,7 +75,6 @@ class StepProfiler:
         logger.info("profile of step %d: %s, for chrome://tracing or ui.perfetto.dev", step, file)
 
     def _recording(self) -> Iterator[tuple[WorkerGroup[Any], int]]:
-        """Yield the ranks on which the tool records."""
         for group in self._groups:
             for rank in range(group.world_size):
                 if rank in (self._config.ranks or (0,)):
@@ -86,16 +92,6 @@ class StepProfiler:
                 futures.append(group.call_one(rank, Worker.profile, settings))
         for future in futures:
             future.result()
-
-    def _stop(self) -> dict[str, list[Span]]:
-        """End the recording everywhere; return the spans by process, which is called after its first role."""
-        futures = {
-            f"{group.role} {rank}": group.call_one(rank, Worker.profiled)
-            for group in self._groups
-            for rank in range(group.world_size)
-        }
-        found = {name: future.result() for name, future in futures.items()}
-        return {name: spans for name, spans in found.items() if spans}
 
 
 def trace_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:

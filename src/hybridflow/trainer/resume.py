@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import STRUCTURE, TRAINER
-from hybridflow.checkpoint.manifest import folders_by_age, read_manifest
+from hybridflow.checkpoint.manifest import as_dict, folders_by_age, read_manifest
 from hybridflow.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.errors import CheckpointError

@@ -118,7 +118,9 @@ class Trainer(Generic[Source, Step]):
             if self.state.validation_due:  # a signal has left out the validation of the last step
                 self.signals.check()
             self.state.saves.commit(self.store)
-            self._finish_copies()
+            if self.store.remote is not None:
+                self.store.remote.wait()
+                self.trackers.log({FAILED_COPIES: self.store.remote.failed}, self.state.step)
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
@@ -186,12 +188,6 @@ class Trainer(Generic[Source, Step]):
         if self.store.remote is not None:
             metrics[FAILED_COPIES] = self.store.remote.failed
         self.trackers.log(metrics, step)
-
-    def _finish_copies(self) -> None:
-        """Wait for the copy of the last checkpoint, and log how many copies have failed."""
-        if self.store.remote is not None:
-            self.store.remote.wait()
-            self.trackers.log({FAILED_COPIES: self.store.remote.failed}, self.state.step)
 
     def _has_unsaved_steps(self) -> bool:
         return self.save_freq > 0 and self.state.step > self.state.saved_step

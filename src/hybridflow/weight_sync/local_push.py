@@ -57,20 +57,17 @@ class LocalPush:
                 self._dtypes = {base_name(each.name): each.compute_dtype for each in held}
             if self.adapters:
                 assert isinstance(engine, VLLMEngine), "only vllm takes adapters"
-                self._update_adapters(engine, version)
+                if not all(gather_objects(engine.has_base)):  # all ranks read sharded weights together
+                    engine.update_base(plain_weights(self.policy, self._dtypes, folded=False))
+                config = adapter_config(self.policy)
+                facts = {name: getattr(config, name) for name in _ADAPTER_FACTS}
+                tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
+                engine.update_adapters(tensors, version, facts)
             else:
                 engine.update_weights(plain_weights(self.policy, self._dtypes), version)
         finally:
             if self.trainer is not None:
                 self.trainer.offload()
-
-    def _update_adapters(self, engine: VLLMEngine, version: int) -> None:
-        if not all(gather_objects(engine.has_base)):  # all ranks read sharded weights together
-            engine.update_base(plain_weights(self.policy, self._dtypes, folded=False))
-        config = adapter_config(self.policy)
-        facts = {name: getattr(config, name) for name in _ADAPTER_FACTS}
-        tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
-        engine.update_adapters(tensors, version, facts)
 
 
 class StagedPush:

@@ -18,8 +18,7 @@ from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.errors import RolloutError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine, SomeWeights
-from hybridflow.weight_sync.checksum import Remembered, explain_difference, first_difference
-from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.holding import Holding, Remembered, explain_difference, first_difference
 from hybridflow.weight_sync.reshard import HeldWeights, Reshard
 
 

@@ -19,7 +19,7 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.engines import Held
-from hybridflow.weight_sync.checksum import Take, anew
+from hybridflow.weight_sync.holding import Take, anew
 from hybridflow.weight_sync.plan import Boxes, Parameter, Plan, Route, make_plan
 
 BUCKET_BYTES = 256 * 2**20

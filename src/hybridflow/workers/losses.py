@@ -19,11 +19,11 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.arguments import argument_values
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.config.own_code import loss_fault
 from hybridflow.config.source_code import shown
+from hybridflow.config.tree import argument_values
 from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
 from hybridflow.errors import ConfigError

@@ -23,13 +23,12 @@ from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.sglang.build import build_sglang_engine
+from hybridflow.rollout.sglang.engine import build_sglang_engine
 from hybridflow.rollout.vllm.build import build_vllm_engine
-from hybridflow.weight_sync.gathered_twin import GatheredTwin
 from hybridflow.weight_sync.holding import Holding
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush
-from hybridflow.weight_sync.offloaded_source import OffloadedSource
 from hybridflow.weight_sync.remote_push import RemotePush
+from hybridflow.weight_sync.sources import GatheredTwin, OffloadedSource
 from hybridflow.workers.rollout import RolloutWorker
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.precision import precision_problems
+from hybridflow.config.checks.rollout import precision_problems
 from hybridflow.config.load import load_config
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

@@ -8,6 +8,7 @@ repeated here as data.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,11 @@ import pytest
 import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.load import load_config
 from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.config.tree import flatten, get_value, is_native, keys_of
-from hybridflow.config.verl_keys import _ruled, status
-from hybridflow.config.verl_rule import Rule
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
-from hybridflow.config.verl_rules_sft import SFT_RULES
+from hybridflow.config.verl_keys import Rule, _ruled, status, tables
 from hybridflow.errors import ConfigError
 
 BOTH = {**keys_of(PPOConfig), **keys_of(SFTConfig)}
@@ -553,7 +550,7 @@ def test_what_would_change_a_supervised_run_is_refused(path: str, value: Any) ->
     assert result.kind == "refused" and len(result.reason) > 5, result
 
 
-@pytest.mark.parametrize("rules", [PPO_RULES, SFT_RULES])
+@pytest.mark.parametrize("rules", [tables().ppo, tables().sft])
 def test_true_never_passes_as_the_accepted_one_nor_false_as_zero(rules: tuple[Rule, ...]) -> None:
     for rule in rules:
         for value, number in ((True, 1), (False, 0)):
@@ -708,23 +705,25 @@ def test_verls_prometheus_is_the_runs() -> None:
     assert loaded.config.trainer.prometheus == PrometheusConfig(enable=True, file="p.yml", reload_port=9090)
 
 
-@pytest.mark.parametrize(("root", "aliases"), [(PPOConfig, PPO_ALIASES), (SFTConfig, SFT_ALIASES)])
-def test_no_alias_hides_a_key_of_the_schema(root: type, aliases: tuple[tuple[str, str], ...]) -> None:
-    for pattern, _ in aliases:
+@pytest.mark.parametrize(
+    ("root", "aliases"), [(PPOConfig, tables().ppo_aliases), (SFTConfig, tables().sft_aliases)]
+)
+def test_no_alias_hides_a_key_of_the_schema(root: type, aliases: Mapping[str, str]) -> None:
+    for pattern in aliases:
         hidden = [path for path in keys_of(root) if re.fullmatch(pattern, path)]
         assert not hidden, pattern
 
 
-@pytest.mark.parametrize("rules", [PPO_RULES, SFT_RULES])
+@pytest.mark.parametrize("rules", [tables().ppo, tables().sft])
 def test_every_rule_says_why_and_the_way_out(rules: tuple[Any, ...]) -> None:
     for rule in rules:
         assert rule.why or rule.accepted == (), rule.pattern
         assert (rule.accepted is None) != bool(rule.refusal), rule.pattern
-    assert all(path in BOTH for path in REFUSED_VALUES)
+    assert all(path in BOTH for path in tables().refused_values)
 
 
 def test_other_values_stand_for_keys_of_the_schema() -> None:
-    for path, values in VALUE_ALIASES.items():
+    for path, values in tables().value_aliases.items():
         root = PPOConfig if path in keys_of(PPOConfig) else SFTConfig
         assert path in BOTH and all(status(root, path, value).kind == "alias" for value in values), path
 

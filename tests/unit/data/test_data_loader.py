@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.data.loader import StatefulLoader
-from hybridflow.data.samplers import SequentialSampler, ShuffledSampler
+from hybridflow.data.loader import SequentialSampler, ShuffledSampler, StatefulLoader
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 
 ROWS = list(range(100, 123))

@@ -19,7 +19,7 @@ from hybridflow.data.tasks import ArithmeticChain
 from hybridflow.data.tokenizer import encode_rendered, text_of
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.trainer.sft.source import conversation_rows
+from hybridflow.trainer.sft.step import conversation_rows
 
 CHAT = [
     {"role": "system", "content": "s"},

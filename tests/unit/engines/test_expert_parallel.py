@@ -25,7 +25,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.twin import Twin
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES
-from hybridflow.weight_sync.gathered_twin import GatheredTwin
+from hybridflow.weight_sync.sources import GatheredTwin
 from ranks import Ranks
 
 ASK = Ask(log_probs=True, entropy=True, routes=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines.schedule import learning_rate, warmup_steps
+from hybridflow.engines.optimizer import learning_rate, warmup_steps
 
 
 def rates(steps: int, total: int, **keys: Any) -> list[float]:

@@ -36,8 +36,7 @@ from hybridflow.explain.equations import (
     RESAMPLING,
     Equation,
 )
-from hybridflow.explain.formula import Number, own_formula, place, shown, written
-from hybridflow.explain.numbers import Run
+from hybridflow.explain.formula import Number, Run, own_formula, place, shown, written
 from hybridflow.models.full_kl import full_kl
 from hybridflow.trainer.ppo.columns import apply_kl_penalty
 from hybridflow.workers.losses import loss_parameters

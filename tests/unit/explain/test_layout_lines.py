@@ -10,7 +10,7 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
-from hybridflow.explain.layout import MOST_RANKS, layout_lines
+from hybridflow.explain.run import MOST_RANKS, layout_lines
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.planner.memory import Engine

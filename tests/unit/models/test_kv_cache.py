@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models.kv_cache import LayerShape, SlotCache, bytes_per_token
-from hybridflow.models.places import Places
+from hybridflow.models.kv_cache import LayerShape, Places, SlotCache, bytes_per_token
 from hybridflow.models.scores import Scores, masked_attention
 from hybridflow.models.span_layout import SpanLayout
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.models import paged_kernel
-from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
 from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_kernel import kernel_problem, varlen_kernel
-from hybridflow.models.places import Places
 from hybridflow.models.scores import Scores
 from hybridflow.models.span_layout import SpanLayout
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from zoo import BASE, SUPPORTED, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.in_force import in_force
-from hybridflow.models.override import apply_override, effective_override
+from hybridflow.models.override import apply_override, effective_override, in_force
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.rope import length_limit, longest_generated, row_lengths
 from hybridflow.protocol import DataProto

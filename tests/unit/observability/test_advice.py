@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.config import PPOConfig
 from hybridflow.observability.advice import Advice, AdviceWatch
-from hybridflow.observability.advice.stall import StallWatch
+from hybridflow.observability.advice.watch import StallWatch
 
 LEARNED = Path(__file__).parents[3] / "benchmarks" / "results" / "learn"
 STEPS = 30

@@ -11,12 +11,11 @@ from typing import Any, get_args
 
 from hybridflow.observability import report
 from hybridflow.observability.advice import ALARMS, HINTS, History
-from hybridflow.observability.glossary import GLOSSARY, PLACEHOLDERS, MetricEntry, find
-from hybridflow.observability.glossary.entry import Better, Feed
+from hybridflow.observability.glossary import PLACEHOLDERS, Better, Feed, MetricEntry, find, glossary
 from hybridflow.observability.timing import WORDS
 from hybridflow.observability.trackers.console import FIELDS
 
-ENTRIES = [entry for entries in GLOSSARY.values() for entry in entries]
+ENTRIES = [entry for entries in glossary().values() for entry in entries]
 EXAMPLES = {
     "role": ("actor", "critic", "process_reward", "train"),
     "stat": ("mean", "max", "min"),

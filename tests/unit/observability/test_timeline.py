@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from hybridflow.observability.report.follow import RunFollower
-from hybridflow.observability.step_lines import StepLines
 from hybridflow.observability.timeline import MOST_SPANS, MOST_TRAJECTORIES, Timeline, timeline
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import build_trackers
-from hybridflow.observability.trackers.timeline import lanes_of
+from hybridflow.observability.trackers.jsonl import StepLines, lanes_of
 from hybridflow.protocol.spans import TraceSpan
 
 

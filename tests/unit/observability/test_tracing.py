@@ -12,14 +12,12 @@ import pytest
 
 from collectors import collecting
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import RolloutTraceConfig
 from hybridflow.config.load import load_config, prepare_config
-from hybridflow.config.rollout_trace import RolloutTraceConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.tracing import build, queue
-from hybridflow.observability.tracing.build import trace_problems
-from hybridflow.observability.tracing.otel import OtelExporter
+from hybridflow.observability.tracing.build import OtelExporter, parts_of, tags_of, trace_problems
 from hybridflow.observability.tracing.queue import TraceQueue
-from hybridflow.observability.tracing.shown import parts_of, tags_of
 from hybridflow.protocol.spans import SpanLog, TraceSpan
 
 GENERATE = TraceSpan(

@@ -9,8 +9,7 @@ import pytest
 
 from hybridflow.planner.check import FITTED_NAMES, compare, fit, published, ratios, sources
 from hybridflow.planner.check_page import check_page
-from hybridflow.planner.costs import Efficiency
-from hybridflow.planner.fitted import FITTED
+from hybridflow.planner.costs import FITTED, Efficiency
 
 PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "plan_check.md"
 

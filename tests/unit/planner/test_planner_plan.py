@@ -17,8 +17,7 @@ from hybridflow.config.load import prepare_config
 from hybridflow.config.roles import engine_keys
 from hybridflow.errors import ConfigError
 from hybridflow.explain.run import Plan as ExplainedPlan
-from hybridflow.planner.costs import Costs
-from hybridflow.planner.fitted import FITTED
+from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import read_devices
 from hybridflow.planner.job import Job, job_of
 from hybridflow.planner.known_models import known_models, shape_by_keys, shape_of

@@ -14,7 +14,7 @@ from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.cache import CachedScorer
 from hybridflow.rewards.in_process import InProcessScorer
-from hybridflow.rewards.limits import RateLimit
+from hybridflow.rewards.pool import RateLimit
 
 
 def admissions(config: RewardConfig, count: int, seconds_each: float) -> tuple[list[float], int]:

@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.checks.engine import asked_features, engine_problems
+from hybridflow.config.checks.rollout import asked_features, engine_problems
 from hybridflow.config.engine_features import ENGINES, FEATURES, TABLE
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig

@@ -17,11 +17,11 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.kv_cache import LayerShape, SlotCache, slot_capacity
 from hybridflow.protocol.prompt import Prompt
+from hybridflow.rollout import memory
 from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
-from hybridflow.rollout.native import memory
+from hybridflow.rollout.memory import free_memory
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.memory import free_memory
 
 
 def test_sleep_frees_the_cache_and_wake_up_restores_the_output() -> None:

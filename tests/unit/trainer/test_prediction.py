@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
-from hybridflow.distributed.measure import measured_cpu, peak_since_asked
+from hybridflow.distributed.device import measured_cpu, peak_since_asked
 from hybridflow.planner.costs import Costs, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster
+from hybridflow.planner.job import Calibration
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.model_shape import read_shape
-from hybridflow.planner.predict import Calibration
 
 
 def test_a_run_predicts_the_parts_that_it_measures(tmp_path: Path) -> None:

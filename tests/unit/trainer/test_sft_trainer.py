@@ -19,7 +19,7 @@ from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.packing import pack
 from hybridflow.trainer.sft.build import build
-from hybridflow.trainer.sft.source import conversation_rows
+from hybridflow.trainer.sft.step import conversation_rows
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,7 @@ def test_a_run_without_checkpoints_is_not_saved(
 SFT_MOMENTS = {
     "update": ("hybridflow.workers.sft:SFTWorker.update", 1),
     "validation": ("hybridflow.workers.sft:SFTWorker.evaluate", 1),
-    "reading": ("hybridflow.trainer.sft.source:RowSource.next", 1),
+    "reading": ("hybridflow.trainer.sft.step:RowSource.next", 1),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from hybridflow.distributed import bit_sum as module
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
-from hybridflow.weight_sync.checksum import explain_difference, first_difference
+from hybridflow.weight_sync.holding import explain_difference, first_difference
 
 
 def number(tensor: torch.Tensor) -> int:

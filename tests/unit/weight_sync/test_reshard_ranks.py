@@ -22,9 +22,8 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync.gathered_twin import GatheredTwin
-from hybridflow.weight_sync.offloaded_source import OffloadedSource
 from hybridflow.weight_sync.reshard import Reshard
+from hybridflow.weight_sync.sources import GatheredTwin, OffloadedSource
 from ranks import Ranks
 
 CPU = torch.device("cpu")

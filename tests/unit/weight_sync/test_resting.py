@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.errors import RolloutError
-from hybridflow.weight_sync.offloaded_source import OffloadedSource
+from hybridflow.weight_sync.sources import OffloadedSource
 
 
 class Engine:

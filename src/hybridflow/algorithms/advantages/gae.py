@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hybridflow.algorithms.advantages.groups import learned_from
 from hybridflow.algorithms.advantages.recursion import discounted_sum, next_step
-from hybridflow.algorithms.advantages.rows import learned_from
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_whiten, zero_outside
 

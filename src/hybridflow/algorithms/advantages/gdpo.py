@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.groups import group_statistics
+from hybridflow.algorithms.advantages.groups import group_statistics, learned_from, on_every_token
 from hybridflow.algorithms.advantages.grpo import against_the_group
-from hybridflow.algorithms.advantages.rows import learned_from, on_every_token
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import at_least_float32, masked_whiten
 from hybridflow.errors import ConfigError

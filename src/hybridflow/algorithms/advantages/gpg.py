@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hybridflow.algorithms.advantages.groups import on_every_token, scored
 from hybridflow.algorithms.advantages.grpo import against_the_group
-from hybridflow.algorithms.advantages.rows import on_every_token, scored
 from hybridflow.algorithms.advantages.types import Advantages
 
 

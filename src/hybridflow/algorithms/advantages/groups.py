@@ -1,4 +1,5 @@
-"""Statistics of the scores inside each group, handed back row by row.
+"""Statistics of the scores inside each group, handed back row by row; token rewards to scores, and an
+advantage a row back to tokens.
 
     scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the
     one best row of each group
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hybridflow.algorithms.advantages.types import Advantages
+from hybridflow.algorithms.masked import masked_sum, zero_outside
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,34 @@ def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor
 
 
 def _numbered(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Return the groups numbered 0, 1, 2, …, and how many there are."""
     _, group = torch.unique(group_ids, return_inverse=True)
     return group, int(group.max()) + 1 if group.numel() else 0
+
+
+def scored(
+    token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
+) -> tuple[Tensor, Tensor, GroupStatistics]:
+    """Mask [B, R] bool, scores s = Σ_t r_t over sampled tokens [B] float, and their statistics in each group.
+
+    Only rows with a sampled token count in their group.
+    """
+    mask = response_mask.bool()
+    scores = masked_sum(token_level_rewards, mask, dim=-1)
+    return mask, scores, group_statistics(scores, mask.any(dim=-1), group_ids)
+
+
+def learned_from(mask: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """[B, R] bool: the tokens of the mask that `loss_mask` leaves in, over which advantages are whitened;
+    without one, all of them.
+    """
+    if loss_mask is None:
+        return mask
+    return mask & loss_mask.bool()
+
+
+def on_every_token(per_row: Tensor, mask: Tensor) -> Advantages:
+    """The advantage [B] of a row on each of its tokens of the mask [B, R] bool. Returns are the same: there
+    is no critic to teach.
+    """
+    per_token = zero_outside(per_row.unsqueeze(-1).expand(mask.shape), mask)
+    return Advantages(advantages=per_token, returns=per_token.clone())

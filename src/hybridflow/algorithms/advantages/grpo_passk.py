@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.groups import group_best, group_max
+from hybridflow.algorithms.advantages.groups import group_best, group_max, on_every_token, scored
 from hybridflow.algorithms.advantages.grpo import EPSILON
-from hybridflow.algorithms.advantages.rows import on_every_token, scored
 from hybridflow.algorithms.advantages.types import Advantages
 
 

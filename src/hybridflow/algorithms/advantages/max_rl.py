@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.rows import on_every_token, scored
+from hybridflow.algorithms.advantages.groups import on_every_token, scored
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.errors import ConfigError
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.groups import group_sum
+from hybridflow.algorithms.advantages.groups import group_sum, scored
 from hybridflow.algorithms.advantages.recursion import discounted_sum, still_to_come
-from hybridflow.algorithms.advantages.rows import scored
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import zero_outside
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.groups import group_sum
+from hybridflow.algorithms.advantages.groups import group_sum, learned_from, scored
 from hybridflow.algorithms.advantages.recursion import discounted_sum, still_to_come
 from hybridflow.algorithms.advantages.rloo import leave_one_out
-from hybridflow.algorithms.advantages.rows import learned_from, scored
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_mean, masked_whiten, zero_outside
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hybridflow.algorithms.advantages.groups import learned_from, on_every_token, scored
 from hybridflow.algorithms.advantages.grpo import against_the_group
 from hybridflow.algorithms.advantages.recursion import discounted_sum
-from hybridflow.algorithms.advantages.rows import learned_from, on_every_token, scored
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_whiten
 

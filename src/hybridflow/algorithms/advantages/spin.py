@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.groups import group_sum
-from hybridflow.algorithms.advantages.rows import on_every_token
+from hybridflow.algorithms.advantages.groups import group_sum, on_every_token
 from hybridflow.algorithms.advantages.types import Advantages
 
 

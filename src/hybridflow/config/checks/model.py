@@ -2,6 +2,7 @@
 
 Each yields one line per problem. A hub name and an address with :// are not looked at here, and neither is a
 file's content beyond its JSON: what only transformers or torch can tell is found when the model is loaded.
+Below are the checks of keys for kernels, mixtures of experts and pictures, as far as the keys alone can tell.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from hybridflow.config.checks.paths import first_row, is_remote, is_written_as_path, local
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
-from hybridflow.config.needs import built_models
+from hybridflow.config.needs import built_models, reads_text_alone
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 VOCABULARY_FILES = (
@@ -255,3 +256,99 @@ def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
     row = first_row(config.data.train_files)
     prompt = next((row[column] for column in columns if column in row), "")
     return isinstance(prompt, list)
+
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODE = f"{ACTOR}.router_replay.mode"
+RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
+
+
+def expert_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of the keys of router replay and of the auxiliary loss."""
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    mode = actor.router_replay.mode
+    records = rollout.enable_rollout_routing_replay
+    if records != (mode == "R3"):
+        yield (
+            f"{MODE}={mode} with {RECORDS}={str(records).lower()}: generation records routes for R3 and for "
+            f"nothing else. Set {MODE}=R3 and {RECORDS}=true, or neither"
+        )
+    if (mode != "disabled" or actor.router_aux_loss_coef) and actor.fsdp_config.use_torch_compile:
+        yield (
+            f"{MODE}={mode} and {ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef:g} with "
+            f"{ACTOR}.fsdp_config.use_torch_compile=true: a compiled layer does not tell its routes; set "
+            "use_torch_compile=false"
+        )
+    if mode == "R2":
+        yield from _without_pass(config)
+    if records and config.trainer.num_collectors:
+        yield (
+            f"{RECORDS}=true with trainer.num_collectors={config.trainer.num_collectors}: collectors do not "
+            "keep routes; set trainer.num_collectors=0"
+        )
+
+
+def _without_pass(config: PPOConfig) -> Iterator[str]:
+    """Keys that leave out the pass for old log-probs, in which R2 records."""
+    rollout = config.actor_rollout_ref.rollout
+    key = f"{MODE}=R2, which records in the pass for old log-probs"
+    if config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key}, with algorithm.rollout_correction.bypass_mode=true, which leaves it out: set {MODE}=R3 "
+            "or bypass_mode=false"
+        )
+    if rollout.reuse_log_probs_within is not None:
+        yield (
+            f"{key}, with {ROLLOUT}.reuse_log_probs_within={rollout.reuse_log_probs_within:g}, which may "
+            f"leave it out: set {MODE}=R3 or reuse_log_probs_within=null"
+        )
+
+
+def picture_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line where the first row of the data has pictures, and the run would read its text alone."""
+    data = config.data
+    reason = reads_text_alone(config)
+    if reason is None or data.custom_cls.path:
+        return
+    if data.task.name == "red_squares":
+        yield f"data.task.name=red_squares makes pictures, and {reason}"
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        row = first_row(files)
+        if any(row.get(column) for column in (data.image_key, data.video_key) if column):
+            yield f"{key} has pictures, and {reason}"
+
+
+def on_cpu(block: str, why: str) -> str:
+    """Return the line about a model with use_liger=true on a CPU; `why` goes on after the key's value."""
+    return (
+        f"{block}.use_liger=true{why}: Liger's kernels are Triton programs, which run on CUDA only: "
+        f"leave {block}.use_liger out"
+    )
+
+
+def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each model with use_liger=true that cannot have it."""
+    for block, model, fsdp in built_models(config):
+        if not model.use_liger:
+            continue
+        if config.trainer.device == "cpu":
+            yield on_cpu(block, " with trainer.device=cpu")
+        if model.dtype == "float64":
+            yield (
+                f"{block}.use_liger=true with {block}.dtype=float64: Liger's kernels compute in float32: "
+                "leave one of them out"
+            )
+        if fsdp is not None and fsdp.tensor_parallel_size > 1:
+            yield (
+                f"{block}.use_liger=true with tensor_parallel_size={fsdp.tensor_parallel_size}: layers that "
+                "are split among ranks have torch's own kernels: leave use_liger out, or set "
+                "tensor_parallel_size=1"
+            )
+        if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.exact is True:
+            yield (
+                f"{block}.use_liger=true with actor_rollout_ref.rollout.exact=true: Liger's kernels change "
+                "the last bits of what is computed, and nothing shows them to be the same for any number of "
+                "rows: leave one of them out"
+            )

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
-from hybridflow.config.arguments import arguments_of_keys
 from hybridflow.config.checks.agent import agent_notes
 from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
-from hybridflow.config.tree import get_value
+from hybridflow.config.tree import arguments_of_keys, get_value
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -19,17 +19,17 @@ from hybridflow.config.checks.cluster import (
     ppo_cluster_problems,
     sft_cluster_problems,
 )
-from hybridflow.config.checks.engine import engine_problems
-from hybridflow.config.checks.experts import expert_problems
-from hybridflow.config.checks.kernels import kernel_problems
-from hybridflow.config.checks.model import model_problems
+from hybridflow.config.checks.model import expert_problems, kernel_problems, model_problems, picture_problems
 from hybridflow.config.checks.notes import has_validation, ppo_notes
 from hybridflow.config.checks.own_code import own_algorithm_problems, own_code_problems
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
-from hybridflow.config.checks.pictures import picture_problems
-from hybridflow.config.checks.precision import precision_problems
 from hybridflow.config.checks.reward import reward_problems
-from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
+from hybridflow.config.checks.rollout import (
+    engine_problems,
+    precision_problems,
+    rollout_notes,
+    rollout_problems,
+)
 from hybridflow.config.checks.schedule import schedule_notes, schedule_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig

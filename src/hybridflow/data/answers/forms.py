@@ -251,7 +251,14 @@ def _bracketed(tokens: list[Token], level: int) -> Form | None:
         return None
     first = tokens[0]
     if first.kind == "begin" and first.text in _MATRICES:
-        return _grid(tokens[1:-1], level, system=first.text == "cases")
+        # rows and cells of a matrix; a system of equations without conditions is a list
+        rows = [row for row in split(tokens[1:-1], ("\\\\",))[0] if row]
+        cells = [split(row, ("&",))[0] for row in rows]
+        if not 0 < sum(map(len, cells)) <= MAX_ITEMS:
+            raise Unreadable("no cells, or too many")
+        if first.text == "cases" and all(len(row) == 1 for row in cells):
+            return Listing(tuple(read(row[0], level + 1) for row in cells))
+        return Grid(tuple(tuple(read(cell, level + 1) for cell in row if cell) for row in cells))
     inside = tokens[1:-1]
     if first.text == "\\{":
         return _set(inside, level)
@@ -278,17 +285,6 @@ def _set(inside: list[Token], level: int) -> Form:
         raise Unreadable("too many items")
     items = tuple(read(each, level + 1) for part in parts for each in both_signs(part))
     return Bracketed("\\{", items, "\\}")
-
-
-def _grid(inside: list[Token], level: int, *, system: bool) -> Form:
-    """Read the rows and cells of a matrix; a system of equations without conditions is a list."""
-    rows = [row for row in split(inside, ("\\\\",))[0] if row]
-    cells = [split(row, ("&",))[0] for row in rows]
-    if not 0 < sum(map(len, cells)) <= MAX_ITEMS:
-        raise Unreadable("no cells, or too many")
-    if system and all(len(row) == 1 for row in cells):
-        return Listing(tuple(read(row[0], level + 1) for row in cells))
-    return Grid(tuple(tuple(read(cell, level + 1) for cell in row if cell) for row in cells))
 
 
 def is_name(tokens: Sequence[Token], *, sums: bool = False) -> bool:

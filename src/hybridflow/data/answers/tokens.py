@@ -238,7 +238,14 @@ def _tokens(found: re.Match[str], spaced: bool, units: frozenset[str]) -> list[T
     if group == "number":
         return [Token("number", text, spaced)]
     if group == "letters":
-        return _letters(text, spaced, units)
+        name = _SAME.get(text, text)
+        if len(text) > 1 and name in _SPELLED:
+            return [Token("command", name, spaced)]
+        if text in _WORD_SIGNS:
+            return [Token("sign", _WORD_SIGNS[text], spaced)]
+        if text in units or len(text) > 3:
+            return [Token("word", text, spaced)]
+        return [Token("letter", letter, spaced and not place) for place, letter in enumerate(text)]
     if group == "command":
         name = _SAME.get(text, text)
         if name in _LEFT_OUT:
@@ -254,18 +261,6 @@ def _tokens(found: re.Match[str], spaced: bool, units: frozenset[str]) -> list[T
             return []
         return [Token("sign", f"\\{text}" if text in "{}$" else text, spaced)]
     return [] if text == "$" else [Token("sign", text, spaced)]
-
-
-def _letters(run: str, spaced: bool, units: frozenset[str]) -> list[Token]:
-    """Read a run of letters: a name such as `sin`, a word, or a product of variables."""
-    name = _SAME.get(run, run)
-    if len(run) > 1 and name in _SPELLED:
-        return [Token("command", name, spaced)]
-    if run in _WORD_SIGNS:
-        return [Token("sign", _WORD_SIGNS[run], spaced)]
-    if run in units or len(run) > 3:
-        return [Token("word", run, spaced)]
-    return [Token("letter", letter, spaced and not place) for place, letter in enumerate(run)]
 
 
 def _words(content: str, *, lone_letters: bool) -> list[Token]:

@@ -98,7 +98,6 @@ def _terms(start: Fraction, stop: Fraction) -> range:
 
 
 def _whole(value: Fraction, limit: int) -> int:
-    """Return a whole number from 0 to `limit`."""
     if value.denominator != 1:
         raise NoFraction("wanted a whole number")
     if not 0 <= value <= limit:

@@ -471,7 +471,14 @@ def _same_relations(truth: Relation, answer: Relation) -> bool:
         return True
     equations = [set(relation.signs) <= {"=", "equiv"} for relation in (truth, answer)]
     if all(equations) or (set(truth.signs) == set(answer.signs) == {"ne"}):
-        return _same_equations(truth, answer)
+        # whether two equations have the same solutions, as far as multiples and solving for a letter tell
+        wanted = _difference(truth)
+        given = _difference(answer)
+        if wanted is None or given is None:
+            return _same_sides(truth, Relation(answer.signs, tuple(reversed(answer.sides))))
+        if proportional(wanted, given):
+            return True
+        return _solves(truth, given) or _solves(answer, wanted)
     rising = [_rising(truth), _rising(answer)]
     if rising[0] is None or rising[1] is None:
         return _same_parts(truth, answer)
@@ -483,17 +490,6 @@ def _same_relations(truth: Relation, answer: Relation) -> bool:
         if _same_sides(rising[0], rising[1]):
             return True
     return _same_parts(truth, answer)
-
-
-def _same_equations(truth: Relation, answer: Relation) -> bool:
-    """Whether two equations have the same solutions, as far as multiples and solving for a letter tell."""
-    wanted = _difference(truth)
-    given = _difference(answer)
-    if wanted is None or given is None:
-        return _same_sides(truth, Relation(answer.signs, tuple(reversed(answer.sides))))
-    if proportional(wanted, given):
-        return True
-    return _solves(truth, given) or _solves(answer, wanted)
 
 
 def _solves(solved: Relation, equation: Expression) -> bool:

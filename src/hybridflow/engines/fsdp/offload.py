@@ -163,7 +163,6 @@ class ActivationOffload:
 
 
 def _outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of `module` that are in no block."""
     if module in blocks:
         return
     yield from module.parameters(recurse=False)

@@ -95,19 +95,16 @@ class PipelineEngine(FSDPEngine):
         if load is not None:
             load.add_to(sums.metrics, self.name)
         if self.tied_name is not None:
-            self._sum_tied(self.tied_name)
+            # sum the gradients of tied embeddings, of which the first and the last stage have one each
+            assert self.optimizer is not None
+            parameter = self.optimizer.parameters[self.tied_name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local(parameter.grad), group=self.column.ends)
 
     def _end(self) -> None:
         self.channels.finish()
         reshard(self.stage)
-
-    def _sum_tied(self, name: str) -> None:
-        """Sum the gradients of tied embeddings, of which the first and the last stage have one each."""
-        assert self.optimizer is not None
-        parameter = self.optimizer.parameters[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(local(parameter.grad), group=self.column.ends)
 
     def before_backward(self, part: Part, *, last: bool) -> None:
         """Choose which gradients a part's backward pass reduces over the ranks of the stage."""
@@ -185,7 +182,16 @@ class _Run:
         with self.engine.activations_kept():
             out = self.engine.stage(micro.packed, self.ask, part, arrived)
         if self.ask.routes:
-            self._note_routes(number)
+            policy = self.engine.policy
+            assert policy.routing is not None and policy.tape is not None, (
+                "`follow_routes` comes before a pass"
+            )
+            size = (policy.tape.num_tokens, policy.routing.num_layers, policy.routing.top_k)
+            routes = self.routes.setdefault(
+                number, torch.full(size, LIVE, dtype=torch.int32, device=self.engine.device)
+            )
+            for layer, chosen in policy.tape.chosen.items():
+                routes[:, layer] = chosen
         if part.is_last:
             if self.loss is None:
                 self.answers[number] = out
@@ -202,17 +208,6 @@ class _Run:
             if self.load is not None:
                 balance = self.load.add(counts=micro.rows is not None, tells=part.is_last)
             self._kept[part.number, number] = (arrived, out, balance)
-
-    def _note_routes(self, number: int) -> None:
-        """Keep the routes of the newest pass, which was of a micro-batch."""
-        policy = self.engine.policy
-        assert policy.routing is not None and policy.tape is not None, "`follow_routes` comes before a pass"
-        size = (policy.tape.num_tokens, policy.routing.num_layers, policy.routing.top_k)
-        routes = self.routes.setdefault(
-            number, torch.full(size, LIVE, dtype=torch.int32, device=self.engine.device)
-        )
-        for layer, chosen in policy.tape.chosen.items():
-            routes[:, layer] = chosen
 
     def _backward(self, part: Part, number: int, gradient: Tensor | None) -> None:
         arrived, out, balance = self._kept.pop((part.number, number))

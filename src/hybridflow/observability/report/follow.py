@@ -9,6 +9,7 @@ replaced.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -20,11 +21,53 @@ from typing import Any
 
 import yaml
 
+from hybridflow.observability.advice import History, find_advice
 from hybridflow.observability.glossary import MetricEntry, find
 from hybridflow.observability.report.files import Fingerprint, Folder, Lines, fingerprint, read_yaml
-from hybridflow.observability.report.findings import Findings
 from hybridflow.observability.report.rows import detail, digests, finite, number, take_pictures
 from hybridflow.observability.run_log import LOG_FILE
+
+
+class Findings:
+    """Follows the rules through a run whose newest step may still get further metrics."""
+
+    def __init__(self) -> None:
+        self._history = History()
+        self._found: dict[str, dict[str, Any]] = {}
+        self._done: int | None = None
+        """Newest step that the rules have seen for good."""
+
+    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
+        """Return what the rules find in all steps, that which holds now first.
+
+        An entry has `rule`, `message`, `keys`, `hint`, `first`, `last`, `steps` (their number) and `now`. The
+        steps before the newest one are those of the last call.
+        """
+        steps = [step for step in sorted(metrics) if self._done is None or step > self._done]
+        if not steps:
+            return []
+        for step in steps[:-1]:
+            _look(self._history, self._found, metrics[step], step)
+            self._done = step
+        found = copy.deepcopy(self._found)
+        _look(copy.deepcopy(self._history), found, metrics[steps[-1]], steps[-1])
+        entries = [{**entry, "now": entry["last"] == steps[-1]} for entry in found.values()]
+        return sorted(entries, key=lambda entry: (not entry["now"], entry["hint"], -entry["last"]))
+
+
+def _look(
+    history: History, found: dict[str, dict[str, Any]], metrics: Mapping[str, float], step: int
+) -> None:
+    history.add({name: value for name, value in metrics.items() if isinstance(value, (int, float))})
+    alarms, hints = find_advice(history)
+    for advice in alarms + hints:
+        entry = found.setdefault(advice.rule, {"rule": advice.rule, "first": step, "steps": 0})
+        entry["message"] = advice.message
+        entry["keys"] = list(advice.keys)
+        entry["hint"] = bool(hints)
+        entry["last"] = step
+        entry["steps"] += 1
+
 
 MAX_POINTS = 3000  # steps of a curve
 MAX_ROLLOUTS = 50_000  # rows of the table, the newest ones
@@ -60,7 +103,12 @@ class RunFollower:
         """Read what has changed since the last time."""
         self._number += 1
         small = [self._read_small(name, parse) for name, parse in _SMALL.items()]
-        self._find_all_rollouts()
+        config = self._small["config.yaml"][1] or {}
+        trainer = config.get("trainer")
+        if isinstance(trainer, Mapping) and isinstance(trainer.get("rollout_data_dir"), str):
+            path = Path(trainer["rollout_data_dir"]).expanduser()
+            if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
+                self.folders[ALL_ROLLOUTS] = Folder(path)
         sources: list[Lines | Folder] = [self.metrics, self.timeline, self.recorded, *self.folders.values()]
         gone = sum(source.poll(self._number) for source in sources) > 0  # all are polled
         self._forget_old_rollouts()
@@ -190,15 +238,6 @@ class RunFollower:
                 left -= folder.files[step].total
                 if left < 0 and folder.files[step].columns:
                     folder.files[step] = replace(folder.files[step], columns={})
-
-    def _find_all_rollouts(self) -> None:
-        """Follow the folder of `trainer.rollout_data_dir` too, where the run has one."""
-        config = self._small["config.yaml"][1] or {}
-        trainer = config.get("trainer")
-        if isinstance(trainer, Mapping) and isinstance(trainer.get("rollout_data_dir"), str):
-            path = Path(trainer["rollout_data_dir"]).expanduser()
-            if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
-                self.folders[ALL_ROLLOUTS] = Folder(path)
 
     def _read_small(self, name: str, parse: Callable[[Path], Any]) -> bool:
         """Read a file with one object if it has changed; return whether it has."""

@@ -1,22 +1,261 @@
-"""The exporters by the names that `rollout.trace.backend` knows, and what each needs to be installed."""
+"""The exporters by the names that `rollout.trace.backend` knows, and what each needs to be installed.
+
+TraceSpan trees ──OtelExporter, MlflowExporter, WeaveExporter, TrackioExporter──► a receiver of traces
+
+Each imports its library when it is made, and shows the same titles, tags and parts of a trajectory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 
-from hybridflow.config.rollout_trace import RolloutTraceConfig, TraceBackend
+from hybridflow.config.actor_rollout_ref import RolloutTraceConfig, TraceBackend
 from hybridflow.errors import install_extra
-from hybridflow.observability.tracing.mlflow import MlflowExporter
-from hybridflow.observability.tracing.otel import OtelExporter
 from hybridflow.observability.tracing.queue import Exporter
-from hybridflow.observability.tracing.trackio import TrackioExporter
-from hybridflow.observability.tracing.weave import WeaveExporter
 from hybridflow.observability.trackers.libraries import wandb_key_is_set
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.spans import Attribute, TraceSpan
+
+
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+
+MLFLOW_KINDS = {
+    "generate": "LLM",
+    "tool": "TOOL",
+    "trajectory": "AGENT",
+    "turn": "CHAIN",
+    "reward": "EVALUATOR",
+}
+
+
+class MlflowExporter:
+    """Hands spans to MLflow's own exporter, which sends a trace when its root has ended."""
+
+    def __init__(self, project: str, run_dir: Path) -> None:
+        os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")  # this is a thread already
+        self._mlflow: Any = import_module("mlflow")
+        uri = os.environ.get(URI_VARIABLE)
+        folder = run_dir.resolve()
+        self._mlflow.set_tracking_uri(uri or f"sqlite:///{folder / 'mlflow.db'}")
+        if not uri:
+            # MLflow sets the variable: the next run of this process, or a child, would take this run's store
+            os.environ.pop(URI_VARIABLE, None)
+        client = self._mlflow.MlflowClient()
+        found = client.get_experiment_by_name(project)
+        if found is not None:
+            self._experiment_id = found.experiment_id
+        else:
+            place = None if uri else (folder / "mlruns").as_uri()
+            self._experiment_id = client.create_experiment(project, artifact_location=place)
+
+    def export(self, traces: Sequence[TraceSpan]) -> None:
+        """Log traces, one after the other."""
+        for trace in traces:
+            self._log(trace, None)
+
+    def close(self) -> None:
+        """Do nothing: a trace is written when it ends."""
+
+    def _log(self, span: TraceSpan, parent: Any) -> None:
+        shown = parts_of(span)
+        of_root = {}
+        if parent is None:
+            of_root = {"tags": tags_of(span), "experiment_id": self._experiment_id}
+        live = self._mlflow.start_span_no_context(
+            title_of(span),
+            span_type=MLFLOW_KINDS.get(span.name, "UNKNOWN"),
+            parent_span=parent,
+            inputs=shown.inputs or None,
+            attributes=shown.facts,
+            start_time_ns=int(span.start * NANOSECONDS),
+            **of_root,
+        )
+        for child in span.children:
+            self._log(child, live)
+        if span.error:
+            live.set_attribute("error", span.error)
+        live.end(
+            outputs=shown.outputs or None,
+            status="ERROR" if span.error else "OK",
+            end_time_ns=int(span.end * NANOSECONDS),
+        )
+
+
+PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+NANOSECONDS = 1_000_000_000
+
+
+class OtelExporter:
+    """Sends spans to an address, or where OpenTelemetry's own variables of the environment say.
+
+    The root span has its facts as attributes by verl's names (`step`, `sample_index`, `rollout_n`,
+    `validate`); `service.name` is hybridflow unless OTEL_SERVICE_NAME says otherwise.
+    """
+
+    def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
+        exporter: Any = import_module(f"{PACKAGE}.trace_exporter")
+        self._sdk: Any = import_module("opentelemetry.sdk.trace")
+        self._api: Any = import_module("opentelemetry.trace")
+        resources: Any = import_module("opentelemetry.sdk.resources")
+        scopes: Any = import_module("opentelemetry.sdk.util.instrumentation")
+        logging.getLogger(PACKAGE).setLevel(logging.CRITICAL)  # the queue tells failures, once
+        self._failure = import_module("opentelemetry.sdk.trace.export").SpanExportResult.FAILURE
+        self._resource = resources.Resource.create(
+            {"service.name": os.environ.get("OTEL_SERVICE_NAME", "hybridflow"), **resource}
+        )
+        self._scope = scopes.InstrumentationScope("hybridflow")
+        # give the exporter a random state of its own: it draws a pause before each request from Python's,
+        # which a reward or an environment of the user may read
+        for name, module in list(sys.modules.items()):
+            if name.startswith("opentelemetry.exporter.otlp") and getattr(module, "random", None) is random:
+                vars(module)["random"] = random.Random()
+        self._exporter = exporter.OTLPSpanExporter(endpoint=endpoint)
+
+    def export(self, traces: Sequence[TraceSpan]) -> None:
+        """Send the spans of traces in one request. Raises ConnectionError where nobody takes them."""
+        spans: list[Any] = []
+        for trace in traces:
+            trace_id = int.from_bytes(os.urandom(16))  # not of a stream of random numbers that a run reads
+            spans += self._spans(trace, trace_id, None)
+        if self._exporter.export(spans) == self._failure:
+            raise ConnectionError("the collector has not taken them")
+
+    def close(self) -> None:
+        """End the session."""
+        self._exporter.shutdown()
+
+    def _spans(self, span: TraceSpan, trace_id: int, parent: Any) -> Iterator[Any]:
+        """Yield a span and those below it."""
+        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
+        span_id = int.from_bytes(os.urandom(8))
+        context = self._api.SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)
+        status = self._api.Status(self._api.StatusCode.OK)
+        if span.error:
+            status = self._api.Status(self._api.StatusCode.ERROR, span.error)
+        # attributes, token counts also under OpenTelemetry's names for language models
+        attributes = dict(span.attributes)
+        if span.name == "generate":
+            attributes["gen_ai.operation.name"] = "text_completion"
+            if "prompt_tokens" in attributes:
+                attributes["gen_ai.usage.input_tokens"] = attributes["prompt_tokens"]
+                attributes["gen_ai.usage.output_tokens"] = attributes["response_tokens"]
+        yield self._sdk.ReadableSpan(
+            name=title_of(span),
+            context=context,
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes,
+            kind=self._api.SpanKind.INTERNAL,
+            status=status,
+            start_time=int(span.start * NANOSECONDS),
+            end_time=int(span.end * NANOSECONDS),
+            instrumentation_scope=self._scope,
+        )
+        for child in span.children:
+            yield from self._spans(child, trace_id, context)
+
+
+TRACKIO_KINDS = {"generate": "generation", "tool": "tool"}
+
+
+class TrackioExporter:
+    """Logs a `trackio.Trace` for each trajectory: the prompt and the response as messages, and its spans."""
+
+    def __init__(self, project: str, experiment: str) -> None:
+        self._trackio: Any = import_module("trackio")
+        self._run: Any = self._trackio.init(
+            project=project,
+            name=f"{experiment}-traces",
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def export(self, traces: Sequence[TraceSpan]) -> None:
+        """Log traces under their steps."""
+        for trace in traces:
+            facts = dict(trace.attributes)
+            messages = [
+                {"role": role, "content": str(facts.pop(name))}
+                for role, name in (("user", "prompt_text"), ("assistant", "response_text"))
+                if name in facts
+            ]
+            logged = self._trackio.Trace(messages, metadata=facts, spans=list(_spans(trace, "0", None)))
+            self._run.log({"trace": logged}, step=int(trace.attributes["step"]))
+
+    def close(self) -> None:
+        """Wait until the library has written what it holds."""
+        self._run.finish()
+
+
+def _spans(span: TraceSpan, name: str, parent: str | None) -> Iterator[dict[str, Any]]:
+    """Yield a span and those below it, each named by its place in the tree."""
+    shown = parts_of(span)
+    yield {
+        "id": name,
+        "parent_id": parent,
+        "name": title_of(span),
+        "kind": TRACKIO_KINDS.get(span.name, "span"),
+        "start_time": datetime.fromtimestamp(span.start, UTC).isoformat(),
+        "end_time": datetime.fromtimestamp(span.end, UTC).isoformat(),
+        "status": "error" if span.error else "success",
+        "error": span.error or None,
+        "input": shown.inputs or None,
+        "output": shown.outputs or None,
+        "metadata": shown.facts,
+    }
+    for number, child in enumerate(span.children):
+        yield from _spans(child, f"{name}.{number}", name)
+
+
+class WeaveExporter:
+    """Sends spans as calls `hybridflow.trajectory`, `hybridflow.generate` and so on of a project."""
+
+    def __init__(self, project: str) -> None:
+        weave: Any = import_module("weave")
+        os.environ.setdefault("WEAVE_PRINT_CALL_LINK", "false")
+        self._client: Any = weave.init(project, settings={"implicitly_patch_integrations": False})
+
+    def export(self, traces: Sequence[TraceSpan]) -> None:
+        """Hand traces to Weave's client, which sends them from threads of its own."""
+        for trace in traces:
+            self._call(trace, None)
+
+    def close(self) -> None:
+        """Wait until the client has sent what it holds."""
+        self._client.flush()
+
+    def _call(self, span: TraceSpan, parent: Any) -> None:
+        shown = parts_of(span)
+        call = self._client.create_call(
+            f"hybridflow.{span.name}",
+            shown.inputs,
+            parent=parent,
+            attributes=shown.facts,
+            display_name=title_of(span),
+            use_stack=False,
+            started_at=datetime.fromtimestamp(span.start, UTC),
+        )
+        for child in span.children:
+            self._call(child, call)
+        error = RuntimeError(span.error) if span.error else None
+        ended_at = datetime.fromtimestamp(span.end, UTC)
+        self._client.finish_call(call, output=shown.outputs, exception=error, ended_at=ended_at)
+
 
 KEY = "actor_rollout_ref.rollout.trace.backend"
 OLDEST: Mapping[TraceBackend, tuple[str, str]] = {
@@ -61,3 +300,42 @@ def exporter_of(
     }
     assert keys.backend is not None, "a run without a backend has no traces"
     return exporters[keys.backend]
+
+
+INPUTS = ("prompt_text", "arguments")
+"""Texts that a span reads."""
+OUTPUTS = ("response_text", "answer", "reward", "score", "outcome", "finish_reason")
+"""Texts and facts that come of it."""
+TAGS = ("step", "sample_index", "rollout_n", "validate", "experiment_name")
+"""Facts of a trajectory by which verl's users look it up."""
+
+
+class Shown(NamedTuple):
+    """The attributes of a span by their parts."""
+
+    inputs: dict[str, Attribute]
+    outputs: dict[str, Attribute]
+    facts: dict[str, Attribute]
+
+
+def title_of(span: TraceSpan) -> str:
+    """Return the name that a viewer shows: with the tool, or the method of the environment."""
+    detail = span.attributes.get("tool") or span.attributes.get("method")
+    return f"{span.name} {detail}" if detail else span.name
+
+
+def parts_of(span: TraceSpan) -> Shown:
+    """Return what a span read, what came of it, and all other facts."""
+    inputs = _some(span.attributes, INPUTS)
+    outputs = _some(span.attributes, OUTPUTS)
+    facts = {name: value for name, value in span.attributes.items() if name not in (*INPUTS, *OUTPUTS)}
+    return Shown(inputs, outputs, facts)
+
+
+def tags_of(trace: TraceSpan) -> dict[str, str]:
+    """Return the facts by which a trace is found, as texts."""
+    return {name: str(value) for name, value in _some(trace.attributes, TAGS).items()}
+
+
+def _some(attributes: Mapping[str, Attribute], names: tuple[str, ...]) -> dict[str, Attribute]:
+    return {name: attributes[name] for name in names if name in attributes}

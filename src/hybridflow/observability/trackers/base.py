@@ -15,7 +15,7 @@ from typing import Any, Literal
 from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.advice import Advice, AdviceWatch
-from hybridflow.observability.advice.stall import StallWatch
+from hybridflow.observability.advice.watch import StallWatch
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,12 @@ from hybridflow.observability.trackers.background import BackgroundTracker
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
 from hybridflow.observability.trackers.clearml import ClearmlTracker
 from hybridflow.observability.trackers.console import ConsoleTracker
-from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
+from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, TimelineTracker, read_metrics
 from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
 from hybridflow.observability.trackers.mlflow import MlflowTracker
 from hybridflow.observability.trackers.prometheus import PrometheusTracker, check_port
-from hybridflow.observability.trackers.swanlab import SwanlabTracker
 from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
-from hybridflow.observability.trackers.timeline import TimelineTracker
-from hybridflow.observability.trackers.trackio import TrackioTracker
-from hybridflow.observability.trackers.wandb import WandbTracker
+from hybridflow.observability.trackers.wandb import SwanlabTracker, TrackioTracker, WandbTracker
 from hybridflow.observability.trackers.weave import WeaveTracker
 from hybridflow.observability.trackers.webhook import WebhookTracker
 

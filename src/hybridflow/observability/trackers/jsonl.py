@@ -1,4 +1,8 @@
-"""`metrics.jsonl` in the run folder: a JSON object a step, with exact floats, NaN and Infinity."""
+"""Files of the run folder with a JSON object a step.
+
+`metrics.jsonl` has the metrics, with exact floats, NaN and Infinity; `timeline.jsonl` what ran when, by pool
+of devices. Readers follow them while they grow.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from hybridflow.observability.timeline import ROLES, TimeSpan, timeline
 from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker
 
 METRICS_FILE = "metrics.jsonl"
@@ -68,3 +74,75 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 def _encode(step: int, metrics: Mapping[str, float]) -> bytes:
     return (json.dumps({"step": step, **metrics}, default=float) + "\n").encode("utf-8")
+
+
+class StepLines:
+    """Appends lines to a file that appears with the first one; what is written of a step last holds.
+
+    Lines of steps after `keep_to` are of a run that is replaced, and are dropped.
+    """
+
+    def __init__(self, path: Path, keep_to: int) -> None:
+        self.path = path
+        if not path.exists():
+            return
+        kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step(line) <= keep_to]
+        partial = path.with_suffix(".jsonl.partial")
+        partial.write_bytes(b"".join(kept))
+        os.replace(partial, path)
+
+    def write(self, step: int, line: Mapping[str, Any]) -> None:
+        """Append the line of a step in one piece."""
+        text = json.dumps({"step": step, **line}, ensure_ascii=False, separators=(",", ":"))
+        with self.path.open("ab") as file:
+            file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def _step(line: bytes) -> float:
+    """Return the step of a line; one that is torn is of no step that is kept."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class TimelineTracker(Tracker):
+    """Writes the spans of each step once it is logged, and again where more of it is logged later."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._lines = StepLines(
+            run.run_dir / "timeline.jsonl", -1 if run.resume_step is None else run.resume_step
+        )
+        self._lanes = lanes_of(run.config)
+        self._step = -1
+        self._spans: list[TimeSpan] = []
+        timeline.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step != self._step:
+            self._spans = []
+            self._step = step
+        new: list[TimeSpan] = [
+            (self._lanes.get(lane, lane), name, start, end) for lane, name, start, end in timeline.take()
+        ]
+        if new:
+            self._spans += new
+            self._lines.write(step, {"spans": self._spans})
+
+    def close(self, outcome: Outcome = "finished") -> None:
+        timeline.stop()
+
+
+def lanes_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the lane of each role: the pools that it is in, or all devices where the run has one pool."""
+    trainer = config.get("trainer", {})
+    pools = trainer.get("resource_pools") or {}
+    placement = trainer.get("placement") or {}
+    lanes = {}
+    for role in dict.fromkeys(ROLES.values()):
+        lanes[role] = "devices"
+        if pools:
+            named = placement.get(role, next(iter(pools)))
+            names = [named] if isinstance(named, str) else named
+            lanes[role] = "pool " + ", ".join(names)
+    return lanes

@@ -49,7 +49,13 @@ class MlflowTracker(Tracker):
         if run_id is None:
             experiment_id = self._experiment_id(run.project, None if uri else (folder / "mlruns").as_uri())
             run_id = self._client.create_run(experiment_id, run_name=run.experiment).info.run_id
-            self._log_params(run_id, flatten(run.config))
+            params = [
+                self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
+                for key, value in flatten(run.config)
+                if value != {}
+            ]
+            for start in range(0, len(params), _MAX_PARAMS):
+                self._client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
             id_file.write_text(run_id, encoding="utf-8")
         else:
             self._client.update_run(run_id, status="RUNNING")
@@ -64,15 +70,6 @@ class MlflowTracker(Tracker):
         if experiment:
             return str(experiment.experiment_id)
         return str(self._client.create_experiment(name, artifact_location=artifact_location))
-
-    def _log_params(self, run_id: str, config: Sequence[tuple[str, object]]) -> None:
-        params = [
-            self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
-            for key, value in config
-            if value != {}
-        ]
-        for start in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)

@@ -94,7 +94,11 @@ class PrometheusTracker(Tracker):
             self._gauge(name).labels(**self._labels).set(value)
         for name, (other, meaning) in VLLM_COUNTERS.items():
             if name in metrics:
-                self._counter(other, meaning).labels(**self._labels).inc(max(metrics[name], 0.0))
+                if other not in self._counters:
+                    self._counters[other] = self._client.Counter(
+                        other, meaning, tuple(self._labels), registry=self._registry
+                    )
+                self._counters[other].labels(**self._labels).inc(max(metrics[name], 0.0))
 
     def close(self, outcome: Outcome = "finished") -> None:
         self._server.shutdown()
@@ -115,13 +119,6 @@ class PrometheusTracker(Tracker):
                 short, meaning, tuple(self._labels), registry=self._registry
             )
         return self._gauges[short]
-
-    def _counter(self, name: str, meaning: str) -> Any:
-        if name not in self._counters:
-            self._counters[name] = self._client.Counter(
-                name, meaning, tuple(self._labels), registry=self._registry
-            )
-        return self._counters[name]
 
     def _write_targets(self, settings: PrometheusConfig, file: Path) -> None:
         """Write this run into a configuration of Prometheus, and have that read it where it is asked to."""
@@ -171,7 +168,6 @@ def _server(host: str, port: int, page: Callable[[], bytes]) -> ThreadingHTTPSer
 
 
 def _configuration(file: Path) -> dict[str, Any]:
-    """Return a configuration of Prometheus that is there. ConfigError where it is none."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -174,7 +174,6 @@ class _Iterator:
 
 
 def _of_tests(solution: Solution, number: int) -> Any:
-    """Return a function of the tests: a call of it is a message to them."""
 
     def function(*positional: Any, **named: Any) -> Any:
         arguments = [solution.encoded(each) for each in positional]

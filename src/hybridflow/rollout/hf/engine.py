@@ -30,11 +30,11 @@ from hybridflow.rollout.hf.batch import Batch, Ended
 from hybridflow.rollout.hf.row import Row
 from hybridflow.rollout.hf.session import HFSession
 from hybridflow.rollout.load_weights import load_weights
+from hybridflow.rollout.memory import give_back
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import request_problem
 from hybridflow.rollout.session_engine import SessionEngine
-from hybridflow.rollout.unused_memory import give_back
 
 logger = logging.getLogger(__name__)
 

@@ -124,7 +124,10 @@ class GraphDecoder:
         except Exception as error:  # whatever forbids a recording: the step is done without
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             return eager()  # once more: slots hold what was tried
-        if not _agree(got, wanted):
+        # whether states [B, H] are the same up to rounding, by row; rows that are not finite say nothing
+        difference = (got.double() - wanted.double()).norm(dim=-1)
+        bound = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.double().norm(dim=-1)
+        if not bool(((difference <= bound) | ~wanted.isfinite().all(-1)).all()):
             self._give_up(
                 f"the graph of {bucket[0]} rows and {bucket[1]} keys gave other states than the step that "
                 "it was recorded from"
@@ -193,10 +196,3 @@ def graph_decoder(
         return None
     recorder = facilities(policy.device.type).recorder(policy.device)
     return GraphDecoder(policy, recorder, sizes or capture_sizes(max_rows))
-
-
-def _agree(got: Tensor, wanted: Tensor) -> bool:
-    """Whether states [B, H] are the same up to rounding, by row; rows that are not finite say nothing."""
-    difference = (got.double() - wanted.double()).norm(dim=-1)
-    bound = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.double().norm(dim=-1)
-    return bool(((difference <= bound) | ~wanted.isfinite().all(-1)).all())

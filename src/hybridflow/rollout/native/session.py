@@ -262,7 +262,10 @@ class Session:
             self._preempt(count - 1)
         while self._partial or self.scheduler.may_enter(self.rows.count):
             batch: list[Admission] = []
-            if self._lets_others_pass and self.scheduler.may_enter(self.rows.count):
+            lets_others_pass = self._partial is not None and self._others_next
+            if lets_others_pass and self.rows.rows[-1].request.request_id in self._preempted:
+                lets_others_pass = False
+            if lets_others_pass and self.scheduler.may_enter(self.rows.count):
                 batch = self._next_batch(None)
             between = bool(batch)
             if not between:
@@ -273,12 +276,6 @@ class Session:
             self._enter(batch, goes_on=self._partial is not None and not between)
             if self._partial or (self.rows.count and not self.settings.closed):
                 break
-
-    @property
-    def _lets_others_pass(self) -> bool:
-        if self._partial is None or not self._others_next:
-            return False
-        return self.rows.rows[-1].request.request_id not in self._preempted
 
     def _next_batch(self, partial: Admission | None) -> list[Admission]:
         """Return the next prefill pass, which begins with a chunk of `partial`."""
@@ -303,7 +300,6 @@ class Session:
         return max(length, min(length + kv_cache.AHEAD, self._longest_ever))
 
     def _source(self, prefix: Prefix) -> int | kv_cache.RowCopy:
-        """Return the kept copy of a prefix, or the row that has it."""
         if prefix.copy is not None:
             return prefix.copy
         return next(i for i, row in enumerate(self.rows.rows) if row.prefix is prefix)

@@ -127,7 +127,6 @@ class ResponsesBody(StrictBody):
 
 
 def _message(item: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """Return an item as a message of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
         content = joined_text(item.get("content"), f"{param}.content", kinds=TEXT_PARTS)

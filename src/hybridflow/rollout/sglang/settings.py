@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.rollout.native.memory import free_memory
+from hybridflow.rollout.memory import free_memory
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
 from hybridflow.rollout.remote.process import ServerProcess

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from hybridflow.tools.parsers.base import CallParser
 from hybridflow.tools.parsers.calls import ToolCall
-from hybridflow.tools.parsers.deepseek import DeepSeekParser
 from hybridflow.tools.parsers.fenced_python import CodeInterpreterParser, FencedPythonParser
 from hybridflow.tools.parsers.glm import GlmParser
 from hybridflow.tools.parsers.gpt_oss import GptOssParser
 from hybridflow.tools.parsers.hermes import HermesParser
-from hybridflow.tools.parsers.kimi import KimiParser
 from hybridflow.tools.parsers.llama3_json import Llama3JsonParser
 from hybridflow.tools.parsers.mistral import MistralParser
 from hybridflow.tools.parsers.qwen3_coder import Qwen3CoderParser
+from hybridflow.tools.parsers.sections import DeepSeekParser, KimiParser
 
 __all__ = ["KNOWN_TAGS", "TOOL_PARSERS", "ToolCall", "parser_of_template"]
 

@@ -155,7 +155,6 @@ class CallParser(ABC):
             self._texts = []
 
     def _hand_out(self, calls: list[ToolCall]) -> None:
-        """Hand out calls that were read."""
         self._end_text()
         self._parts += calls
         self.num_calls += len(calls)
@@ -289,14 +288,11 @@ class TaggedParser(CallParser):
                     source.noted()
                     self._hand_out(calls)
             else:
-                self._end_of_call(tag)
-
-    def _end_of_call(self, tag: str) -> None:
-        """Take a tag outside of calls: it belongs to the last one, or to one that has no beginning."""
-        if not self._left:
-            self.problems.append(f"{tag} stands there without {self.starts[0]} before it")
-            self._left = "malformed"
-        if self._left == "malformed":
-            self._say(tag)
-        if tag in self.stops:
-            self._left = ""
+                # take a tag outside of calls: it belongs to the last one, or to one that has no beginning
+                if not self._left:
+                    self.problems.append(f"{tag} stands there without {self.starts[0]} before it")
+                    self._left = "malformed"
+                if self._left == "malformed":
+                    self._say(tag)
+                if tag in self.stops:
+                    self._left = ""

@@ -54,7 +54,8 @@ class Llama3JsonParser(TaggedParser):
             except Unreadable as error:
                 text = source.noted()
                 self._say(text)
-                if self._seems_call(text):
+                names = (*ARGUMENTS, *self._parameters)
+                if '"name"' in text and any(json.dumps(name) in text for name in names):
                     self.problems.append(str(error))
                 return
             source.noted()
@@ -67,8 +68,3 @@ class Llama3JsonParser(TaggedParser):
             return False
         has_arguments = any(key in written for key in ARGUMENTS)
         return written["name"] in self._parameters or (has_arguments and written.keys() <= KEYS)
-
-    def _seems_call(self, text: str) -> bool:
-        """Return whether a text that is no whole object has the parts of a call."""
-        names = (*ARGUMENTS, *self._parameters)
-        return '"name"' in text and any(json.dumps(name) in text for name in names)

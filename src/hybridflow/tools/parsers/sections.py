@@ -1,4 +1,10 @@
-"""Calls that stand in a section, each between tags of its own: a name, and arguments in JSON."""
+"""Calls that stand in a section, each between tags of its own: a name, and arguments in JSON.
+
+DeepSeek V3 and R1 write `function<｜tool▁sep｜>NAME`, then fenced JSON, and V3.1 `NAME<｜tool▁sep｜>{…}`.
+Kimi K2 writes `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`; the text
+before the arguments is the id of a call, which its result repeats, and the tags of the section are in the
+plural or in the singular.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +48,42 @@ class SectionParser(TaggedParser):
                 self._left = ""
             if tag != self.begin:
                 return calls
+
+
+SEPARATOR = "<｜tool▁sep｜>"
+
+
+class DeepSeekParser(SectionParser):
+    """Parser of calls between special tokens."""
+
+    begin = "<｜tool▁call▁begin｜>"
+    finish = "<｜tool▁call▁end｜>"
+    starts = ("<｜tool▁calls▁begin｜>", begin)
+    inner = (SEPARATOR, finish)
+    stops = ("<｜tool▁calls▁end｜>",)
+    head = re.compile(
+        rf"\s*(?:function{SEPARATOR})?(?P<name>[^\s<`]+)\s*(?:{SEPARATOR})?\s*(?:```(?:json)?)?\s*"
+    )
+    example = f"{starts[0]}{begin}NAME{SEPARATOR}{{…}}{finish}{stops[0]}"
+
+    def opening(self, name: str | None) -> str:
+        """Return the beginning of a call, up to the arguments where a tool is named."""
+        return f"{self.starts[0]}{self.begin}" + (f"{name}{SEPARATOR}" if name else "")
+
+
+class KimiParser(SectionParser):
+    """Parser of a section of calls."""
+
+    begin = "<|tool_call_begin|>"
+    finish = "<|tool_call_end|>"
+    starts = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", begin)
+    inner = ("<|tool_call_argument_begin|>", finish)
+    stops = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
+    head = re.compile(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
+    )
+    example = f"{starts[0]}{begin}functions.NAME:0{inner[0]}{{…}}{finish}{stops[0]}"
+
+    def opening(self, name: str | None) -> str:
+        """Return the beginning of a call, up to the arguments where a tool is named."""
+        return f"{self.starts[0]}{self.begin}functions." + (f"{name}:0{self.inner[0]}" if name else "")

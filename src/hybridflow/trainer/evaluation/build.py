@@ -123,7 +123,6 @@ def answer_and_score(
 
 
 def _with_responses(prompts: Sequence[PromptRow], kept: AnswerFile, n: int) -> Iterator[dict[str, Any]]:
-    """Yield the row of each prompt with the texts of its answers."""
     for number, prompt in enumerate(prompts):
         answers = [kept.answers.get((number, sample)) for sample in range(n)]
         row = {name: value for name, value in prompt.row.items() if name != "raw_prompt"}

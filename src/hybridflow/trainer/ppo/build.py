@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 from hybridflow.checkpoint.layout import REFERENCE
@@ -24,10 +25,9 @@ from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement, WorkerGroup
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.build import PromptData, build_prompt_data
-from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.loader import CurriculumSampler, Sampler, StatefulLoader, StatefulSampler
 from hybridflow.data.plugin import load_object
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.episodes.agents import Agents
 from hybridflow.episodes.failures import Failures
@@ -49,6 +49,7 @@ from hybridflow.trainer.ppo.prediction import Predictor, make_predictor
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
+from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.ppo.validation import Validator
@@ -57,12 +58,52 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
-from hybridflow.trainer.schedules.build import make_source
+from hybridflow.trainer.schedules.continuous import ContinuousSource
+from hybridflow.trainer.schedules.exact import ExactSource
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers.losses import find_policy_loss
+
+
+def make_source(
+    config: PPOConfig,
+    parts: SourceParts,
+    total_steps: int,
+    folder: Path,
+) -> SyncSource:
+    """Return the source of `trainer.schedule`, or that of dumped rollouts (`rollout.skip`).
+
+    `folder` is the run's, which has the ledger.
+    """
+    name = config.trainer.schedule
+    keys = config.trainer.async_
+    if config.actor_rollout_ref.rollout.skip.enable:
+        return DumpedSource(parts)
+    if name == "sync":
+        return SyncSource(parts)
+    ledger = Ledger.open(folder / LEDGER_FILE)
+    if ledger.position:
+        ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
+    if name in EXACT_SCHEDULES:
+        return ExactSource(
+            parts,
+            run_ahead=int(keys.run_ahead),
+            total_steps=total_steps,
+            ledger=ledger,
+        )
+    assert keys.max_staleness is not None, "filled by resolve"
+    return ContinuousSource(
+        parts,
+        schedule=Schedule(config.data.train_batch_size, keys.run_ahead, keys.max_staleness, total_steps),
+        ledger=ledger,
+        partial=keys.partial_rollout,
+        max_concurrent=keys.max_concurrent_groups,
+    )
+
 
 PPOTrainer: TypeAlias = Trainer[SyncSource, PPOStep]
 
@@ -196,9 +237,10 @@ def _trainer(
             log_samples=partial(_further_metrics, samples, predictor),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
+        # have the traces of collectors sent, and tell the failures of the run, unless it only made batches
         if collectors is not None:
             collectors.end_traces()
-        if state.step:  # else the run only made batches
+        if state.step:
             failures.end_run()
 
 

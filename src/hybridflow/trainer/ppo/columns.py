@@ -20,9 +20,9 @@ from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig
-from hybridflow.config.arguments import argument_values
 from hybridflow.config.own_code import estimator_fault
 from hybridflow.config.source_code import shown
+from hybridflow.config.tree import argument_values
 from hybridflow.data.plugin import load_function
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics

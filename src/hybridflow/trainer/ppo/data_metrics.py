@@ -1,4 +1,8 @@
-"""Metrics of a batch: scores, rewards, lengths. The names are verl's."""
+"""Metrics of a batch: scores, rewards, lengths, and the age of the weights that sampled it.
+
+The names are verl's. The mismatch of log-probs by staleness is measured where these are, in
+`workers/off_policy.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.staleness import tokens_by_staleness, trajectory_staleness
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.trainer.ppo.columns import explained_variance
 from hybridflow.workers.correction import sampled_rows
+from hybridflow.workers.off_policy import PREFIX
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
@@ -67,3 +73,26 @@ def add_range(metrics: Metrics, name: str, values: Tensor) -> None:
         metrics.add_mean(f"{name}/mean", values.sum(), float(values.numel()))
         metrics.add_max(f"{name}/max", values.max())
         metrics.add_min(f"{name}/min", values.min())
+
+
+def staleness_metrics(batch: DataProto, version: int) -> Metrics:
+    """Return the staleness of trajectories and tokens; nothing where every token is the actor's.
+
+    `version` is the actor's.
+    """
+    metrics = Metrics()
+    if "policy_version" not in batch:
+        return metrics
+    samples = ByTrajectory(batch).samples
+    rows = samples.batch
+    mask = rows["response_mask"] & sampled_rows(samples)[:, None]
+    staleness = version - rows["policy_version"].long()
+    if not bool((staleness[mask] != 0).any()):
+        return metrics
+    found = trajectory_staleness(rows["policy_version"], mask, version)
+    add_range(metrics, f"{PREFIX}/trajectory_staleness", found.newest)
+    add_range(metrics, f"{PREFIX}/trajectory_staleness_worst", found.oldest)
+    add_range(metrics, f"{PREFIX}/trajectory_spans", found.spans)
+    for steps, (numerator, denominator) in tokens_by_staleness(mask, staleness).items():
+        metrics.add_mean(f"{PREFIX}/tokens/{steps}_steps", numerator, denominator)
+    return metrics

@@ -15,20 +15,17 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.controller import Placement
 from hybridflow.controller.worker import Worker
-from hybridflow.distributed.device import resolve_device
+from hybridflow.distributed.device import measured_cpu, resolve_device
 from hybridflow.distributed.facilities import facilities
-from hybridflow.distributed.measure import measured_cpu
 from hybridflow.errors import ModelError
 from hybridflow.models.build import shape_of
 from hybridflow.models.kv_cache import slot_capacity
-from hybridflow.planner.costs import CPU_EFFICIENCY, Costs, Efficiency, Rows, Training
-from hybridflow.planner.fitted import FITTED
+from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Efficiency, Rows, Training
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, Hardware, cpu_hardware
-from hybridflow.planner.job import engine_of, job_of, training_of
+from hybridflow.planner.job import Calibration, StepModel, engine_of, job_of, training_of
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import engine_needs, generation_needs, phases_of_pool, rounded_to
 from hybridflow.planner.model_shape import ModelShape, read_shape
-from hybridflow.planner.predict import Calibration, StepModel
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import Roles

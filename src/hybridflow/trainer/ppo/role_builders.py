@@ -100,7 +100,15 @@ class RoleBuilders:
         engine = self._engine("policy", "reference", None, 0, None)
         self._check_vocabulary(engine, "actor_rollout_ref.ref.model")
         if wants_full_kl(self.config.actor_rollout_ref.actor):
-            self._tell_reference(engine)
+            # give the actor's updates the reference's distributions; ModelError for another vocabulary
+            actor = self._actor_engine()
+            if actor.vocabulary != engine.vocabulary:
+                raise ModelError(
+                    f"actor_rollout_ref.actor.kl_loss_type=full compares whole distributions, and the heads "
+                    f"have {actor.vocabulary} and {engine.vocabulary} rows: set low_var_kl, or take a "
+                    "reference with as large a head"
+                )
+            actor.policy.reference = ReferenceHead(engine)
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
     def critic(self, info: RankInfo) -> CriticWorker:
@@ -177,17 +185,6 @@ class RoleBuilders:
     @property
     def _token_cap(self) -> int:
         return self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-
-    def _tell_reference(self, engine: TrainEngine) -> None:
-        """Give the actor's updates the reference's distributions; ModelError for another vocabulary."""
-        actor = self._actor_engine()
-        if actor.vocabulary != engine.vocabulary:
-            raise ModelError(
-                f"actor_rollout_ref.actor.kl_loss_type=full compares whole distributions, and the heads have "
-                f"{actor.vocabulary} and {engine.vocabulary} rows: set low_var_kl, or take a reference with "
-                "as large a head"
-            )
-        actor.policy.reference = ReferenceHead(engine)
 
     def _actor_engine(self) -> TrainEngine:
         worker = self.process.worker("actor")

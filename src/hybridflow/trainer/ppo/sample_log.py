@@ -12,9 +12,8 @@ from typing import Any
 from hybridflow.config import PPOConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observability.samples import SampleWriter, rollout_columns, sample_rows
-from hybridflow.observability.step_lines import StepLines
 from hybridflow.observability.trackers import Trackers
-from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.observability.trackers.jsonl import StepLines, read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import MEDIA
 from hybridflow.trainer.ppo.remote_columns import whole

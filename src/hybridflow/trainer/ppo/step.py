@@ -28,7 +28,7 @@ from hybridflow.trainer.ppo.columns import (
     leave_out_unpaired,
     resample,
 )
-from hybridflow.trainer.ppo.data_metrics import batch_metrics
+from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
@@ -36,7 +36,6 @@ from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.staleness import staleness_metrics
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss

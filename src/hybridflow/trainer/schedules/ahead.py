@@ -6,14 +6,67 @@ Errors of other threads are raised in the trainer's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
 from hybridflow.agent.collate import group_index
+from hybridflow.observability.occupancy import Occupancy
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
-from hybridflow.trainer.schedules.idle import IdleShares
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed
+
+EnginesIn = Callable[[Literal["busy", "standing"]], float]
+"""Returns the seconds since the start in which the engines, on the mean, were in this state."""
+
+
+class IdleShares:
+    """Measures from the first wait on; `waiting` is for the trainer's thread."""
+
+    def __init__(self, engines_in: EnginesIn, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engines_in = engines_in
+        self._clock = clock
+        self._trainer: Occupancy | None = None
+        self._before = (0.0, 0.0, 0.0, 0.0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is done in this context as a wait for rollouts."""
+        if self._trainer is None:
+            self._trainer = Occupancy("working", self._clock)
+            self._before = self._measured(self._trainer)
+        before = self._trainer.be("waiting")
+        try:
+            yield
+        finally:
+            self._trainer.be(before)
+
+    def taken(self) -> dict[str, float]:
+        """Return the shares since the last call; none where no time has passed."""
+        if self._trainer is None:
+            return {}
+        now = self._measured(self._trainer)
+        span, waited, busy, stood = (new - old for new, old in zip(now, self._before))
+        self._before = now
+        if span <= 0.0:
+            return {}
+        return {
+            "fully_async/trainer/idle_ratio": waited / span,
+            "fully_async/rollouter/idle_ratio": 1.0 - busy / span,
+            "fully_async/rollouter/standing_ratio": stood / span,
+        }
+
+    def _measured(self, trainer: Occupancy) -> tuple[float, float, float, float]:
+        seconds = trainer.seconds()
+        return (
+            sum(seconds.values()),
+            seconds.get("waiting", 0.0),
+            self._engines_in("busy"),
+            self._engines_in("standing"),
+        )
+
 
 LOOK_SECONDS = 0.5
 """Longest wait after which the trainer's thread looks for a signal that ends the run."""

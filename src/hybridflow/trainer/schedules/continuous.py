@@ -34,8 +34,7 @@ from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
-from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
-from hybridflow.trainer.schedules.ledger import Ledger
+from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,

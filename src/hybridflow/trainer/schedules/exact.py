@@ -27,9 +27,7 @@ from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
-from hybridflow.trainer.schedules.index_ranges import ranges
-from hybridflow.trainer.schedules.kept_ledger import packed, refuse_other_steps, unpacked
-from hybridflow.trainer.schedules.ledger import Ledger
+from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -38,6 +36,7 @@ from hybridflow.trainer.schedules.ledger_state import (
     Published,
     Scored,
     Taken,
+    ranges,
 )
 from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers.rollout_group import StagedWeights

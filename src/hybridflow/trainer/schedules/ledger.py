@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hybridflow.checkpoint.durable import sync
 from hybridflow.errors import CheckpointError
@@ -285,3 +289,22 @@ def _damaged(path: Path, number: int, line: bytes, reason: str) -> CheckpointErr
         f"copy of it there, or keep its first {number} lines (head -n {number}) and resume from a checkpoint "
         f"whose position is not after line {number}."
     )
+
+
+def packed(ledger: Ledger, position: int) -> Tensor:
+    """Return the first `position` lines, compressed, as a tensor [number of bytes] uint8."""
+    return torch.frombuffer(bytearray(zlib.compress(ledger.lines(position))), dtype=torch.uint8)
+
+
+def unpacked(kept: Tensor) -> bytes:
+    """Return the lines of which `packed` was made."""
+    return zlib.decompress(kept.numpy().tobytes())
+
+
+def refuse_other_steps(theirs: int, ours: int) -> None:
+    """Raise CheckpointError where the checkpoint's run trained another number of groups a step."""
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint's run trained {theirs} groups a step, and this one trains {ours}: groups that "
+            f"are ahead of training belong to steps of that size. Set data.train_batch_size={theirs}"
+        )

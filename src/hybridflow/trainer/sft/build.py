@@ -32,8 +32,7 @@ from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.sft.kinds import kind_of
 from hybridflow.trainer.sft.reference import add_reference
-from hybridflow.trainer.sft.source import RowSource
-from hybridflow.trainer.sft.step import SFTStep, SFTValidator
+from hybridflow.trainer.sft.step import RowSource, SFTStep, SFTValidator
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
 from hybridflow.trainer.trainer import Trainer
@@ -163,7 +162,6 @@ def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
 def _factories(
     config: SFTConfig, total_steps: int, nonfinite: Path, ends: tuple[int, ...], process: WorkerHost
 ) -> Factories:
-    """The factories of one process."""
     model = model_arguments(config.model, resolve_device(config.trainer.device))
     lora = LoraSettings.from_config(config.model, seed=config.trainer.seed)
 

@@ -21,7 +21,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.build import Kind
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.sft.source import conversation_rows
+from hybridflow.trainer.sft.step import conversation_rows
 from hybridflow.workers.comparison import (
     ComparisonGroup,
     ComparisonWorker,

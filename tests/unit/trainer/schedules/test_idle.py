@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.rollout.engine_replica import ReplicaUse
-from hybridflow.trainer.schedules.idle import IdleShares
+from hybridflow.trainer.schedules.ahead import IdleShares
 
 
 class Clock:

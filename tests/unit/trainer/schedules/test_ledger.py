@@ -19,7 +19,6 @@ from slow_fold import as_folded, slow_fold, surviving
 
 from hybridflow.errors import CheckpointError
 from hybridflow.trainer.schedules import ledger as ledger_module
-from hybridflow.trainer.schedules.index_ranges import ranges
 from hybridflow.trainer.schedules.ledger import KINDS, History, Ledger, Rewound, decode, encode
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
@@ -36,6 +35,7 @@ from hybridflow.trainer.schedules.ledger_state import (
     Scored,
     Taken,
     Transition,
+    ranges,
 )
 from hybridflow.trainer.schedules.schedule import Schedule
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hybridflow.trainer.schedules.index_ranges import ranges, ranges_text
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -24,6 +23,8 @@ from hybridflow.trainer.schedules.ledger_state import (
     Scored,
     Taken,
     Transition,
+    ranges,
+    ranges_text,
 )
 
 

@@ -115,15 +115,6 @@ def bad_estimator(inputs: Inputs, tmp: Path) -> list[str]:
     return [f"algorithm.adv_estimator={tmp / 'mine.py'}:mine"]
 
 
-def file_as_folder(inputs: Inputs, tmp: Path) -> list[str]:
-    (tmp / "file").write_text("")
-    return [f"trainer.default_local_dir={tmp / 'file' / 'run'}"]
-
-
-def no_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-
-
 def not_finite(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")

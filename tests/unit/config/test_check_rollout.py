@@ -17,61 +17,6 @@ APART = ("trainer.resource_pools={train: [1], gen: [1]}", "trainer.placement={ro
 TWO = "trainer.n_gpus_per_node=2"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
-        (
-            [APART[0], "trainer.placement={rollout: [train, gen]}"],
-            "Set trainer.placement.rollout to the actor's pools, or to others only",
-        ),
-        ([APART[0], "trainer.placement={actor: [train, gen], rollout: gen}"], "share some of their pools"),
-        ([f"{ROLLOUT}.cudagraph_capture_sizes=[0,8]"], "at least 1 each"),
-        (
-            [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"],
-            "leave one of them out",
-        ),
-        (
-            [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.python=p"],
-            "the python of a server: leave one of them out",
-        ),
-        ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
-        ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
-        ([VLLM, f"{ROLLOUT}.server.address=a:1"], "wanted http://HOST:PORT"),
-        (
-            [VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"],
-            "each has one device, and starts an engine on it",
-        ),
-        ([VLLM, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
-        (
-            [
-                VLLM,
-                f"{ROLLOUT}.max_model_len=9999",
-                f"{ROLLOUT}.multi_turn.enable=true",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000",
-            ],
-            "actor.ppo_max_token_len_per_gpu=9000 tokens cannot hold one row of "
-            "actor_rollout_ref.rollout.max_model_len=9999 tokens: set it to 9999 or more",
-        ),
-        (
-            [VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"],
-            "or enable_chunked_prefill=true",
-        ),
-        ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"], "set by hybridflow itself"),
-        ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "set by hybridflow itself"),
-        ([VLLM, f"{ROLLOUT}.lora_as_adapters=true"], "the actor has no adapters"),
-        ([SGLANG, f"{ROLLOUT}.lora_as_adapters=true"], "which takes adapters folded"),
-        ([SGLANG, f"{ROLLOUT}.engine_kwargs.sglang.sampling_backend=flashinfer"], "set by hybridflow itself"),
-        ([SGLANG, f"{ROLLOUT}.server.enable=false"], "which is always a server"),
-        ([SGLANG, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
-        ([VLLM, KEPT], "takes new weights while nothing runs: set actor_rollout_ref.rollout.name=native"),
-        ([KEPT], "set trainer.placement.rollout to a pool of its own"),
-    ],
-)
-def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
-    assert says in problem(base, *overrides)
-
-
 @pytest.mark.parametrize("engine", ["native", "hf", "vllm", "sglang"])
 @pytest.mark.parametrize(
     ("agents", "longest"),

@@ -155,11 +155,9 @@ def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
     components = torch.tensor([[100.0, 0.0], [0.0, 1.0], [100.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     out = gdpo(components, torch.ones(4, 1, dtype=torch.bool), ids(0, 0, 0, 0))
     found = first_tokens(out)
-    assert (
-        found[:2] == pytest.approx([0.0, 0.0], abs=1e-5)
-        and found[2] == pytest.approx(-found[3])
-        and found[2] > 1
-    )
+    assert found[:2] == pytest.approx([0.0, 0.0], abs=1e-5)
+    assert found[2] == pytest.approx(-found[3])
+    assert found[2] > 1
 
 
 def test_gdpo_weighs_its_rewards() -> None:

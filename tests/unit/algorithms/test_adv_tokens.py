@@ -193,8 +193,6 @@ def test_no_rows_no_columns_and_no_tokens(shape: tuple[int, int]) -> None:
         tir_optimal_token_baseline(junk, mask, groups, junk, junk, rollout_is_weights=junk),
         prime(junk, junk, mask, groups, process_coef=1.0, outcome_coef=1.0),
     ):
-        assert (
-            out.advantages.shape == out.returns.shape == shape
-            and not out.advantages.any()
-            and not out.returns.any()
-        )
+        assert out.advantages.shape == out.returns.shape == shape
+        assert not out.advantages.any()
+        assert not out.returns.any()

@@ -147,9 +147,8 @@ def test_every_docstring_opens_with_its_equation_and_ends_with_what_was_left_out
     for name, entry in ADVANTAGE_ESTIMATORS.items():
         text = inspect.getdoc(entry.function) or ""
         assert re.match(r"\S+ = ", text) and re.search(r"\bA(_\w)? = ", text.split("\n\n")[0]), name
-        assert "Left out: " in text and re.search(
-            r"\d{4}\.\d{5}", text + (inspect.getmodule(entry.function).__doc__ or "")
-        ), name
+        assert "Left out: " in text, name
+        assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(entry.function).__doc__ or "")), name
 
 
 def test_an_entry_takes_what_it_names_out_of_all_there_is() -> None:

@@ -68,9 +68,8 @@ def fraction(out: LossOutput, name: str) -> float:
 )
 def test_gspo(ratios: list[float], advantage: float, loss: float, slope: float, clipped: float) -> None:
     x, out = apply(gspo, [ratios], [[advantage] * 2], clip_low=0.2, clip_high=0.2)
-    assert float(out.loss.detach()) == pytest.approx(loss) and slopes(x, out) == [
-        pytest.approx([slope, slope])
-    ]
+    assert float(out.loss.detach()) == pytest.approx(loss)
+    assert slopes(x, out) == [pytest.approx([slope, slope])]
     assert fraction(out, "pg_clipfrac") == clipped
 
 
@@ -81,9 +80,8 @@ def test_sapo() -> None:
     assert fraction(out, "pg_gate") == pytest.approx(1.0)
     x, out = apply(sapo, [[3.0]], [[1.0]], tau_pos=1.0, tau_neg=2.0)
     p = 1 / (1 + math.exp(-2))
-    assert float(out.loss.detach()) == pytest.approx(-4 * p) and slopes(x, out) == [
-        [pytest.approx(-4 * p * (1 - p) * 3)]
-    ]
+    assert float(out.loss.detach()) == pytest.approx(-4 * p)
+    assert slopes(x, out) == [[pytest.approx(-4 * p * (1 - p) * 3)]]
     assert fraction(out, "pg_gate") == pytest.approx(4 * p * (1 - p))
 
 
@@ -113,16 +111,14 @@ def test_cispo() -> None:
     assert float(out.loss.detach()) == pytest.approx(
         -sum(w * lp for w, lp in zip(weights, log_probs, strict=True))
     )
-    assert slopes(x, out) == [pytest.approx([-w for w in weights])] and fraction(
-        out, "pg_clipfrac"
-    ) == pytest.approx(1 / 3)
+    assert slopes(x, out) == [pytest.approx([-w for w in weights])]
+    assert fraction(out, "pg_clipfrac") == pytest.approx(1 / 3)
 
 
 def test_reinforce() -> None:
     x, out = apply(plain_gradient, [[1.0, 2.0]], [[3.0, -1.0]], rollout_is_weights=f64([[1.0, 4.0]]))
-    assert float(out.loss.detach()) == pytest.approx((3.0 + 4.0 * (math.log(2) - 1)) / 2) and slopes(
-        x, out
-    ) == [pytest.approx([-1.5, 2.0])]
+    assert float(out.loss.detach()) == pytest.approx((3.0 + 4.0 * (math.log(2) - 1)) / 2)
+    assert slopes(x, out) == [pytest.approx([-1.5, 2.0])]
     assert POLICY_LOSSES["gpg"].function is POLICY_LOSSES["reinforce"].function is plain_gradient
     assert set(out.metrics) == {"actor/ppo_kl"} and fraction(out, "ppo_kl") == pytest.approx(-math.log(2) / 2)
 
@@ -140,7 +136,8 @@ def test_clip_cov_selects_between_the_bounds_and_spares_what_it_selected() -> No
         places: list[int] = found["clip_cov_selected"].nonzero()[:, 1].tolist()
         return places
 
-    assert selected(log_prob, clip_cov_ratio=0.2) == [0, 1] and selected(log_prob, clip_cov_ratio=1.0) == [
+    assert selected(log_prob, clip_cov_ratio=0.2) == [0, 1]
+    assert selected(log_prob, clip_cov_ratio=1.0) == [
         0,
         1,
     ]
@@ -157,9 +154,8 @@ def test_clip_cov_selects_between_the_bounds_and_spares_what_it_selected() -> No
     x, out = apply(
         clip_cov, [[1.5, 1.5, 1.1]], [[2.0, 2.0, 2.0]], clip_cov_selected=torch.tensor([[True, False, False]])
     )
-    assert float(out.loss.detach()) == pytest.approx(-(0 + 2.4 + 2.2) / 3) and slopes(x, out) == [
-        pytest.approx([0.0, 0.0, -2.2 / 3])
-    ]
+    assert float(out.loss.detach()) == pytest.approx(-(0 + 2.4 + 2.2) / 3)
+    assert slopes(x, out) == [pytest.approx([0.0, 0.0, -2.2 / 3])]
     assert fraction(out, "pg_clipfrac") == pytest.approx(1 / 3) == fraction(out, "cov_clipfrac")
 
 
@@ -174,19 +170,16 @@ def test_kl_cov_selects_the_highest_and_holds_them() -> None:
         ]
         return [row.nonzero().flatten().tolist() for row in found]
 
-    assert (
-        selected(0.0) == [[1], []]
-        and selected(2 / 7) == [[0, 1], []]
-        and selected(1.0) == [[0, 1, 2, 3], [1, 2, 3]]
-    )
+    assert selected(0.0) == [[1], []]
+    assert selected(2 / 7) == [[0, 1], []]
+    assert selected(1.0) == [[0, 1, 2, 3], [1, 2, 3]]
     assert selected(4 / 7) == [[0, 1, 2, 3], []]  # of equals the first
 
     marks = torch.tensor([[True, True, False]])
     x, out = apply(kl_cov, [[2.0, 0.5, 2.0]], [[1.0, 1.0, 1.0]], kl_cov_selected=marks, ppo_kl_coef=0.3)
     assert float(out.loss.detach()) == pytest.approx((-4.5 + 0.6 * math.log(2)) / 3)
-    assert slopes(x, out) == [pytest.approx([-1.7 / 3, -0.8 / 3, -2.0 / 3])] and fraction(
-        out, "cov_clipfrac"
-    ) == pytest.approx(2 / 3)
+    assert slopes(x, out) == [pytest.approx([-1.7 / 3, -0.8 / 3, -2.0 / 3])]
+    assert fraction(out, "cov_clipfrac") == pytest.approx(2 / 3)
     x, out = apply(kl_cov, [[1.0]], [[0.0]], kl_cov_selected=torch.tensor([[True]]))
     assert slopes(x, out) == [[0.0]]  # idle where the policy has not moved
 
@@ -213,12 +206,10 @@ def test_a_covariance_loss_says_what_it_lacks(loss: Any) -> None:
 )
 def test_dppo_tv(p: float, p_old: float, advantage: float, weight: float) -> None:
     x, out = apply(dppo_tv, [[p / p_old]], [[advantage]], old=math.log(p_old), clip_low=0.15, clip_high=0.15)
-    assert float(out.loss.detach()) == pytest.approx(-advantage * weight * math.log(p)) and slopes(
-        x, out
-    ) == [[pytest.approx(-advantage * weight)]]
-    assert fraction(out, "pg_clipfrac") == (weight == 0) and fraction(out, "pg_clipfrac_upper") == (
-        weight == 20
-    )
+    assert float(out.loss.detach()) == pytest.approx(-advantage * weight * math.log(p))
+    assert slopes(x, out) == [[pytest.approx(-advantage * weight)]]
+    assert fraction(out, "pg_clipfrac") == (weight == 0)
+    assert fraction(out, "pg_clipfrac_upper") == (weight == 20)
 
 
 @pytest.mark.parametrize(
@@ -237,16 +228,14 @@ def test_dppo_tv(p: float, p_old: float, advantage: float, weight: float) -> Non
 )
 def test_dppo_kl(p: float, p_old: float, advantage: float, inside: bool) -> None:
     x, out = apply(dppo_kl, [[p / p_old]], [[advantage]], old=math.log(p_old), clip_low=0.05, clip_high=0.05)
-    assert slopes(x, out) == [[pytest.approx(-advantage * p / p_old if inside else 0.0)]] and fraction(
-        out, "pg_clipfrac"
-    ) == (not inside)
+    assert slopes(x, out) == [[pytest.approx(-advantage * p / p_old if inside else 0.0)]]
+    assert fraction(out, "pg_clipfrac") == (not inside)
 
 
 def test_dro() -> None:
     x, out = apply(dro, [[math.exp(2.0)]], [[3.0]], dro_beta=0.5)
-    assert float(out.loss.detach()) == pytest.approx(-(3 * 1.0 - 0.25 * 4)) and slopes(x, out) == [
-        [pytest.approx(-3 + 0.5 * 2)]
-    ]
+    assert float(out.loss.detach()) == pytest.approx(-(3 * 1.0 - 0.25 * 4))
+    assert slopes(x, out) == [[pytest.approx(-3 + 0.5 * 2)]]
     assert fraction(out, "dro_penalty") == pytest.approx(1.0)
 
 
@@ -258,7 +247,8 @@ def test_sppo() -> None:
         [[5.0, 5.0], [1.0, 7.0], [9.0, 9.0]],
     )
     # Δ is 3 and 0, the targets 5 and 1: ((3 − 5)² + (0 − 1)²)/2
-    assert float(out.loss.detach()) == pytest.approx(2.5) and slopes(x, out) == [
+    assert float(out.loss.detach()) == pytest.approx(2.5)
+    assert slopes(x, out) == [
         [-2.0, -2.0],
         [-1.0, 0.0],
         [0.0, 0.0],

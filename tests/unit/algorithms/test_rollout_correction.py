@@ -98,9 +98,8 @@ def test_log_ratios_and_their_sums_are_clamped() -> None:
     sequence = rollout_weights(old, rollout, two, level="sequence", threshold=1e12)
     torch.testing.assert_close(sequence[two].log(), torch.full((2,), 20.0, dtype=torch.float64))
     metrics = flat(correction_metrics(old, rollout, two, level="sequence"))
-    assert metrics["chi2_seq"] == pytest.approx(math.expm1(40.0)) and metrics[
-        "rollout_is_max"
-    ] == pytest.approx(math.exp(20.0))
+    assert metrics["chi2_seq"] == pytest.approx(math.expm1(40.0))
+    assert metrics["rollout_is_max"] == pytest.approx(math.exp(20.0))
 
 
 # One row of ratios 4 and ½, one of 1. π_rollout/π_old: ¼ and 2, 1. k2: 0.961 and 0.240, 0. k3: 1.614 and

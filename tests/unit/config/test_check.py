@@ -43,14 +43,11 @@ def test_the_quickstart_of_verls_documentation_loads(tmp_path: Path, base: list[
         ],
     )
     config = prepared.config
-    assert (
-        config.critic.enable
-        and config.critic.model.path == f"{tmp_path}/model"
-        and config.critic.optim.lr == 1e-5
-    )
-    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4 and config.trainer.logger == [
-        "console"
-    ]
+    assert config.critic.enable
+    assert config.critic.model.path == f"{tmp_path}/model"
+    assert config.critic.optim.lr == 1e-5
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    assert config.trainer.logger == ["console"]
     assert len(prepared.notes) == 1, prepared.notes  # kl_ctrl is read only with a KL in the reward
 
 
@@ -63,16 +60,12 @@ def test_derived_values(base: list[str]) -> None:
         config.actor_rollout_ref.rollout,
         config.actor_rollout_ref.ref,
     )
-    assert (
-        actor.loss_scale_factor == 64.0
-        and actor.loss_agg_mode == "token-mean"
-        and actor.ppo_mini_batch_size == 32
-    )
+    assert actor.loss_scale_factor == 64.0
+    assert actor.loss_agg_mode == "token-mean"
+    assert actor.ppo_mini_batch_size == 32
     assert rollout.log_prob_max_token_len_per_gpu == ref.log_prob_max_token_len_per_gpu == 16384
-    assert (
-        config.data.seed == 9
-        and config.data.tokenizer == config.actor_rollout_ref.model.path == config.critic.model.path
-    )
+    assert config.data.seed == 9
+    assert config.data.tokenizer == config.actor_rollout_ref.model.path == config.critic.model.path
     critic = config.critic
     assert (critic.enable, critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle) == (
         True,

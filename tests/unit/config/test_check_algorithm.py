@@ -47,9 +47,8 @@ NEEDS = {
 def test_each_estimator_runs_with_what_it_needs(base: list[str], name: str) -> None:
     prepared = prepare_config(PPOConfig, [*base, *of(name, *NEEDS.get(name, []))])
     config = prepared.config
-    assert config.critic.enable == (name == "gae") and config.reward.process_reward_model.enable == (
-        name == "prime"
-    )
+    assert config.critic.enable == (name == "gae")
+    assert config.reward.process_reward_model.enable == (name == "prime")
     assert needs_reference(config) == (name in ("prime", "online_dpo", "spin"))
     assert not any("adv_estimator" in note for note in prepared.notes), prepared.notes
 
@@ -60,9 +59,8 @@ def test_each_loss_has_the_aggregation_and_the_bounds_of_its_paper(base: list[st
     keys = [*base, f"algorithm.adv_estimator={estimator}", N4, f"{LOSS}.loss_mode={name}"]
     prepared, facts = prepare_config(PPOConfig, keys), POLICY_LOSSES[name]
     actor = prepared.config.actor_rollout_ref.actor
-    assert actor.loss_agg_mode == facts.agg_mode and (actor.clip_low, actor.clip_high) == (
-        facts.clip or (0.2, 0.2)
-    )
+    assert actor.loss_agg_mode == facts.agg_mode
+    assert (actor.clip_low, actor.clip_high) == (facts.clip or (0.2, 0.2))
     assert any("clip_ratio_low=" in note and name in note for note in prepared.notes) == (
         facts.clip is not None
     )
@@ -135,11 +133,9 @@ def test_process_reward_model_and_teacher_follow_the_actor(base: list[str], tmp_
     more = [*model, "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=999"]
     config = prepare_config(PPOConfig, [*base, *of("prime"), *more]).config
     process = config.reward.process_reward_model
-    assert (
-        process.model == config.actor_rollout_ref.model
-        and process.ppo_mini_batch_size == 32
-        and process.ppo_max_token_len_per_gpu == 999
-    )
+    assert process.model == config.actor_rollout_ref.model
+    assert process.ppo_mini_batch_size == 32
+    assert process.ppo_max_token_len_per_gpu == 999
     assert config.data.gen_batch_size == 32 and config.reward.reward_kwargs.max_resp_len == 64
     own = [
         f"{PROCESS}.model.path=org/other",
@@ -158,6 +154,5 @@ def test_process_reward_model_and_teacher_follow_the_actor(base: list[str], tmp_
     ).config.distillation
     teacher = distillation.teacher_model
     assert (teacher.path, teacher.dtype, teacher.override_config) == ("org/teacher", "float64", {})
-    assert (
-        teacher.tokenizer_path == config.data.tokenizer and distillation.log_prob_max_token_len_per_gpu == 999
-    )
+    assert teacher.tokenizer_path == config.data.tokenizer
+    assert distillation.log_prob_max_token_len_per_gpu == 999

@@ -180,9 +180,8 @@ def test_aliases_print_one_line_with_the_key_now_used(old: str, new: str, value:
 
 def test_sft_aliases() -> None:
     loaded = load_config(SFTConfig, ["optim.warmup_steps_proportion=0.1", "optim.lr_scheduler=cosine"])
-    assert (
-        loaded.config.optim.lr_warmup_steps_ratio == 0.1 and loaded.config.optim.lr_scheduler_type == "cosine"
-    )
+    assert loaded.config.optim.lr_warmup_steps_ratio == 0.1
+    assert loaded.config.optim.lr_scheduler_type == "cosine"
     assert len(loaded.notes) == 2
 
 

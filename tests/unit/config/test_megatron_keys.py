@@ -82,7 +82,8 @@ def test_recomputing_whole_layers_is_the_models_own_key(granularity: str, recomp
     if granularity == "selective":
         assert len(said) == 1 and "has no effect: model.enable_gradient_checkpointing, on by" in said[0]
     else:
-        assert len(said) == 1 and said[0].endswith(
+        assert len(said) == 1
+        assert said[0].endswith(
             f"is now actor_rollout_ref.model.enable_gradient_checkpointing={str(recomputes).lower()}"
         )
 

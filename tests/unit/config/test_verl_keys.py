@@ -412,7 +412,8 @@ def test_values_of_verl_that_have_another_name_here() -> None:
 
 def test_a_null_in_place_of_a_block_leaves_it_as_it_is() -> None:
     loaded = load_config(PPOConfig, ["algorithm.rollout_correction=null", "algorithm.filter_groups=null"])
-    assert loaded.config == load_config(PPOConfig).config and all(
+    assert loaded.config == load_config(PPOConfig).config
+    assert all(
         note.startswith("algorithm.{rollout_correction=null, filter_groups=null} have no effect: ")
         for note in loaded.notes
     )

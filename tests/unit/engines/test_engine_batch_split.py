@@ -153,9 +153,9 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
         together = tested.forward(rows, ask, limits)
         sampled = rows.batch["response_mask"]
         for key, values in together.items():
-            assert (
-                values.dtype == torch.float64 and values.shape == sampled.shape and not values.requires_grad
-            )
+            assert values.dtype == torch.float64
+            assert values.shape == sampled.shape
+            assert not values.requires_grad
             assert not values[~sampled].any() and values[sampled].abs().min() > 0
             alone = torch.cat(
                 [tested.forward(rows.select_idxs([row]), ask, WHOLE)[key] for row in range(len(rows))]

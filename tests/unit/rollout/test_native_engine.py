@@ -140,18 +140,15 @@ def test_reasons_to_stop() -> None:
     for output in plain.values():
         ended = output.token_ids[-1] == EOS
         assert EOS not in output.token_ids[:-1] and output.finish_reason == ("stop" if ended else "length")
-        assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) and (
-            ended or len(output.token_ids) == 15
-        )
+        assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions)
+        assert ended or len(output.token_ids) == 15
     longer = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True))
     assert all(output.finish_reason == "length" and len(output.token_ids) == 15 for output in longer.values())
     assert all(longer[i].token_ids[: len(plain[i].token_ids)] == plain[i].token_ids for i in plain)
     third = longer[0].token_ids[2]
     stopped = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True, stop_token_ids=(third,)))
-    assert (
-        stopped[0].finish_reason == "stop"
-        and stopped[0].token_ids == longer[0].token_ids[: longer[0].token_ids.index(third) + 1]
-    )
+    assert stopped[0].finish_reason == "stop"
+    assert stopped[0].token_ids == longer[0].token_ids[: longer[0].token_ids.index(third) + 1]
 
 
 def test_outputs_come_as_they_finish_and_versions_go_with_the_tokens() -> None:

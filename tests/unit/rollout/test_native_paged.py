@@ -51,9 +51,8 @@ def assert_counted(cache: PagedCache, kept: list[Any]) -> None:
     for one in kept:
         for block in one.copy.blocks:
             counts[block] += 1
-    assert counts == pool.counts and sorted(pool.free) == [
-        block for block, count in enumerate(counts) if count == 0
-    ]
+    assert counts == pool.counts
+    assert sorted(pool.free) == [block for block, count in enumerate(counts) if count == 0]
     assert pool.size <= cache.max_blocks
 
 
@@ -87,10 +86,8 @@ def test_a_group_has_its_prompt_once() -> None:
     session.add(requests_for([tuple(range(3, 3 + 2 * BLOCK + 5))], n=8, max_tokens=30, ignore_eos=True))
     session.step()
     cache = cache_of(engine)
-    assert (
-        len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1
-        and len({row[2] for row in cache.blocks[:8]}) == 8
-    )
+    assert len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1
+    assert len({row[2] for row in cache.blocks[:8]}) == 8
     assert cache.pool.size - 1 - len(cache.pool.free) == 2 + 8
     session.close()
     assert_all_free(engine)
@@ -156,9 +153,8 @@ def test_random_sequences_lose_no_block(
         assert_counted(cache, list(session.prefixes._copies))
         running = session.num_running
         assert cache.lengths[:running].tolist() == session.rows.length[:running].tolist()
-    assert set(outputs) == set(known) and {"length", "abort"} <= {
-        output.finish_reason for output in outputs.values()
-    }
+    assert set(outputs) == set(known)
+    assert {"length", "abort"} <= {output.finish_reason for output in outputs.values()}
     assert made_room > 0 or tokens == 5000
     wanted = alone(oracle, list(known.values()))
     assert [number for number in known if not same(outputs[number], wanted[number])] == []

@@ -74,11 +74,9 @@ def test_requests_join_while_others_run() -> None:
     assert tokens_of(session, 1) == []
     for _ in range(3):
         assert session.step() == []
-    assert (
-        session.num_running == 3
-        and tokens_of(session, 0) == wanted[0].token_ids[:4]
-        and len(session.so_far({0: 0, 1: 0})) == 2
-    )
+    assert session.num_running == 3
+    assert tokens_of(session, 0) == wanted[0].token_ids[:4]
+    assert len(session.so_far({0: 0, 1: 0})) == 2
     session.add(requests[3:])
     outputs = finish(session)
     assert sorted(outputs) == list(range(9)) and all(same(outputs[i], wanted[i]) for i in range(9))
@@ -262,9 +260,8 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
     assert outputs[2].policy_versions == [1] * 20
     for i in (0, 1):
         had = len(before[i])
-        assert outputs[i].token_ids[:had] == before[i] and outputs[i].policy_versions == [0] * had + [1] * (
-            20 - had
-        )
+        assert outputs[i].token_ids[:had] == before[i]
+        assert outputs[i].policy_versions == [0] * had + [1] * (20 - had)
         ids = torch.tensor([[*requests[i].prompt_token_ids, *outputs[i].token_ids]])
         with torch.no_grad():
             engine.policy.hf.set_attn_implementation("eager")
@@ -293,9 +290,8 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     assert (session.num_running, session.num_waiting) == (2, 2)
     aborted = {output.request_id: output for output in session.abort([1, 2, 3, 99])}
     assert set(aborted) == {1, 2, 3} and all(output.finish_reason == "abort" for output in aborted.values())
-    assert (
-        aborted[1].token_ids == wanted[1].token_ids[:3] and aborted[2].token_ids == aborted[3].token_ids == []
-    )
+    assert aborted[1].token_ids == wanted[1].token_ids[:3]
+    assert aborted[2].token_ids == aborted[3].token_ids == []
     session.add([requests[2]])
     outputs = finish(session)
     assert same(outputs[0], wanted[0]) and same(outputs[2], wanted[2])
@@ -549,9 +545,8 @@ def test_random_sequences_give_what_each_request_gets_alone(
         assert session.num_running <= 5
         made_room += any(len(one.begun) for one in session.scheduler.waiting)
         assert session.cache.room + session.prefixes.num_tokens <= session.cache.max_tokens
-    assert set(outputs) == set(known) and {"length", "abort"} <= {
-        output.finish_reason for output in outputs.values()
-    }
+    assert set(outputs) == set(known)
+    assert {"length", "abort"} <= {output.finish_reason for output in outputs.values()}
     assert made_room > 0 or kind != "llama"
     wanted = alone(oracle, list(known.values()))
     assert [i for i in known if not same(outputs[i], wanted[i])] == []

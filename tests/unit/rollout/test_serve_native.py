@@ -67,9 +67,8 @@ def test_greedy_answers_are_the_engines_streamed_or_not(served: Served, model: P
     assert [choice.model_extra["token_ids"] for choice in whole.choices] == [expected] * 2
     for choice in whole.choices:
         best = [max(place, key=place.get) for place in choice.logprobs.top_logprobs]
-        assert best == choice.logprobs.tokens and all(
-            len(place) == 2 for place in choice.logprobs.top_logprobs
-        )
+        assert best == choice.logprobs.tokens
+        assert all(len(place) == 2 for place in choice.logprobs.top_logprobs)
         assert choice.logprobs.token_logprobs == pytest.approx(
             [max(place.values()) for place in choice.logprobs.top_logprobs]
         )

@@ -67,10 +67,8 @@ def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, s
         answer = httpx.request(
             method, served.url + path, headers=headers, json=None if method == "GET" else {"prompt": "a"}
         )
-        assert (
-            "Authorization: Bearer TOKEN" in reason(answer, 401)
-            and answer.headers["www-authenticate"] == "Bearer"
-        )
+        assert "Authorization: Bearer TOKEN" in reason(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{served.url}/health").status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
@@ -318,9 +316,8 @@ def test_a_draining_server_lets_nothing_in() -> None:
 def test_tokens_and_hosts() -> None:
     token, made = choose_token("127.0.0.1", None)
     assert made and token is not None and len(token) >= 32 and token != choose_token("127.0.0.1", None)[0]
-    assert choose_token("localhost", "mine") == ("mine", False) and choose_token(
-        "::1", None, no_token=True
-    ) == (None, False)
+    assert choose_token("localhost", "mine") == ("mine", False)
+    assert choose_token("::1", None, no_token=True) == (None, False)
     assert choose_token("0.0.0.0", "x" * 16) == ("x" * 16, False)
     for host, given, no_token, told in (
         ("0.0.0.0", None, False, "needs a token of at least 16"),

@@ -39,6 +39,7 @@ def finish(session: Session) -> dict[int, GenerationOutput]:
         request(1, seed="seven"),
         request(1, stop_token_ids=(HUGE,)),
         request(1, stop_token_ids=(3.5,)),
+        request(1, stop_token_ids=(-4,)),
         request(1, logit_bias=((3.5, 1.0),)),
         request(1, logit_bias=((3, "high"),)),
         request(1, logit_bias=((3, 1e300),)),

@@ -44,53 +44,21 @@ def test_only_agents_make_rows_as_long_as_the_context_of_the_engine(
     )
 
 
-def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: list[str]) -> None:
-    sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
-    config = prepare_config(
-        PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]
-    ).config
-    assert config.actor_rollout_ref.rollout.max_model_len == 50
-    assert (
-        prepare_config(PPOConfig, [*base, *sizes, SGLANG]).config.actor_rollout_ref.rollout.max_model_len
-        == 50
-    )
-    native = prepare_config(
-        PPOConfig,
-        [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"],
-    )
-    assert native.config.actor_rollout_ref.rollout.max_model_len is None
-    (note,) = [note for note in native.notes if "does not read" in note]
-    assert f"{ROLLOUT}.load_format" in note and f"{ROLLOUT}.engine_kwargs" in note
-    both = [f"{ROLLOUT}.enable_prefix_caching=false", f"{ROLLOUT}.enforce_eager=true"]
-    read = prepare_config(PPOConfig, [*base, *both])
-    # by the native engine too
-    assert not any("enable_prefix_caching" in note or "enforce_eager" in note for note in read.notes)
-    unread = prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *both])
-    assert any("enable_prefix_caching" in note and "enforce_eager" in note for note in unread.notes)
-    sizes = [f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"]
-    assert prepare_config(
-        PPOConfig, [*base, *sizes]
-    ).config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
-    assert any(
-        "compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes
-    )
-    others = prepare_config(PPOConfig, [*base, SGLANG, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"])
-    assert any("engine_kwargs.vllm: not read" in note for note in others.notes)
-    blocks = [f"{ROLLOUT}.kv_cache=paged"]
-    assert not any("kv_cache" in note for note in prepare_config(PPOConfig, [*base, *blocks]).notes)
-    assert any(
-        "has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes
-    )
-    assert any(
-        "kv_cache: settings of the native engine" in note
-        for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *blocks]).notes
-    )
-    assert any(
-        "dtype of the module" in note
-        for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.dtype=bfloat16"]).notes
-    )
-    rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
-    assert any("rounded weights" in note for note in rounded.notes)
+def test_vllm_and_sglang_get_their_longest_row_and_native_needs_none(base: list[str]) -> None:
+    sizes = [*base, "data.max_prompt_length=20", "data.max_response_length=30"]
+    four = f"{ROLLOUT}.tensor_model_parallel_size=4"
+    for keys, longest in (([VLLM, four], 50), ([SGLANG], 50), ([], None)):
+        config = prepare_config(PPOConfig, [*sizes, *keys]).config
+        assert config.actor_rollout_ref.rollout.max_model_len == longest
+
+
+def test_the_native_engine_reads_what_others_do_not(base: list[str]) -> None:
+    keys = ("enable_prefix_caching=false", "enforce_eager=true", "kv_cache=paged")
+    graphs = f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"
+    read = prepare_config(PPOConfig, [*base, graphs, *(f"{ROLLOUT}.{key}" for key in keys)])
+    assert read.config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
+    names = [key.partition("=")[0] for key in keys]
+    assert not any(name in note for note in read.notes for name in names)
 
 
 def test_keys_and_values_may_be_kept_on_a_pool_of_its_own(base: list[str]) -> None:

@@ -36,6 +36,11 @@ def correction_metrics(*rows: Tensor, threshold: float | str = 2.0, **how: Any) 
     return maths.correction_metrics(*rows, bounds=parse_is_threshold(threshold), **how)
 
 
+def test_weights_that_are_all_dropped_stay_zero_where_they_are_normalised() -> None:
+    found = rollout_weights(OLD, ROLLOUT, MASK, level="token", threshold="90_100", batch_normalize=True)
+    assert found.dtype == torch.float32 and not found.any()
+
+
 def test_the_mean_of_normalised_weights_is_over_the_rows_it_is_told() -> None:
     # the second row is trained on but not counted, as a row that was sampled by another policy
     counted = torch.tensor([[True], [False], [True]]).expand(MASK.shape)

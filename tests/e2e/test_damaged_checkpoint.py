@@ -1,6 +1,4 @@
-"""One byte changed in the newest checkpoint: named in the log, and the run goes on from the checkpoint
-before.
-"""
+"""One changed byte in the newest checkpoint is named, and the run goes on from the one before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ways to get a run wrong: each gives a function that makes the wrong thing in a folder and returns the
-overrides that use it.
-"""
+"""Ways to get a run wrong: each makes the wrong thing in a folder and returns overrides that use it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Offload between phases and of activations: the same bits as without, memory of the device that is given
-back, and at most one wait a phase.
-"""
+"""Offload: the bits of a run without, memory that is given back, and at most one wait a phase."""
 
 from __future__ import annotations
 

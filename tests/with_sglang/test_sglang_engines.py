@@ -1,6 +1,4 @@
-"""SGLang's server: what transformers computes, with weights that were pushed, and what happens when they do
-not come.
-"""
+"""SGLang's server: what transformers computes, with weights that were pushed or did not come."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ ONE = torch.ones(1)
 
 
 def test_orpo_bears_certainty() -> None:
-    """A response of probability 1, or of no tokens, has infinite odds: loss and slope stay finite, in float32
-    too.
-    """
+    """Probability 1 or no tokens mean infinite odds: loss and slope stay finite, in float32 too."""
     for dtype in (torch.float32, torch.float64):
         leaves = [
             torch.tensor(x, dtype=dtype, requires_grad=True) for x in ([0.0, -800.0, 0.0], [0.0, 0.0, -800.0])

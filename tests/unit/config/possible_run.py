@@ -21,9 +21,7 @@ def problem(base: list[str], *overrides: str, root: type = PPOConfig) -> str:
 
 
 def write_model_folder(folder: Path) -> Path:
-    """A folder with the files that a run needs of a chat model, as far as they are looked at before it is
-    read.
-    """
+    """A folder with the files of a chat model, as far as they are looked at before it is read."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):

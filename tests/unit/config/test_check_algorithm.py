@@ -1,6 +1,4 @@
-"""Each estimator and loss runs with what it needs and is refused without; keys that nothing reads are
-named.
-"""
+"""Each estimator and loss runs with what it needs, and is refused without it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Recipes and command lines become configurations: Hydra's grammar, aliases, interpolation, composition,
-sweeps.
-"""
+"""Recipes and command lines become configurations: grammar, aliases, interpolation, composition, sweeps."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ SET = re.compile(rf"(?<![\w./-])((?:{'|'.join(BLOCKS)})(?:\.[a-z_]+)+)=")
 
 
 def known(key: str) -> bool:
-    """A key of a root, one below a free block, or the end of one where a page has said which block it is
-    about.
-    """
+    """A key of a root, one below a free block, or the end of one whose block a page has named."""
     if key in (*main_generation.RENAMED, *main_eval.RENAMED, main_generation.OUTPUT):
         return True
     if any(key == own or own.endswith("." + key) for own in OWN) or any(

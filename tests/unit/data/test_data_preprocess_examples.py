@@ -1,6 +1,4 @@
-"""The preparation scripts on a small local folder: what they write can be trained on, and what is wrong is
-said.
-"""
+"""The preparation scripts on a local folder: their rows can be trained on, and mistakes are said."""
 
 from __future__ import annotations
 

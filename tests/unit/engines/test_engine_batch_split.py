@@ -1,6 +1,4 @@
-"""A mini-batch's loss, gradients and step do not depend on how it is cut, padded or ordered (float64: to
-1e-10). Every engine.
-"""
+"""A step does not depend on how a mini-batch is cut, padded or ordered, to 1e-10 in float64."""
 
 from __future__ import annotations
 

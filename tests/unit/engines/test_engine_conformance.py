@@ -1,6 +1,4 @@
-"""What every training engine owes the workers. An engine joins by one line in `engine_zoo.ENGINES`; the tests
-know nothing else of it.
-"""
+"""What every training engine owes the workers; one joins by a line in `engine_zoo.ENGINES`."""
 
 from __future__ import annotations
 
@@ -369,9 +367,7 @@ def test_a_loaded_state_goes_on_to_the_bit(make: EngineMaker, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_a_state_can_be_loaded(make: EngineMaker, dtype: torch.dtype) -> None:
-    """`checkpoint.load_contents` chooses; a model taken alone must not be undone by masters that are left
-    from before.
-    """
+    """`load_contents` chooses; masters left from before must not undo a model that is taken alone."""
     rows = training_rows(dtype=torch.float32)
     first = make(tiny_policy(dtype, seed=7), OPTIM)
     step(first, rows)

@@ -33,9 +33,7 @@ def gathered(state: Any) -> Any:
 
 
 def visit(rank: int, run: Run, world_size: int, load: str | None, save: str | None) -> dict[str, Any]:
-    """Build, load, train where nothing was loaded, save, and take a step: what the state was, and the step's
-    loss on this rank.
-    """
+    """Build, load or train, save, and take a step; return the state and the step's loss on this rank."""
     engine = build(run, world_size)
     worker = StatefulWorker(engine)
     if load is None:

@@ -1,6 +1,4 @@
-"""The state of a sharded engine, the guard that all ranks share, and what ranks agree on before they
-compute.
-"""
+"""The state of a sharded engine, the guard of all ranks, and what they agree on beforehand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two ranks train as one does: losses, gradient norms and weights, whatever is sharded, offloaded or
-recomputed.
-"""
+"""Two ranks train as one does, whatever is sharded, offloaded or recomputed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The formulas of a run: the docstring's equation with the numbers of the configuration, in the order of the
-step.
-"""
+"""The formulas of a run: a docstring's equation with the run's numbers, in the order of the step."""
 
 from __future__ import annotations
 

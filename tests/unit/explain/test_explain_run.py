@@ -1,6 +1,4 @@
-"""What `hybridflow config --explain` says of processes, rows and memory is what the run will do: counted by
-hand, and held by engines.
-"""
+"""What `config --explain` says of processes, rows and memory is what the run will do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A sharded model on two ranks, with adapters and without, becomes a folder that transformers reads; adapters
-under FSDP2.
-"""
+"""A sharded model on two ranks, with adapters and without, becomes a folder for transformers."""
 
 from __future__ import annotations
 

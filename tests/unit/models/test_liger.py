@@ -1,6 +1,4 @@
-"""`use_liger`: which model gets other kernels, and where it is refused. A stand-in plays the package, whose
-kernels need CUDA.
-"""
+"""`use_liger`: which model gets other kernels, and where it is refused, with a stand-in package."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def never(*args: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A package `liger_kernel` that patches as the real one does: the instance, and names of the
-    architecture's module.
-    """
+    """A package `liger_kernel` that patches as the real one does: instance and names of the module."""
     asked: dict[str, Any] = {}
 
     def apply(model: PreTrainedModel, **options: Any) -> None:

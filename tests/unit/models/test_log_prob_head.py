@@ -123,9 +123,7 @@ def test_same_function_as_from_logits() -> None:
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
 def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -> None:
-    """In float64 as by a plain softmax, without gradient, and it changes neither the other outputs nor their
-    gradients.
-    """
+    """In float64 as by a plain softmax, without gradient; other outputs and gradients stay."""
     transform, results = LogitTransform(0.5, 3.0), []
     for asked in (True, False):
         hidden, weight, bias, targets = _inputs()

@@ -1,6 +1,4 @@
-"""Adapters: which layers, the same first values everywhere, off for the reference, folded and in peft's
-format for everyone else.
-"""
+"""Adapters: which layers, equal first values, off for the reference, folded, and in peft's format."""
 
 from __future__ import annotations
 

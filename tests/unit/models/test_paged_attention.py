@@ -1,6 +1,4 @@
-"""The kernel that reads blocks: how it is called, by the real signature and by an attention that keeps the
-same contract.
-"""
+"""The kernel that reads blocks, by its real signature and by an attention of the same contract."""
 
 from __future__ import annotations
 

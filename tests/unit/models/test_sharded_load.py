@@ -1,6 +1,4 @@
-"""Models built without memory and filled from the files slice by slice: the same model that is loaded whole,
-and the same refusals.
-"""
+"""Models filled from files slice by slice: those that are loaded whole, and the same refusals."""
 
 from __future__ import annotations
 

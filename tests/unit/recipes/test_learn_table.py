@@ -1,6 +1,4 @@
-"""The learn table's arithmetic and its memory of what is done, and the pages of the algorithms: no training
-here.
-"""
+"""The learn table's arithmetic, its memory of what is done, and the pages of the algorithms."""
 
 from __future__ import annotations
 

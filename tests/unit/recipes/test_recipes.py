@@ -1,6 +1,4 @@
-"""Each recipe says only what differs, passes every check, and has a twin on the tiny task that needs nothing
-but a model.
-"""
+"""Each recipe says only what differs, passes every check, and has a twin on the tiny task."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reward functions that misbehave, in workers and in process: counted and survived, or refused with what to
-set.
-"""
+"""Reward functions that misbehave, in workers and in process: counted and survived, or refused."""
 
 from __future__ import annotations
 

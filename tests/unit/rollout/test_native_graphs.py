@@ -1,6 +1,4 @@
-"""Recorded decode steps, by a recorder that calls the function again and looks that nothing it read has
-moved.
-"""
+"""Recorded decode steps, by a recorder that runs the function again and sees that nothing has moved."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools. The engine
-says what its script says.
-"""
+"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The server on the native engine: the command as a process, greedy answers equal to the engine's own, many
-clients at once.
-"""
+"""The server on the native engine: as a process, with the engine's own answers, for many clients."""
 
 from __future__ import annotations
 

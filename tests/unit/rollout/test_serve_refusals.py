@@ -1,6 +1,4 @@
-"""Who may not ask, what cannot be served, and what happens at the limits: each with a status and a reason in
-OpenAI's shape.
-"""
+"""Who may not ask, what cannot be served, and the limits: each with a status and a reason."""
 
 from __future__ import annotations
 

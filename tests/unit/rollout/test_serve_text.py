@@ -1,6 +1,4 @@
-"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens,
-calls of tools.
-"""
+"""Tokens as text while they come: whole characters, stop texts, names of single tokens, tool calls."""
 
 from __future__ import annotations
 

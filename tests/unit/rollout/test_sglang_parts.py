@@ -1,6 +1,4 @@
-"""SGLang without SGLang: its words, the draws that its sampler gets from us, its options, and memory given
-back.
-"""
+"""SGLang without SGLang: its words, our draws in its sampler, its options, memory given back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The vLLM engine over a runner that is no vLLM: what it asks, what becomes of pieces, of weights and of an
-engine that dies.
-"""
+"""The vLLM engine over a stand-in runner: what it asks, pieces, weights, and an engine that dies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The server's side of vLLM without vLLM: its process and guard, and the HTTP that we speak, against a small
-server of the same words.
-"""
+"""The server's side of vLLM without vLLM: its process, its guard, and the HTTP that we speak."""
 
 from __future__ import annotations
 
@@ -204,9 +202,7 @@ def test_abort_hangs_up(engine: VLLMEngine) -> None:
 
 
 def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> None:
-    """Whoever reads the response waits for its next bytes, and neither the abort nor the end of this process
-    may wait with it.
-    """
+    """A reader waits for the next bytes; neither the abort nor this process's end waits with it."""
     running = engine.generate([request(0, 6), request(1)])
     try:
         assert next(running).request_id == 1

@@ -20,6 +20,7 @@ def tool(name: str, more: dict[str, Any] | None = None, **properties: Any) -> di
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+TABLE = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text(encoding="utf-8"))
 TEXT = {"type": "string"}
 TOOLS = [
     tool("f", a={"type": "integer"}, b=TEXT),
@@ -340,69 +341,9 @@ def bare_arguments() -> Iterator[Case]:
                 yield Case(f"{title} behind a name", format, text, [text], [wanted])
 
 
-# Values without quotes: (argument of `typed`, text, value)
-
-VALUES: list[tuple[str, str, Any]] = [
-    ("text", "1.10", "1.10"),
-    ("text", "1e5", "1e5"),
-    ("text", "007", "007"),
-    ("text", "90210", "90210"),
-    ("text", "NaN", "NaN"),
-    ("text", '"quoted"', '"quoted"'),
-    ("text", "true", "true"),
-    ("text", "null", "null"),
-    ("text", '{"a": 1}', '{"a": 1}'),
-    ("text", "[1, 2]", "[1, 2]"),
-    ("text", "  indented", "  indented"),
-    ("text", "\nbehind an empty line\n", "\nbehind an empty line\n"),
-    ("text", "a\n\nb", "a\n\nb"),
-    ("text", "\r", "\r"),
-    ("choice", "1", "1"),
-    ("choice", "two", "two"),
-    ("choice", "3", "3"),
-    ("level", "1", 1),
-    ("level", "auto", "auto"),
-    ("fixed", "3", 3),
-    ("number", "1.10", 1.1),
-    ("number", "1e5", 1e5),
-    ("number", "NaN", "NaN"),
-    ("number", "1e999", "1e999"),
-    ("integer", "5", 5),
-    ("integer", "-5", -5),
-    ("integer", "five", "five"),
-    ("integer", "1.5", "1.5"),
-    ("flag", "true", True),
-    ("flag", "True", True),
-    ("flag", "FALSE", False),
-    ("flag", "1", "1"),
-    ("items", '["a", 1]', ["a", 1]),
-    ("items", "['a']", "['a']"),
-    ("thing", '{"a": {"b": null}}', {"a": {"b": None}}),
-    ("thing", '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
-    ("maybe_text", "90210", "90210"),
-    ("maybe_text", "null", None),
-    ("any_text", "90210", "90210"),
-    ("any_text", "null", None),
-    ("maybe_integer", "7", 7),
-    ("maybe_integer", "null", None),
-    ("maybe_integer", "None", None),
-    ("either", "7", 7),
-    ("either", "true", True),
-    ("place", "12", "12"),
-    ("all_levels", "2", 2),
-    ("elsewhere", "12", "12"),
-    ("free", "12", 12),
-    ("free", "1.10", "1.10"),
-    ("free", '"x"', '"x"'),
-    ("free", "[1.10]", [1.1]),
-    ("free", "null", None),
-    ("unknown", "true", True),
-    ("unknown", "two words", "two words"),
-]
-
-
 def values() -> Iterator[Case]:
-    for argument, text, value in VALUES:
+    pairs = [(argument, *pair) for argument, rows in TABLE["values"].items() for pair in rows]
+    for argument, text, value in pairs:
         for format, writer in (("qwen3_coder", qwen), ("glm", glm)):
             call = read("typed", **{argument: value})
             yield Case(f"{argument} {text}", format, writer("typed", **{argument: text}), [call])
@@ -500,9 +441,8 @@ COMPUTED = [
 
 def written_out() -> Iterator[Case]:
     """The rows of calls.yaml."""
-    table = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text(encoding="utf-8"))
-    for format, rows in table.items():
-        for title, text, *more in rows:
+    for format in sorted(TABLE.keys() - {"values"}):
+        for title, text, *more in TABLE[format]:
             parts: list[Part] = [text]
             if more and isinstance(more[0], list):
                 parts = [part if isinstance(part, str) else call_of(part) for part in more.pop(0)]

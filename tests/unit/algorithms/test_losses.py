@@ -30,23 +30,6 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("token-mean", 10 / 3),
-        ("token-sum", 10.0),
-        ("seq-mean-token-sum", 5.0),
-        ("seq-mean-token-mean", 4.0),
-        ("seq-mean-token-sum-norm", 10 / (2 * 8)),
-    ],
-)
-def test_aggregation_by_hand(mode: str, expected: float) -> None:
-    assert float(aggregate(TOKENS, MASK, mode, LossScale.count(MASK), 8.0)) == pytest.approx(expected)
-    leaf = TOKENS.clone().requires_grad_()
-    nothing = aggregate(leaf, torch.zeros_like(MASK), mode, LossScale(0.0, 0.0), 8.0)
-    assert nothing.item() == 0.0 and not torch.autograd.grad(nothing, leaf)[0].any()
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
         ("token-mean", 15 / 4),
         ("seq-mean-token-sum", 15 / 2),
         ("seq-mean-token-mean", (2 / 2 + 6 / 2 + 5) / 2),

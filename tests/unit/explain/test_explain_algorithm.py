@@ -22,7 +22,6 @@ from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.algorithm_names import POLICY_LOSSES as POLICY_LOSS_FACTS
 from hybridflow.config.load import Loaded, prepare_config
 from hybridflow.config.recipes import COMPARISONS, recipe_names
-from hybridflow.errors import ConfigError
 from hybridflow.explain.algorithm import Section, explain_algorithm
 from hybridflow.explain.equations import (
     AGGREGATIONS,
@@ -371,21 +370,6 @@ def test_neither_model_nor_data_is_needed_and_nothing_is_written(
     ).config
     assert config.actor_rollout_ref.model.path == "/nowhere/model" and explain_algorithm(config)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["algorithm.adv_estimator=grpo"], "rollout.n"),
-        (["algorithm.adv_estimator=grop"], "there are gae, grpo"),
-        ([f"{ACTOR}.kl_loss_type=full+"], "low_var_kl"),
-        (["algorithm.gama=1"], "algorithm.gamma"),
-        (["algorithm.adv_estimator=none.py:mine"], "there is no file none.py"),
-    ],
-)
-def test_a_wrong_algorithm_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        look(words)
 
 
 def test_tokens_of_agents_are_those_of_whole_conversations() -> None:

@@ -16,7 +16,8 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.kv_cache import LayerShape, SlotCache, slot_capacity
-from hybridflow.rollout.base import RolloutStats
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import memory
 from hybridflow.rollout.native.engine import NativeEngine
@@ -218,6 +219,24 @@ def test_a_call_that_is_left_early_can_be_followed_by_another() -> None:
     with pytest.raises(RolloutError, match=r"generate\(\) is running"):
         next(late)
     assert len(list(early)) == 4
+
+
+def test_aborted_requests_come_back_with_what_they_have() -> None:
+    engine = tiny_engine(dtype=torch.float64, max_num_seqs=3)
+    lengths = (4, 20, 30, 25, 8)
+    requests = [
+        GenerationRequest(i, Prompt(p), SamplingParams(lengths[i], ignore_eos=True), seed=i)
+        for i, p in enumerate(prompts(5))
+    ]
+    whole = run(engine, requests)
+    stream = engine.generate(requests)
+    assert next(stream).request_id == 0
+    aborted = {output.request_id: output for output in engine.abort([1, 4, 77])}
+    assert {output.finish_reason for output in aborted.values()} == {"abort"} and set(aborted) == {1, 4}
+    assert aborted[1].token_ids == whole[1].token_ids[:4] and aborted[4].token_ids == []
+    rest = {output.request_id: output.token_ids for output in stream}
+    assert rest == {2: whole[2].token_ids, 3: whole[3].token_ids}
+    assert engine.abort([2]) == []
 
 
 def test_the_configuration_builds_the_engine() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from counted_run import STEPS, quick_run
+from counted_run import counted_run, quick_run
 from simulated_accelerator import counts
 from simulated_accelerator.row import KIND
 
@@ -25,16 +25,15 @@ def test_peaks_of_a_step_are_those_of_the_plan(offload: bool, tmp_path: Path) ->
     model = create_tiny_model(tmp_path / "model", **SIZES)
     keys = ["data.max_response_length=64", "actor_rollout_ref.rollout.ignore_eos=true"]
     keys += ["actor_rollout_ref.model.dtype=float32", "critic.model.dtype=float32"]
-    steps = STEPS
     if offload:
         keys += [
             "actor_rollout_ref.actor.fsdp_config.param_offload=true",
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
         ]
+        config, metrics = counted_run("algorithm.adv_estimator=gae", *keys, model=model)
     else:  # half of the rows and one counted step are enough
-        keys.append("actor_rollout_ref.rollout.n=4")
-        steps = 2
-    config, metrics = quick_run("algorithm.adv_estimator=gae", *keys, model=model, steps=steps)
+        few = "actor_rollout_ref.rollout.n=4"
+        config, metrics = quick_run("algorithm.adv_estimator=gae", *keys, few, model=model, steps=2)
     # the plan is for rows of the greatest length, and prompts were shorter than that
     data = replace(config.data, max_prompt_length=round(metrics["prompt_length/mean"]))
     config = replace(config, data=data, trainer=replace(config.trainer, device="cuda"))

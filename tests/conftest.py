@@ -35,9 +35,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two processes in one gloo group, started at the first call (some five seconds) and shared by the tests
-    of a session.
-    """
+    """Two processes in one gloo group, started at the first call and shared by the tests of a session."""
     ranks = Ranks(2)
     yield ranks
     ranks.stop()

@@ -1,6 +1,4 @@
-"""A class name stands once in the whole source: the names that stand more often are listed, and the list only
-shrinks.
-"""
+"""A class name stands once in the whole source; the list of exceptions only shrinks."""
 
 from __future__ import annotations
 

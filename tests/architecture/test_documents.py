@@ -1,6 +1,4 @@
-"""The documents are true where a test can tell: links lead somewhere, and the README's reward does what it
-says.
-"""
+"""The documents are true where a test can tell: links lead somewhere, the README's reward does its work."""
 
 from __future__ import annotations
 

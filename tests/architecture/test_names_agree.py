@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 import pytest
@@ -113,7 +113,7 @@ def test_tasks_are_built_by_their_names(name: str) -> None:
 
 
 def test_no_name_is_both_there_and_refused() -> None:
-    names = {
+    names: dict[str, Collection[str]] = {
         "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS,
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }

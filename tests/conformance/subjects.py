@@ -1,6 +1,4 @@
-"""The engines under test, each on the same tiny model, with what a test must be able to do to it from
-outside.
-"""
+"""The engines under test, each on the same tiny model, and what a test may do to it from outside."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ class Subject:
         return int(self.model.config.vocab_size)
 
     def needs(self, feature: str) -> None:
-        """Skip the test where the table says that the engine does not have the feature, or that another test
-        shows it.
-        """
+        """Skip the test where the table says that the engine lacks the feature or another test shows it."""
         if feature in self.lacks:
             pytest.skip(f"{self.name}: {self.lacks[feature]}")
         note = TABLE[self.name][feature].note
@@ -101,16 +97,12 @@ class Subject:
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-        """[len(response), V]: what a plain forward pass over the whole sequence says before each response
-        token.
-        """
+        """[len(response), V]: a plain forward pass over the whole sequence, before each response token."""
         logits: Tensor = self.model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].float()
 
     def greedy(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[int]]:
-        """What transformers' `generate` makes of each prompt; those of one length together, so that nothing
-        is padded.
-        """
+        """What transformers' `generate` makes of each prompt; equal lengths together, without padding."""
         config = GenerationConfig(
             do_sample=False, max_new_tokens=max_tokens, eos_token_id=END, pad_token_id=1
         )
@@ -124,9 +116,7 @@ class Subject:
         return [responses[prompt] for prompt in prompts]
 
     def give(self, weights: dict[str, Tensor], lost: str | None = None) -> int:
-        """Push weights as the next version, and let the copy have them too unless one gets lost; the
-        version.
-        """
+        """Push weights as the next version, to the copy too unless one gets lost; return the version."""
         assert self.push is not None
         self.version += 1
         self.push(weights, self.version, lost)

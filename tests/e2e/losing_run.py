@@ -86,9 +86,8 @@ class LosingRun:
         """Wait until the log has `pattern`; AssertionError with the log if it does not come."""
         until = time.monotonic() + seconds
         while not re.search(pattern, self._log.read_text(), re.DOTALL):
-            assert self._process.poll() is None and time.monotonic() < until, (
-                f"{pattern} was not said:\n{self._log.read_text()}"
-            )
+            assert self._process.poll() is None, f"{pattern} was not said:\n{self._log.read_text()}"
+            assert time.monotonic() < until, f"{pattern} was not said:\n{self._log.read_text()}"
             time.sleep(0.1)
 
     def outcome(self, seconds: float) -> Outcome:

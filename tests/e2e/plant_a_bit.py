@@ -1,6 +1,4 @@
-"""For `actor_rollout_ref.model.external_lib`: one bit of a weight flips in the process that generates, after
-it has got version 1.
-"""
+"""An `external_lib`: one bit of a weight flips in the generating process after version 1 has arrived."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ def test_breakpoint_in_a_reward_function(tmp_path: Path) -> None:
     done = command.wait()
     assert done.returncode == 0, done.output
     assert "('the truth is', '" in done.output and "', 1)" in done.output
-    assert "trainer.py" in done.output and "fit()" in done.output, (
-        "the stack reaches from the command to the reward"
-    )
+    assert "trainer.py" in done.output, "the stack reaches from the command to the reward"
+    assert "fit()" in done.output, "the stack reaches from the command to the reward"
     assert (out / "metrics.jsonl").exists(), "after `c` the run went on"

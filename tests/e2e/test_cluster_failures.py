@@ -68,9 +68,8 @@ def test_a_run_spans_two_nodes_then_three(
     nodes: RayNodes, begun: Callable[..., LosingRun], undisturbed: Path, tmp_path: Path
 ) -> None:
     two = begun(undisturbed).outcome(PATIENCE)
-    assert two.status == 0 and re.search(
-        "2 worker processes on (node0, node1|node1, node0) started", two.log
-    ), two.log
+    assert two.status == 0, two.log
+    assert re.search("2 worker processes on (node0, node1|node1, node0) started", two.log), two.log
     nodes.add(1)
     three = begun(tmp_path / "three", num_nodes=3, steps=1).outcome(PATIENCE)
     assert three.status == 0 and "3 worker processes on" in three.log, three.log
@@ -127,9 +126,10 @@ def test_with_restarts_the_run_goes_on_as_if_nothing_had_been(
         in done.log
     )
     resumed = [int(step) for step in re.findall(r"resumed after step (\d)", done.log)]
-    assert len(resumed) == 3 and resumed[0] in (1, 2) and resumed[1] in (1, 2) and resumed[2] in (2, 3), (
-        resumed
-    )
+    assert len(resumed) == 3, resumed
+    assert resumed[0] in (1, 2), resumed
+    assert resumed[1] in (1, 2), resumed
+    assert resumed[2] in (2, 3), resumed
     got = metrics_of(out)
     wanted = metrics_of(undisturbed)
     assert sorted(got) == list(range(1, STEPS + 1)) and got == wanted  # to the bit

@@ -1,6 +1,4 @@
-"""One byte changed in the newest checkpoint: named in the log, and the run goes on from the checkpoint
-before.
-"""
+"""One changed byte in the newest checkpoint is named, and the run goes on from the one before."""
 
 from __future__ import annotations
 
@@ -50,12 +48,10 @@ def test_the_one_before_is_used(
     with caplog.at_level(logging.INFO, logger="hybridflow"):
         assert main_ppo(small_run(inputs, saved, "trainer.save_freq=2", steps=6)) == 0
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert (
-        len(errors) == 1
-        and str(damaged) in errors[0]
-        and "SHA-256" in errors[0]
-        and "passed over" in errors[0]
-    )
+    assert len(errors) == 1
+    assert str(damaged) in errors[0]
+    assert "SHA-256" in errors[0]
+    assert "passed over" in errors[0]
     assert any(
         f"resumed after step 2 from {saved / 'global_step_2'}" in record.getMessage()
         for record in caplog.records
@@ -86,7 +82,7 @@ def test_all_damaged_is_an_error(inputs: Inputs, saved: Path, capsys: pytest.Cap
         flip_byte(largest_file(folder))
     assert main_ppo(small_run(inputs, saved, steps=6)) == 1
     message = capsys.readouterr().err
-    assert (
-        "all checkpoints" in message and "steps 2, 4" in message and "trainer.resume_mode=disable" in message
-    )
+    assert "all checkpoints" in message
+    assert "steps 2, 4" in message
+    assert "trainer.resume_mode=disable" in message
     assert metrics_of(saved)[4]  # the refused run changed nothing

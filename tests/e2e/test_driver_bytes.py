@@ -40,9 +40,7 @@ def slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, in
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
 def test_a_token_passes_the_driver_once(slopes: Callable[[int, int], dict[str, float]]) -> None:
-    """What the rollout returns comes in, and ids and log-probs of the rollout go out: nothing else of GRPO's
-    step grows with the length.
-    """
+    """Ids and log-probs of the rollout come in and go out; nothing else of GRPO grows with the length."""
     found = slopes(LONG, 0)
     for way in ("from rollout.collect", "to the row store"):
         assert 4.0 < found.pop(way) < 5.7, "4 bytes of a log-prob, and one of an id in a small vocabulary"

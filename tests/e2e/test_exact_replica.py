@@ -1,6 +1,4 @@
-"""Exact mode with generation in a process of its own: one flipped bit in its weights stops the run, and the
-message names the weight.
-"""
+"""Exact mode with generation in another process: one flipped bit stops the run and names the weight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run killed with SIGKILL at any moment and started again gives, bit for bit, what one gives that was never
-stopped.
-"""
+"""A run killed with SIGKILL at any moment and started again gives the bits of an undisturbed one."""
 
 from __future__ import annotations
 

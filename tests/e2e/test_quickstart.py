@@ -1,6 +1,4 @@
-"""Commands from a user's shell to a finished run folder: verl's quickstart, the recipes, supervised
-fine-tuning.
-"""
+"""Commands from a shell to a finished run folder: verl's quickstart, recipes, supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ TRAINING_METRICS = {
 
 
 def test_quickstart_of_verl(inputs: Inputs, tmp_path: Path) -> None:
-    """The command of verl's documentation: module name, paths and engine changed; two keys more make it
-    short.
-    """
+    """The command of verl's documentation with another module name, paths and engine, and made short."""
     command = [
         *("-m", "hybridflow.trainer.main_ppo"),
         f"data.train_files={inputs.train}",

@@ -1,6 +1,4 @@
-"""Ways to get a run wrong: each gives a function that makes the wrong thing in a folder and returns the
-overrides that use it.
-"""
+"""Ways to get a run wrong: each makes the wrong thing in a folder and returns overrides that use it."""
 
 from __future__ import annotations
 
@@ -113,15 +111,6 @@ def bad_estimator(inputs: Inputs, tmp: Path) -> list[str]:
         "def mine(token_level_rewards, response_mask, group_ids):\n    raise ValueError('no such luck')\n"
     )
     return [f"algorithm.adv_estimator={tmp / 'mine.py'}:mine"]
-
-
-def file_as_folder(inputs: Inputs, tmp: Path) -> list[str]:
-    (tmp / "file").write_text("")
-    return [f"trainer.default_local_dir={tmp / 'file' / 'run'}"]
-
-
-def no_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
 
 
 def not_finite(folder: Path) -> None:

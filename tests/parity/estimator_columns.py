@@ -1,6 +1,4 @@
-"""Everything that any estimator may ask for, by name, on one ragged batch: what the driver hands over, with
-junk outside the mask.
-"""
+"""Everything that any estimator may ask for, by name, on one ragged batch with junk outside the mask."""
 
 from __future__ import annotations
 

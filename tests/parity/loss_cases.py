@@ -1,6 +1,4 @@
-"""Every policy loss with parameters to prove it at, on batches with far log-ratios; what a loss reads beside
-log-probs is at hand here.
-"""
+"""Every policy loss with parameters to prove it at, and what it reads beside log-probs."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ SELECTION = {
 
 
 def far(seed: int) -> Ragged:
-    """A ragged batch in which two whole rows and one token have log-ratios of ±50, and one row stays where it
-    was.
-    """
+    """A ragged batch in which two rows and one token have log-ratios of ±50 and one row has not moved."""
     b = ragged(seed)
     x = b.log_prob.clone()
     for row, moved in ((3, 50.0), (4, -50.0), (5, 0.0)):

@@ -1,6 +1,4 @@
-"""Slow references for rollout correction, preference losses and process rewards: plain loops over Python
-floats, written apart.
-"""
+"""Slow references for rollout correction, preference losses and process rewards, written apart."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What must not change an advantage: row order, padding, junk outside the mask, a split into whole groups, a
-shift or scale of scores.
-"""
+"""What must not change an advantage: order, padding, junk, a split into groups, a shift or scale."""
 
 from __future__ import annotations
 

@@ -121,9 +121,7 @@ def test_cutting_into_micro_batches_changes_no_loss_gradient_or_metric(
 def test_dealing_to_ranks_changes_nothing(
     b: Ragged, order: list[int], cuts: set[int], ranks: int, mode: str
 ) -> None:
-    """Gradients are averaged over ranks, and the engine multiplies by the number of them; ranks may have
-    nothing at all.
-    """
+    """Gradients are averaged over ranks, and the engine multiplies by their number; a rank may be empty."""
     for name in LOSSES:
         loss, pieces = loss_of(name, b, mode), cut(name, b, order, cuts)
         shares = [

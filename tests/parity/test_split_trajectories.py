@@ -285,7 +285,8 @@ def test_other_columns_are_those_of_the_first_row() -> None:
     tensors |= {"trajectory_id": torch.tensor([9, 4, 9]), "x": torch.tensor([1.5, 2.5, 3.5])}
     view = ByTrajectory(DataProto.from_dict(tensors, {"uid": ["a", "b", "c"]}))
     assert view.samples.batch["responses"].tolist() == [[5, 8], [6, 7]]
-    assert view.samples.batch["x"].tolist() == [1.5, 2.5] and list(view.samples.non_tensor_batch["uid"]) == [
+    assert view.samples.batch["x"].tolist() == [1.5, 2.5]
+    assert list(view.samples.non_tensor_batch["uid"]) == [
         "a",
         "b",
     ]

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1]))
+from ranks import Ranks
+
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "engines"))  # its models and rows
 
 if "SIMULATED_DEVICE" not in os.environ:
@@ -26,3 +29,11 @@ def no_faults() -> Iterator[None]:
     counts.forget()
     yield
     assert not counts.faults, "\n".join(counts.faults)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes in one group of the device, shared by the tests of a session."""
+    found = Ranks(2, "sim")
+    yield found
+    found.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,6 @@ from hybridflow.distributed.process_group import gather_objects, max_over, subgr
 from ranks import Ranks
 
 SIM = torch.device("sim", 0)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    found = Ranks(2, "sim")
-    yield found
-    found.stop()
 
 
 def own(rank: int, *shape: int) -> Tensor:

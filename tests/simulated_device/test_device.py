@@ -30,9 +30,8 @@ def test_results_views_and_gradients_are_those_of_the_cpu() -> None:
     assert device.device == SIM and device.grad is not None and host.grad is not None
     torch.testing.assert_close(device.grad.cpu(), host.grad, rtol=0, atol=0)
     view = device.detach()[2:, 3]
-    assert (
-        view.untyped_storage().data_ptr() == device.untyped_storage().data_ptr() and not view.is_contiguous()
-    )
+    assert view.untyped_storage().data_ptr() == device.untyped_storage().data_ptr()
+    assert not view.is_contiguous()
 
 
 def test_host_and_device_never_mix() -> None:
@@ -72,9 +71,8 @@ def test_waits_launches_and_bytes_are_counted_by_phase() -> None:
         device[device > 1] = 0.0  # one number: no wait
         device[device > 1] = device[:0]
     kinds = [reason for reason, _ in phase.waits.elements()]
-    assert (
-        sorted(kinds) == ["aten::nonzero", "aten::nonzero", "index by a mask", "item"] and phase.to_host == 4
-    )
+    assert sorted(kinds) == ["aten::nonzero", "aten::nonzero", "index by a mask", "item"]
+    assert phase.to_host == 4
     assert phase.launches["aten::add.out"] == 1 and counts.total.num_waits == 5
 
 

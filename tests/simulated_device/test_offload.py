@@ -1,17 +1,13 @@
-"""Offload between phases and of activations: the same bits as without, memory of the device that is given
-back, and at most one wait a phase.
-"""
+"""Offload: the bits of a run without, memory that is given back, and at most one wait a phase."""
 
 from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sharded_runs import Run, ask, build, dealt, save_tiny, whole
 from simulated_accelerator import counts, memory
 from torch import Tensor
@@ -212,13 +208,10 @@ def test_a_kernel_is_first_tried_within_a_layer_that_is_computed_again(folder: s
     assert found[1].launches["_flash_attention_forward"] > 0
 
 
-def train_sharded(rank: int, run: Run, offload: bool, store: str) -> dict[str, Any]:
+def train_sharded(rank: int, run: Run, offload: bool) -> dict[str, Any]:
     """Train on one of two ranks of the device; uneven shards are padded."""
     if offload:
         run = replace(run, fsdp=OFFLOAD)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("cpu:gloo,sim:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     counts.forget()
     before = taken()
     engine = build(run, 2)
@@ -233,13 +226,10 @@ def train_sharded(rank: int, run: Run, offload: bool, store: str) -> dict[str, A
     }
 
 
-def test_shards_offload_with_the_same_bits_and_give_their_memory_back(
-    folder: str, two_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_shards_offload_with_the_same_bits_and_give_their_memory_back(folder: str, ranks: Ranks) -> None:
     run = replace(a_run(folder), deal=((0, 2, 4, 6), (1, 3, 5)))
-    plain = two_ranks.run(train_sharded, run, False, str(tmp_path / "plain"))
-    offloaded = two_ranks.run(train_sharded, run, True, str(tmp_path / "offloaded"))
-    two_ranks.stop()  # their process group is another one now
+    plain = ranks.run(train_sharded, run, False)
+    offloaded = ranks.run(train_sharded, run, True)
     for without, rank in zip(plain, offloaded, strict=True):
         assert rank["faults"] <= without["faults"]  # FSDP's own gathered memory
         assert_same_bits(without["state"], rank["state"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,14 @@ ROUNDING = 1e-6
 
 
 @pytest.fixture(scope="module")
-def sim_ranks() -> Iterator[Ranks]:
-    found = Ranks(2, "sim")
-    yield found
-    found.stop()
-
-
-@pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-def both(two_ranks: Ranks, sim_ranks: Ranks, function: Callable[..., Any], run: Run, *args: Any) -> Any:
+def both(two_ranks: Ranks, ranks: Ranks, function: Callable[..., Any], run: Run, *args: Any) -> Any:
     """Run a function on two ranks of the CPU and of the device; return what both find, and waits."""
     on_the_cpu = two_ranks.run(function, run, 2, *args)
-    found = sim_ranks.run(counted, function, on_sim(run), *args)
+    found = ranks.run(counted, function, on_sim(run), *args)
     return on_the_cpu, [result for result, _ in found], [waits for _, waits in found]
 
 
@@ -84,9 +77,9 @@ def compare(cpu: list[Any], sim: list[Any], tolerance: float = ROUNDING) -> None
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
 )
 def test_two_ranks_have_the_cpus_numbers(
-    name: str, two_ranks: Ranks, sim_ranks: Ranks, folders: dict[str, str]
+    name: str, two_ranks: Ranks, ranks: Ranks, folders: dict[str, str]
 ) -> None:
-    cpu, sim, waits = both(two_ranks, sim_ranks, train, run_of(name, folders))
+    cpu, sim, waits = both(two_ranks, ranks, train, run_of(name, folders))
     compare(cpu, sim)
     if PINS:
         most = {"update": 1, "log-prob pass": 1}
@@ -99,10 +92,10 @@ def test_two_ranks_have_the_cpus_numbers(
 
 @pytest.mark.parametrize(("name", "most"), [("experts", 5), ("experts, tensor parallel", 7)])
 def test_ranks_that_share_experts_wait_once_a_layer(
-    name: str, most: int, two_ranks: Ranks, sim_ranks: Ranks, folders: dict[str, str]
+    name: str, most: int, two_ranks: Ranks, ranks: Ranks, folders: dict[str, str]
 ) -> None:
     """They must know how many tokens come: in two layers of two micro-batches, or of three."""
-    cpu, sim, waits = both(two_ranks, sim_ranks, step, run_of(name, folders), None)
+    cpu, sim, waits = both(two_ranks, ranks, step, run_of(name, folders), None)
     compare(cpu, sim)
     if PINS:
         for rank in waits:

@@ -1,6 +1,4 @@
-"""These tests need sglang: `make test-sglang` runs them in an environment of its own
-(scripts/setup_sglang.sh).
-"""
+"""These tests need sglang: `make test-sglang` runs them in an environment of its own."""
 
 from __future__ import annotations
 

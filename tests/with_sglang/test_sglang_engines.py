@@ -1,6 +1,4 @@
-"""SGLang's server: what transformers computes, with weights that were pushed, and what happens when they do
-not come.
-"""
+"""SGLang's server: what transformers computes, with weights that were pushed or did not come."""
 
 from __future__ import annotations
 
@@ -100,11 +98,9 @@ def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: SGLangEngin
     kept = next(running)
     os.killpg(engine.runner.process.pid, signal.SIGKILL)
     lost = list(running)
-    assert (
-        kept.finish_reason == "length"
-        and {output.finish_reason for output in lost} == {"error"}
-        and len(lost) == 2
-    )
+    assert kept.finish_reason == "length"
+    assert {output.finish_reason for output in lost} == {"error"}
+    assert len(lost) == 2
     assert all(
         f"sglang server http://127.0.0.1:{engine.runner.address.port} (process" in str(output.error)
         for output in lost

@@ -73,11 +73,9 @@ def test_texts_and_tokens_stop(engine: VLLMEngine) -> None:
     ended = [output for output in by_text if output.stop_reason in ("w7", "w9")]
     assert ended and all(str(output.token_ids[-1])[0] in "79" for output in ended)
     reasons = {output.stop_reason for output in by_token if output.finish_reason == "stop"}
-    assert (
-        reasons
-        and reasons <= {40, 41}
-        and all(output.token_ids[-1] == output.stop_reason for output in by_token if output.stop_reason)
-    )
+    assert reasons
+    assert reasons <= {40, 41}
+    assert all(output.token_ids[-1] == output.stop_reason for output in by_token if output.stop_reason)
 
 
 def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
@@ -87,9 +85,8 @@ def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
     running = engine.generate([first, *longer])
     assert next(running).request_id == 0
     partial = engine.abort([3, 4])
-    assert {output.request_id for output in partial} == {3, 4} and {
-        output.finish_reason for output in partial
-    } == {"abort"}
+    assert {output.request_id for output in partial} == {3, 4}
+    assert {output.finish_reason for output in partial} == {"abort"}
     assert all(
         len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) < 80
         for output in partial
@@ -108,11 +105,9 @@ def test_an_engine_in_this_process_leaves_its_random_numbers_and_threads(folder:
     before, drawn, threads = torch.random.get_rng_state(), random.getstate(), torch.get_num_threads()
     np.random.seed(7)
     build(folder, server=False).close()
-    assert (
-        torch.equal(torch.random.get_rng_state(), before)
-        and random.getstate() == drawn
-        and torch.get_num_threads() == threads
-    )
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert random.getstate() == drawn
+    assert torch.get_num_threads() == threads
     assert np.random.rand() == np.random.RandomState(7).rand()
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
@@ -131,11 +126,9 @@ def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: VLLMEngine)
     kept = next(running)
     os.killpg(engine.runner.process.pid, signal.SIGKILL)
     lost = list(running)
-    assert (
-        kept.finish_reason == "length"
-        and {output.finish_reason for output in lost} == {"error"}
-        and len(lost) == 2
-    )
+    assert kept.finish_reason == "length"
+    assert {output.finish_reason for output in lost} == {"error"}
+    assert len(lost) == 2
     assert all(
         f"vllm server http://127.0.0.1:{engine.runner.address.port} (process" in str(output.error)
         for output in lost

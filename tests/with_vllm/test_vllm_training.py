@@ -1,6 +1,4 @@
-"""A run that generates by vLLM: the tokens' log-probs are those that training computes, after each update,
-wherever vLLM is.
-"""
+"""A run that generates by vLLM: its log-probs are those of training, after each update."""
 
 from __future__ import annotations
 

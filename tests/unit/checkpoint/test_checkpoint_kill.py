@@ -36,9 +36,7 @@ def in_child(body: Callable[[], None]) -> int:
 
 
 def die_at(call: int) -> list[int]:
-    """Let this process end without any clean-up at the given call of fsync, replace or rmdir; gives the
-    counter.
-    """
+    """End this process without clean-up at the given call of fsync, replace or rmdir; give the counter."""
     count = [0]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -242,11 +242,9 @@ def test_a_folder_is_read_once_while_nobody_writes_into_it(
         path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json"
     )
     read.clear()
-    assert (
-        loaded_step(CheckpointStore(tmp_path)) == 2
-        and CheckpointStore(tmp_path).load(newest).step == 2
-        and read == []
-    )
+    assert loaded_step(CheckpointStore(tmp_path)) == 2
+    assert CheckpointStore(tmp_path).load(newest).step == 2
+    assert read == []
     for harm in ("written in place, its time set back", "another file in its place"):
         victim = newest / "actor" / "huggingface" / "config.json"
         content, before = victim.read_bytes(), victim.stat()

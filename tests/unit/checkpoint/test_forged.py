@@ -1,6 +1,4 @@
-"""Checkpoints that somebody else wrote: a manifest and an index with valid digests that no run of
-ours wrote.
-"""
+"""Checkpoints that somebody else wrote: a manifest and an index with valid digests, and wrong."""
 
 from __future__ import annotations
 

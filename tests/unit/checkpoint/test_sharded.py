@@ -1,6 +1,4 @@
-"""States saved at one number of ranks and loaded at another: the same bits, whatever the shapes and
-dtypes.
-"""
+"""States saved at one number of ranks and loaded at another: the same bits, whatever the shapes."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ Place = Callable[[str, Tensor], Tensor]
 
 
 def state(place: Place, scale: float = 1.0) -> dict[str, dict[str, Any]]:
-    """Uneven rows, one row for two ranks, 0-d, bfloat16, tied weights, a column dimension, nothing at all;
-    each by `place`.
-    """
+    """Uneven rows, one row for two ranks, 0-d, bfloat16, tied, a column dimension, nothing; by `place`."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -93,9 +89,7 @@ def save_at_two(rank: int, folder: str) -> dict[str, FileDigest]:
 
 
 def load_at_two(rank: int, folder: str) -> tuple[list[tuple[int, ...]], Any]:
-    """Into other shards than those that were saved; what a template lacks comes sharded like its
-    neighbour.
-    """
+    """Into other shards than those saved; what a template lacks comes sharded like its neighbour."""
     templates = state(columns_of_two, scale=0.0)
     del templates["optimizer"]["embed"]["master"]
     loaded = load_shards(Path(folder), templates)
@@ -118,10 +112,8 @@ def test_what_two_ranks_saved_one_loads(saved_at_two: tuple[Path, list[dict[str,
     assert set(read_index(folder).structure) == {"model", "optimizer", "scheduler"}
     loaded = load_shards(folder, state(whole, scale=0.0))
     assert_equal(loaded, state(whole))
-    assert (
-        loaded["model"]["head"] is loaded["model"]["embed"]
-        and loaded["model"]["tied row"] is loaded["model"]["one row"]
-    )
+    assert loaded["model"]["head"] is loaded["model"]["embed"]
+    assert loaded["model"]["tied row"] is loaded["model"]["one row"]
     assert_equal(load_shards(folder, {"model": {}}), {"model": state(whole)["model"]})
     files = {name: digest for part in digests for name, digest in part.items()}
     assert sum(map(len, digests)) == len(files), "no file is written by two ranks"

@@ -1,6 +1,4 @@
-"""`hybridflow serve` before it serves: what it refuses, what it makes of its words, and that its grammar
-costs nothing.
-"""
+"""`hybridflow serve` before it serves: what it refuses, what its words mean, and what they cost."""
 
 from __future__ import annotations
 

@@ -15,34 +15,6 @@ MODEL = "actor_rollout_ref.model"
 LIGER = f"{MODEL}.use_liger=true"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ([LIGER, "trainer.device=cpu"], rf"{MODEL}.use_liger=true with trainer.device=cpu: .* on CUDA only"),
-        ([LIGER, f"{MODEL}.dtype=float64"], rf"{MODEL}.use_liger=true with {MODEL}.dtype=float64"),
-        (
-            [LIGER, "actor_rollout_ref.rollout.exact=true"],
-            rf"{MODEL}.use_liger=true with actor_rollout_ref.rollout.exact=true",
-        ),
-        (
-            [
-                LIGER,
-                "trainer.n_gpus_per_node=2",
-                "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
-            ],
-            rf"{MODEL}.use_liger=true with tensor_parallel_size=2",
-        ),
-        (
-            ["algorithm.adv_estimator=gae", "critic.model.use_liger=true", "trainer.device=cpu"],
-            "critic.model.use_liger=true with trainer.device=cpu",
-        ),
-    ],
-)
-def test_liger_where_it_cannot_be(base: list[str], overrides: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        prepare_config(PPOConfig, [*base, *overrides])
-
-
 def test_liger_where_it_can_be(base: list[str], tmp_path: Path) -> None:
     config = prepare_config(PPOConfig, [*base, LIGER, "trainer.device=cuda"]).config
     assert config.actor_rollout_ref.model.use_liger and not config.critic.model.use_liger

@@ -1,6 +1,4 @@
-"""A model folder that cannot be used is refused by looking at its files, before anything heavy is
-imported.
-"""
+"""A model folder that cannot be used is refused by its files, before anything heavy is imported."""
 
 from __future__ import annotations
 

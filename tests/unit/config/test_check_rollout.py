@@ -17,61 +17,6 @@ APART = ("trainer.resource_pools={train: [1], gen: [1]}", "trainer.placement={ro
 TWO = "trainer.n_gpus_per_node=2"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
-        (
-            [APART[0], "trainer.placement={rollout: [train, gen]}"],
-            "Set trainer.placement.rollout to the actor's pools, or to others only",
-        ),
-        ([APART[0], "trainer.placement={actor: [train, gen], rollout: gen}"], "share some of their pools"),
-        ([f"{ROLLOUT}.cudagraph_capture_sizes=[0,8]"], "at least 1 each"),
-        (
-            [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"],
-            "leave one of them out",
-        ),
-        (
-            [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.python=p"],
-            "the python of a server: leave one of them out",
-        ),
-        ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
-        ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
-        ([VLLM, f"{ROLLOUT}.server.address=a:1"], "wanted http://HOST:PORT"),
-        (
-            [VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"],
-            "each has one device, and starts an engine on it",
-        ),
-        ([VLLM, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
-        (
-            [
-                VLLM,
-                f"{ROLLOUT}.max_model_len=9999",
-                f"{ROLLOUT}.multi_turn.enable=true",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000",
-            ],
-            "actor.ppo_max_token_len_per_gpu=9000 tokens cannot hold one row of "
-            "actor_rollout_ref.rollout.max_model_len=9999 tokens: set it to 9999 or more",
-        ),
-        (
-            [VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"],
-            "or enable_chunked_prefill=true",
-        ),
-        ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"], "set by hybridflow itself"),
-        ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "set by hybridflow itself"),
-        ([VLLM, f"{ROLLOUT}.lora_as_adapters=true"], "the actor has no adapters"),
-        ([SGLANG, f"{ROLLOUT}.lora_as_adapters=true"], "which takes adapters folded"),
-        ([SGLANG, f"{ROLLOUT}.engine_kwargs.sglang.sampling_backend=flashinfer"], "set by hybridflow itself"),
-        ([SGLANG, f"{ROLLOUT}.server.enable=false"], "which is always a server"),
-        ([SGLANG, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
-        ([VLLM, KEPT], "takes new weights while nothing runs: set actor_rollout_ref.rollout.name=native"),
-        ([KEPT], "set trainer.placement.rollout to a pool of its own"),
-    ],
-)
-def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
-    assert says in problem(base, *overrides)
-
-
 @pytest.mark.parametrize("engine", ["native", "hf", "vllm", "sglang"])
 @pytest.mark.parametrize(
     ("agents", "longest"),
@@ -99,53 +44,21 @@ def test_only_agents_make_rows_as_long_as_the_context_of_the_engine(
     )
 
 
-def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: list[str]) -> None:
-    sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
-    config = prepare_config(
-        PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]
-    ).config
-    assert config.actor_rollout_ref.rollout.max_model_len == 50
-    assert (
-        prepare_config(PPOConfig, [*base, *sizes, SGLANG]).config.actor_rollout_ref.rollout.max_model_len
-        == 50
-    )
-    native = prepare_config(
-        PPOConfig,
-        [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"],
-    )
-    assert native.config.actor_rollout_ref.rollout.max_model_len is None
-    (note,) = [note for note in native.notes if "does not read" in note]
-    assert f"{ROLLOUT}.load_format" in note and f"{ROLLOUT}.engine_kwargs" in note
-    both = [f"{ROLLOUT}.enable_prefix_caching=false", f"{ROLLOUT}.enforce_eager=true"]
-    read = prepare_config(PPOConfig, [*base, *both])
-    # by the native engine too
-    assert not any("enable_prefix_caching" in note or "enforce_eager" in note for note in read.notes)
-    unread = prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *both])
-    assert any("enable_prefix_caching" in note and "enforce_eager" in note for note in unread.notes)
-    sizes = [f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"]
-    assert prepare_config(
-        PPOConfig, [*base, *sizes]
-    ).config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
-    assert any(
-        "compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes
-    )
-    others = prepare_config(PPOConfig, [*base, SGLANG, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"])
-    assert any("engine_kwargs.vllm: not read" in note for note in others.notes)
-    blocks = [f"{ROLLOUT}.kv_cache=paged"]
-    assert not any("kv_cache" in note for note in prepare_config(PPOConfig, [*base, *blocks]).notes)
-    assert any(
-        "has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes
-    )
-    assert any(
-        "kv_cache: settings of the native engine" in note
-        for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *blocks]).notes
-    )
-    assert any(
-        "dtype of the module" in note
-        for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.dtype=bfloat16"]).notes
-    )
-    rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
-    assert any("rounded weights" in note for note in rounded.notes)
+def test_vllm_and_sglang_get_their_longest_row_and_native_needs_none(base: list[str]) -> None:
+    sizes = [*base, "data.max_prompt_length=20", "data.max_response_length=30"]
+    four = f"{ROLLOUT}.tensor_model_parallel_size=4"
+    for keys, longest in (([VLLM, four], 50), ([SGLANG], 50), ([], None)):
+        config = prepare_config(PPOConfig, [*sizes, *keys]).config
+        assert config.actor_rollout_ref.rollout.max_model_len == longest
+
+
+def test_the_native_engine_reads_what_others_do_not(base: list[str]) -> None:
+    keys = ("enable_prefix_caching=false", "enforce_eager=true", "kv_cache=paged")
+    graphs = f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"
+    read = prepare_config(PPOConfig, [*base, graphs, *(f"{ROLLOUT}.{key}" for key in keys)])
+    assert read.config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
+    names = [key.partition("=")[0] for key in keys]
+    assert not any(name in note for note in read.notes for name in names)
 
 
 def test_keys_and_values_may_be_kept_on_a_pool_of_its_own(base: list[str]) -> None:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hybridflow.config import PPOConfig
-from hybridflow.config.load import load_config, prepare_config
+from hybridflow.config.load import load_config
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.errors import ConfigError
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 FOUR = ["trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.task.name=arithmetic_chain"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["expert_parallel_size=3"], r"expert_parallel_size=3 does not divide the 4 ranks"),
-        (["expert_parallel_size=4", "fsdp_size=2"], r"does not divide the 2 ranks"),
-        (["expert_parallel_size=4", "tensor_parallel_size=2", "fsdp_size=1"], r"does not divide the 2 ranks"),
-        (["expert_parallel_size=4", "pipeline_parallel_size=2"], r"does not divide the 2 ranks"),
-        (["expert_parallel_size=2", "use_torch_compile=true"], r"cannot be compiled"),
-    ],
-)
-def test_sizes_that_do_not_go_together(keys: list[str], message: str) -> None:
-    given = [*FOUR, "actor_rollout_ref.model.path=x", *(f"{FSDP}.{key}" for key in keys)]
-    with pytest.raises(ConfigError, match=message):
-        prepare_config(PPOConfig, given)
 
 
 def test_ranks_of_experts_are_some_of_those_that_share_the_parameters() -> None:

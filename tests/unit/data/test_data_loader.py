@@ -1,6 +1,4 @@
-"""Order and resume: keyed shuffling, batches, custom and curriculum samplers, reading ahead, states that go
-on exactly.
-"""
+"""Order and resume: keyed shuffling, batches, samplers, reading ahead, states that go on exactly."""
 
 from __future__ import annotations
 

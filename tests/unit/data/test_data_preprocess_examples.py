@@ -1,6 +1,4 @@
-"""The preparation scripts on a small local folder: what they write can be trained on, and what is wrong is
-said.
-"""
+"""The preparation scripts on a local folder: their rows can be trained on, and mistakes are said."""
 
 from __future__ import annotations
 
@@ -55,15 +53,13 @@ def test_gsm8k_from_a_local_folder(tmp_path: Path, characters: PreTrainedTokeniz
     for name in ("train.parquet", "test.parquet"):
         assert (tmp_path / "there/gsm8k" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     refused = run("gsm8k.py", *words, "--hdfs_dir", "nowhere://a")
-    assert (
-        refused.returncode == 1 and "is written, but not copied to --hdfs_dir nowhere://a" in refused.stderr
-    )
+    assert refused.returncode == 1
+    assert "is written, but not copied to --hdfs_dir nowhere://a" in refused.stderr
     dataset = PromptDataset(load_rows(str(tmp_path / "out" / "train.parquet")), characters, DataConfig())
     assert [item.row["reward_model"]["ground_truth"] for item in dataset] == ["1234", "-7"]
     assert [item.index for item in dataset] == [0, 1] and dataset[0].row["extra_info"]["split"] == "train"
-    assert dataset[0].row["data_source"] == "openai/gsm8k" and "How many?" in characters.decode(
-        dataset[0].prompt_token_ids
-    )
+    assert dataset[0].row["data_source"] == "openai/gsm8k"
+    assert "How many?" in characters.decode(dataset[0].prompt_token_ids)
 
 
 def test_geometry_has_its_pictures(tmp_path: Path) -> None:
@@ -164,9 +160,8 @@ def test_rows_of_agents_from_local_folders(tmp_path: Path, characters: PreTraine
         row = written[script][0]
         assert row.get("agent_name") == agent and row["data_source"] == "openai/gsm8k"
         create = row["extra_info"]["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"]
-        assert (
-            create == {"ground_truth": "1234"} and row["extra_info"]["interaction_kwargs"]["name"] == "gsm8k"
-        )
+        assert create == {"ground_truth": "1234"}
+        assert row["extra_info"]["interaction_kwargs"]["name"] == "gsm8k"
     train, test = written["dapo_math.py"]
     assert train["reward_model"]["ground_truth"] == "34" and test["reward_model"]["ground_truth"] == "7"
     assert train["raw_prompt"][0]["content"].startswith("Find x.\n\nAnd y.\n\nPut the final answer")

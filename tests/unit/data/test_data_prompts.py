@@ -99,10 +99,8 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
     ]
     assert [item.row["data_source"] for item in dataset] == ["data", "data"]
     assert [item.index for item in dataset] == [0, 1]
-    assert (
-        caplog.text.count("the column answer is the ground truth") == 1
-        and caplog.text.count("data.reward_fn_key") == 1
-    )
+    assert caplog.text.count("the column answer is the ground truth") == 1
+    assert caplog.text.count("data.reward_fn_key") == 1
     warned = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert not [message for message in warned if "has no column" in message], "a layout that works"
 
@@ -172,10 +170,8 @@ def test_rows_that_fail_are_counted_and_shown(
     with caplog.at_level(logging.WARNING):
         dataset = PromptDataset(rows, characters, DataConfig())
     assert len(dataset) == 2 and dataset.report.num_failed == 4
-    assert (
-        "4 of 6 rows" in caplog.text
-        and "row 1: TypeError: message 0 (user) has content of type int" in caplog.text
-    )
+    assert "4 of 6 rows" in caplog.text
+    assert "row 1: TypeError: message 0 (user) has content of type int" in caplog.text
     assert [characters.decode(item.prompt_token_ids)[17:21] for item in dataset] == ["good", "also"]
 
 
@@ -221,10 +217,8 @@ def test_pad_token_from_end_token(
     ).save_pretrained(tmp_path / "a")
     with caplog.at_level(logging.INFO):
         tokenizer = load_tokenizer(tmp_path / "a")
-    assert (
-        tokenizer.pad_token_id == tokenizer.eos_token_id == 3
-        and caplog.text.count("padding with its end token") == 1
-    )
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 3
+    assert caplog.text.count("padding with its end token") == 1
     PreTrainedTokenizerFast(tokenizer_object=characters.backend_tokenizer).save_pretrained(tmp_path / "b")
     with pytest.raises(ModelError, match="neither a pad token nor an end token"):
         load_tokenizer(tmp_path / "b")

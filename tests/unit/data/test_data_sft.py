@@ -209,11 +209,9 @@ def test_nothing_left_to_learn_is_counted(
 def test_bad_rows_are_counted(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"messages": "text"}, {"messages": []}]
     dataset = SFTDataset(rows, characters, SFTDataConfig())
-    assert (
-        len(dataset) == 1
-        and "3 of 4 rows" in caplog.text
-        and "no message has the role assistant" in caplog.text
-    )
+    assert len(dataset) == 1
+    assert "3 of 4 rows" in caplog.text
+    assert "no message has the role assistant" in caplog.text
 
 
 def test_generation_and_supervised_training_see_the_same_tokens() -> None:

@@ -119,13 +119,10 @@ def test_reasoning_gym_rows_and_scores() -> None:
     )
     rows = task.rows("train", 30)
     assert rows == task.rows("train", 30) and len(rows) == 30
-    assert (
-        rows[0]["data_source"] == "reasoning_gym:chain_sum" and rows[0]["prompt"][0]["content"] == "Be brief."
-    )
-    assert (
-        score(rows[0], rows[0]["reward_model"]["ground_truth"]) == 1.0
-        and score(rows[0], "no number at all") < 0.2
-    )
+    assert rows[0]["data_source"] == "reasoning_gym:chain_sum"
+    assert rows[0]["prompt"][0]["content"] == "Be brief."
+    assert score(rows[0], rows[0]["reward_model"]["ground_truth"]) == 1.0
+    assert score(rows[0], "no number at all") < 0.2
 
 
 def test_reasoning_gym_verifier_that_compares_tuples() -> None:

@@ -1,6 +1,4 @@
-"""The layout of a model over ranks: what its numbers mean, which of them do not go together, and which rank
-answers for which rows.
-"""
+"""The layout of a model over ranks: its numbers, what does not go together, and who has which rows."""
 
 from __future__ import annotations
 

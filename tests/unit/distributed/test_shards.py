@@ -16,10 +16,8 @@ def test_a_piece_that_rests_on_the_cpu_stays_there() -> None:
     parameter = DTensor(torch.zeros(4, 2), spec, requires_grad=False)
     part = torch.arange(8.0, dtype=torch.bfloat16).view(4, 2)
     placed = placed_like(part, parameter)
-    assert (
-        isinstance(placed, DTensor)
-        and placed.placements == parameter.placements
-        and placed.dtype == torch.bfloat16
-    )
+    assert isinstance(placed, DTensor)
+    assert placed.placements == parameter.placements
+    assert placed.dtype == torch.bfloat16
     assert local(placed).device.type == "cpu" and local(placed).data_ptr() == part.data_ptr()
     assert own_slices(placed) == (slice(0, 4), slice(0, 2))

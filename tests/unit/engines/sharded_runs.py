@@ -1,6 +1,4 @@
-"""The same training on one rank and on two: what is built, what it is fed, and what comes back to be
-compared.
-"""
+"""The same training on one rank and on two: what is built, what it is fed, and what comes back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What one layout has saved, every other loads: the same bits, the same loss of the next step, one folder,
-the same weights in generation.
-"""
+"""What one layout has saved every other loads: the same bits, next step, folder and generation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A mini-batch's loss, gradients and step do not depend on how it is cut, padded or ordered (float64: to
-1e-10). Every engine.
-"""
+"""A step does not depend on how a mini-batch is cut, padded or ordered, to 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -153,9 +151,9 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
         together = tested.forward(rows, ask, limits)
         sampled = rows.batch["response_mask"]
         for key, values in together.items():
-            assert (
-                values.dtype == torch.float64 and values.shape == sampled.shape and not values.requires_grad
-            )
+            assert values.dtype == torch.float64
+            assert values.shape == sampled.shape
+            assert not values.requires_grad
             assert not values[~sampled].any() and values[sampled].abs().min() > 0
             alone = torch.cat(
                 [tested.forward(rows.select_idxs([row]), ask, WHOLE)[key] for row in range(len(rows))]

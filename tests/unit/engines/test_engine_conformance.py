@@ -1,6 +1,4 @@
-"""What every training engine owes the workers. An engine joins by one line in `engine_zoo.ENGINES`; the tests
-know nothing else of it.
-"""
+"""What every training engine owes the workers; one joins by a line in `engine_zoo.ENGINES`."""
 
 from __future__ import annotations
 
@@ -122,9 +120,8 @@ def test_groups_are_kept_in_one_forward(make: EngineMaker, limits: BatchLimits, 
 
     def noting(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         seen.append(micro.batch["group_ids"].tolist())
-        assert int(micro.batch["attention_mask"].sum()) <= limits.max_tokens and len(micro) <= (
-            limits.max_rows or 7
-        )
+        assert int(micro.batch["attention_mask"].sum()) <= limits.max_tokens
+        assert len(micro) <= (limits.max_rows or 7)
         return loss(outputs, micro)
 
     make(tiny_policy(), OPTIM).train_mini_batch(batch, LOG_PROBS, noting, limits)
@@ -172,9 +169,8 @@ def test_forward_leaves_no_gradient_and_no_trace(make: EngineMaker) -> None:
     module = tiny_policy()
     engine, before = make(module, OPTIM), weights(module)
     engine.forward(training_rows(), LOG_PROBS, WHOLE)
-    assert all(parameter.grad is None for parameter in module.parameters()) and same_weights(
-        weights(module), before
-    )
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert same_weights(weights(module), before)
 
 
 def test_rows_without_a_response_are_carried_along(make: EngineMaker) -> None:
@@ -247,7 +243,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(
     assert (metrics["actor/num_updates"], metrics["actor/num_skipped_steps"]) == (
         0.0,
         1.0,
-    ) and "actor/grad_norm" not in metrics
+    )
+    assert "actor/grad_norm" not in metrics
     (folder,) = folders(tmp_path / "nonfinite")
     kept = DataProto.load_from_disk(folder)
     assert torch.equal(kept.batch["input_ids"], rows.batch["input_ids"])
@@ -370,9 +367,7 @@ def test_a_loaded_state_goes_on_to_the_bit(make: EngineMaker, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_a_state_can_be_loaded(make: EngineMaker, dtype: torch.dtype) -> None:
-    """`checkpoint.load_contents` chooses; a model taken alone must not be undone by masters that are left
-    from before.
-    """
+    """`load_contents` chooses; masters left from before must not undo a model that is taken alone."""
     rows = training_rows(dtype=torch.float32)
     first = make(tiny_policy(dtype, seed=7), OPTIM)
     step(first, rows)

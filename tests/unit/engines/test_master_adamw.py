@@ -82,9 +82,9 @@ def test_bfloat16_adds_gradients_up_in_float32() -> None:
             exact[name] = exact.get(name, torch.zeros(())) + gradient.float()
         net(x).sum().backward()
     for name, master in optimizer.masters.items():
-        assert (
-            master.dtype == torch.float32 and master.grad is not None and master.grad.dtype == torch.float32
-        )
+        assert master.dtype == torch.float32
+        assert master.grad is not None
+        assert master.grad.dtype == torch.float32
         assert torch.equal(master.grad, exact[name])
     assert all(parameter.grad is None for parameter in net.parameters())
     norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()

@@ -134,9 +134,8 @@ def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
         engine.train_mini_batch(batch, ask(run), noting, run.limits)
         assert where == {"masters": "cpu", "moments": "cpu"}
     assert at["step"] == [{"masters": "meta", "moments": "meta"}] * 2
-    assert len(at["backward"]) > 2 and all(
-        each == {"masters": "meta", "moments": "cpu"} for each in at["backward"]
-    )
+    assert len(at["backward"]) > 2
+    assert all(each == {"masters": "meta", "moments": "cpu"} for each in at["backward"])
 
 
 def moments_of(optimizer: MasterAdamW) -> set[str]:

@@ -33,9 +33,7 @@ def gathered(state: Any) -> Any:
 
 
 def visit(rank: int, run: Run, world_size: int, load: str | None, save: str | None) -> dict[str, Any]:
-    """Build, load, train where nothing was loaded, save, and take a step: what the state was, and the step's
-    loss on this rank.
-    """
+    """Build, load or train, save, and take a step; return the state and the step's loss on this rank."""
     engine = build(run, world_size)
     worker = StatefulWorker(engine)
     if load is None:
@@ -86,9 +84,8 @@ def test_from_two_to_one_and_back(
     back = two_ranks.run(visit, run, 2, str(tmp_path / "one"), None)
     for other in (at_one, *back):
         assert_same(other["state"], at_two[0]["state"])
-    assert at_one["state"]["scheduler"]["num_steps"] == 1 and any(
-        entry["exp_avg"].any() for entry in at_one["state"]["optimizer"].values()
-    )
+    assert at_one["state"]["scheduler"]["num_steps"] == 1
+    assert any(entry["exp_avg"].any() for entry in at_one["state"]["optimizer"].values())
     narrow = run.model.get("dtype") == "bfloat16"
     leaders = 1 if run.sizes.get("tensor") else 2
     losses = [sum(rank["loss"] for rank in ranks[:leaders]) for ranks in (at_two, [at_one], back)]

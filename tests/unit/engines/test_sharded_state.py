@@ -1,6 +1,4 @@
-"""The state of a sharded engine, the guard that all ranks share, and what ranks agree on before they
-compute.
-"""
+"""The state of a sharded engine, the guard of all ranks, and what they agree on beforehand."""
 
 from __future__ import annotations
 
@@ -119,9 +117,8 @@ def test_states_of_one_rank_and_of_two_fit_each_other(two_ranks: Ranks, folder: 
     state = copied(one.state_dict())
     step(one, everyone)
     ranks = two_ranks.run(take_over, run, state)
-    assert ranks[0]["zero"] and ranks[0]["names"] == {
-        name: sorted(entry) for name, entry in state["optimizer"].items()
-    }
+    assert ranks[0]["zero"]
+    assert ranks[0]["names"] == {name: sorted(entry) for name, entry in state["optimizer"].items()}
     bound = 2e-6 if dtype == "float32" else 0.02
     for name, tensor in weights_of(one).items():
         assert (ranks[0]["weights"][name].float() - tensor.float()).abs().max() < bound, name
@@ -150,9 +147,8 @@ def refuse(rank: int, run: Run) -> list[str]:
 
 def test_states_that_do_not_fit_are_refused(two_ranks: Ranks, folder: str) -> None:
     for said in two_ranks.run(refuse, Run(folder)):
-        assert (
-            "'odd'" in said[0] and "hf.model.norm.weight is (2,) in the checkpoint and (32,) here" in said[1]
-        )
+        assert "'odd'" in said[0]
+        assert "hf.model.norm.weight is (2,) in the checkpoint and (32,) here" in said[1]
 
 
 def poison(rank: int, run: Run, dump: str, bad_rank: int) -> dict[str, Any]:
@@ -186,16 +182,12 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(
 ) -> None:
     run = Run(folder, sizes=sizes, deal=(tuple(range(7)),) if sizes else EVEN)
     first, second = two_ranks.run(poison, run, str(tmp_path / "rows"), 0 if sizes else 1)
-    assert (
-        first["same"]
-        and second["same"]
-        and "3 in a row" in first["error"]
-        and "3 in a row" in second["error"]
-    )
-    assert (
-        first["metrics"]["actor/num_skipped_steps"] == 1.0
-        and "actor/num_skipped_steps" not in second["metrics"]
-    )
+    assert first["same"]
+    assert second["same"]
+    assert "3 in a row" in first["error"]
+    assert "3 in a row" in second["error"]
+    assert first["metrics"]["actor/num_skipped_steps"] == 1.0
+    assert "actor/num_skipped_steps" not in second["metrics"]
     names = [path.name for path in folders(tmp_path / "rows")]
     assert [name for name in names if "_1_" in name] == [
         f"actor_after_update_0_1_rank{rank}" for rank in ((0,) if sizes else (0, 1))

@@ -1,6 +1,4 @@
-"""What `hybridflow config --explain` says of processes, rows and memory is what the run will do: counted by
-hand, and held by engines.
-"""
+"""What `config --explain` says of processes, rows and memory is what the run will do."""
 
 from __future__ import annotations
 
@@ -73,10 +71,8 @@ def whole(tiny: Path) -> int:
 def test_one_process(tiny: Path) -> None:
     said, count = shown(tiny), whole(tiny)
     assert said["processes"] == "1" and "worker processes" not in said
-    assert (
-        said["memory, actor: weights"] == format_bytes(4 * count)
-        and "memory, actor: float32 masters" not in said
-    )
+    assert said["memory, actor: weights"] == format_bytes(4 * count)
+    assert "memory, actor: float32 masters" not in said
     assert said["memory, actor: Adam moments"] == format_bytes(8 * count)
     assert said["memory, KV cache, at most"] == format_bytes(256 * 256 * (2 * LAYERS + 1) * KV * HEAD * 4)
     # 16 × 4 rows, 1024 // 256 = 4 rows at a time
@@ -174,10 +170,8 @@ def test_masters_and_other_roles(tiny: Path) -> None:
     said = shown(
         tiny, "algorithm.adv_estimator=on_policy_distillation", f"distillation.teacher_model.path='{tiny}'"
     )
-    assert (
-        said["memory, teacher: weights"] == format_bytes(4 * count)
-        and "memory, reference: weights" not in said
-    )
+    assert said["memory, teacher: weights"] == format_bytes(4 * count)
+    assert "memory, reference: weights" not in said
     said = shown(tiny, "algorithm.adv_estimator=prime")
     assert said["memory, process reward model: Adam moments"] == format_bytes(8 * count)
     # 64 × 4 rows, 4 at a time
@@ -196,9 +190,8 @@ def test_lora_trains_little_and_has_no_second_model(tiny: Path) -> None:
     said = shown(
         tiny, *lora, "trainer.resource_pools={train: [2], held: [1]}", "trainer.placement={reference: held}"
     )
-    assert "reference is" not in said and said[
-        "memory of each process of held, reference: weights"
-    ] == format_bytes(4 * whole(tiny))
+    assert "reference is" not in said
+    assert said["memory of each process of held, reference: weights"] == format_bytes(4 * whole(tiny))
 
 
 def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
@@ -214,14 +207,10 @@ def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
         "4 processes",
         "2 processes",
     )
-    assert (
-        said["actor is spread over"] == "4 ranks (shards 4)"
-        and said["generation on pool made"] == "1 × 2 processes"
-    )
-    assert (
-        said["responses generated per process, about"] == "256"
-        and said["actor rows per process and mini-batch, about"] == "16"
-    )
+    assert said["actor is spread over"] == "4 ranks (shards 4)"
+    assert said["generation on pool made"] == "1 × 2 processes"
+    assert said["responses generated per process, about"] == "256"
+    assert said["actor rows per process and mini-batch, about"] == "16"
     assert said["actor micro-batches per mini-batch, at most"] == "4"
     assert said["memory of each process of train, actor: weights"] == format_bytes(whole(tiny))
     assert said["memory of each process of made, KV cache, at most"] == format_bytes(
@@ -231,10 +220,8 @@ def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
     said = shown(
         tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     )
-    assert (
-        said["actor rows per process and mini-batch, about"] == "32"
-        and said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"
-    )
+    assert said["actor rows per process and mini-batch, about"] == "32"
+    assert said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
         shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4")
 
@@ -243,10 +230,8 @@ def test_offload_empties_the_device_and_moves_nothing_on_a_cpu(tiny: Path) -> No
     keys = [f"actor_rollout_ref.actor.fsdp_config.{name}_offload=true" for name in ("param", "optimizer")]
     plain, moved = shown(tiny, "trainer.device=cuda"), shown(tiny, "trainer.device=cuda", *keys)
     assert plain["memory, actor: weights"] == moved["memory, actor: weights"]
-    assert (
-        moved["CPU memory, offloaded"] == format_bytes((2 + 4 + 8) * whole(tiny))
-        and "CPU memory, offloaded" not in plain
-    )
+    assert moved["CPU memory, offloaded"] == format_bytes((2 + 4 + 8) * whole(tiny))
+    assert "CPU memory, offloaded" not in plain
     assert "CPU memory, offloaded" not in shown(tiny, *keys, "trainer.device=cpu")
 
 
@@ -258,10 +243,8 @@ def test_a_supervised_run(tiny: Path) -> None:
         "model.lora_rank=4",
     ]
     said = {line.label: line.value for line in explain_run(prepare_config(SFTConfig, keys).config)}
-    assert (
-        said["SFT rows per process and mini-batch, about"] == "128"
-        and said["SFT micro-batches per mini-batch, at most"] == "16"
-    )
+    assert said["SFT rows per process and mini-batch, about"] == "128"
+    assert said["SFT micro-batches per mini-batch, at most"] == "16"
     assert said["memory of each process, model: Adam moments"] == format_bytes(4 * LORA)
 
 

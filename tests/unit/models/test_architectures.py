@@ -92,9 +92,7 @@ def test_values_start_at_zero_and_learn() -> None:
 
 
 def test_probe_in_bfloat16_allows_for_rounding_and_finds_a_difference() -> None:
-    """Logits as large as those of a trained model: the worst of them is off by more than 0.3 through rounding
-    alone.
-    """
+    """Logits as large as a trained model's: rounding alone moves the worst by more than 0.3."""
     policy = PolicyModel(tiny_hf("llama", torch.bfloat16))
     policy.head.weight.data.mul_(2.0)
     rows = _rows(policy)

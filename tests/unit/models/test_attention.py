@@ -1,6 +1,4 @@
-"""The attention function itself: what it refuses, how rows are put into buckets, and plain maths in
-float64.
-"""
+"""The attention function: what it refuses, how rows are bucketed, and plain maths in float64."""
 
 from __future__ import annotations
 

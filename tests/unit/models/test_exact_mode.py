@@ -194,12 +194,10 @@ def test_the_self_check_names_the_first_token_of_a_model_that_mixes_rows() -> No
 
     policy.hf.model.layers[0].mlp.register_forward_hook(mix)
     reason = choose_exact_mode(NativeEngine(policy, eos_token_ids=(2,)), policy, longest=64, temperature=1.0)
-    assert (
-        isinstance(reason, str)
-        and "LlamaForCausalLM" in reason
-        and "token" in reason
-        and "log-prob" in reason
-    )
+    assert isinstance(reason, str)
+    assert "LlamaForCausalLM" in reason
+    assert "token" in reason
+    assert "log-prob" in reason
 
 
 def test_half_precision_is_refused() -> None:

@@ -1,6 +1,4 @@
-"""A sharded model on two ranks, with adapters and without, becomes a folder that transformers reads; adapters
-under FSDP2.
-"""
+"""A sharded model on two ranks, with adapters and without, becomes a folder for transformers."""
 
 from __future__ import annotations
 
@@ -70,9 +68,8 @@ def test_transformers_reads_what_two_ranks_write(
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 1 if max_file_bytes == 2**30 else len(files) >= 3
     names = [name for path in files for name in safe_open(path, "pt").keys()]  # noqa: SIM118
-    assert len(names) == len(set(names)) and ("lm_head.weight" in names) == (kind != "qwen2"), (
-        "tied weights are written once"
-    )
+    assert len(names) == len(set(names)), "tied weights are written once"
+    assert ("lm_head.weight" in names) == (kind != "qwen2"), "tied weights are written once"
     assert any("experts.3.gate_proj" in name for name in names) == (kind == "qwen3_moe"), (
         "experts are named as in its files elsewhere"
     )

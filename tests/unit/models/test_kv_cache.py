@@ -42,9 +42,8 @@ def test_spans_are_stored_one_after_the_other() -> None:
 def test_moving_and_copying_take_slots_up_to_a_length() -> None:
     cache, before = filled(), filled()
     cache.move([4, 3], [0, 2])
-    assert torch.equal(cache.keys[0][0], before.keys[0][4]) and torch.equal(
-        cache.values[3][2], before.values[3][3]
-    )
+    assert torch.equal(cache.keys[0][0], before.keys[0][4])
+    assert torch.equal(cache.values[3][2], before.values[3][3])
     assert torch.equal(cache.values[3][1], before.values[3][1])
     cache.move([1, 3], [3, 0])  # a row may be source and destination
     assert torch.equal(cache.values[3][3], before.values[3][1])
@@ -118,20 +117,15 @@ def test_sizes_change_within_the_memory_that_is_there() -> None:
     for capacity in (20, 9, 17):
         cache.resize(5, capacity, rows=4, length=min(7, capacity))
         assert all(x.is_contiguous() for x in (*cache.keys.values(), *cache.values.values()))
-        assert (
-            torch.equal(cache.keys[0][:4, :, :7], before.keys[0][:4, :, :7])
-            and not cache.keys[0][:4, :, 7:].any()
-        )
-        assert (
-            torch.equal(cache.values[3][:4, :, :7], before.values[3][:4, :, :7])
-            and not cache.values[3][:4, :, 7:].any()
-        )
+        assert torch.equal(cache.keys[0][:4, :, :7], before.keys[0][:4, :, :7])
+        assert not cache.keys[0][:4, :, 7:].any()
+        assert torch.equal(cache.values[3][:4, :, :7], before.values[3][:4, :, :7])
+        assert not cache.values[3][:4, :, 7:].any()
     assert cache.nbytes == 100 * bytes_per_token(SHAPES)  # and one spare piece of each size
     pieces = [x.data_ptr() for x in (*cache.keys.values(), *cache.values.values())]
     cache.resize(10, 10)
-    assert cache.nbytes == 100 * bytes_per_token(SHAPES) and pieces == [
-        x.data_ptr() for x in (*cache.keys.values(), *cache.values.values())
-    ]
+    assert cache.nbytes == 100 * bytes_per_token(SHAPES)
+    assert pieces == [x.data_ptr() for x in (*cache.keys.values(), *cache.values.values())]
     cache.resize(10, 11)
     assert cache.room == 110 and cache.nbytes == 110 * sum(shape.bytes_per_token for shape in SHAPES.values())
 

@@ -1,6 +1,4 @@
-"""`use_liger`: which model gets other kernels, and where it is refused. A stand-in plays the package, whose
-kernels need CUDA.
-"""
+"""`use_liger`: which model gets other kernels, and where it is refused, with a stand-in package."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def never(*args: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A package `liger_kernel` that patches as the real one does: the instance, and names of the
-    architecture's module.
-    """
+    """A package `liger_kernel` that patches as the real one does: instance and names of the module."""
     asked: dict[str, Any] = {}
 
     def apply(model: PreTrainedModel, **options: Any) -> None:
@@ -79,9 +75,8 @@ def test_a_model_is_patched_and_no_other(package: dict[str, Any]) -> None:
     assert package == {"cross_entropy": False, "fused_linear_cross_entropy": False}
     assert has_liger(policy) and not has_liger(plain)
     assert [getattr(modeling_llama, name) for name in NAMES[1:]] == classes
-    assert torch.equal(probe_log_probs(plain), before) and torch.allclose(
-        probe_log_probs(policy), before, atol=1e-5
-    )
+    assert torch.equal(probe_log_probs(plain), before)
+    assert torch.allclose(probe_log_probs(policy), before, atol=1e-5)
 
 
 def test_rotary_positions_are_patched_once_however_many_models_there_are() -> None:

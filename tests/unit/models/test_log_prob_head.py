@@ -82,12 +82,10 @@ def test_without_entropy_and_in_float32() -> None:
     log_probs.sum().backward()
     plain = _inputs()
     _plain(plain[0], plain[1], None, targets, 1.0, LogitTransform())[0].sum().backward()
-    assert (
-        hidden.grad is not None
-        and plain[0].grad is not None
-        and weight.grad is not None
-        and plain[1].grad is not None
-    )
+    assert hidden.grad is not None
+    assert plain[0].grad is not None
+    assert weight.grad is not None
+    assert plain[1].grad is not None
     torch.testing.assert_close(hidden.grad.double(), plain[0].grad, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weight.grad.double(), plain[1].grad, atol=1e-5, rtol=1e-5)
 
@@ -125,9 +123,7 @@ def test_same_function_as_from_logits() -> None:
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
 def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -> None:
-    """In float64 as by a plain softmax, without gradient, and it changes neither the other outputs nor their
-    gradients.
-    """
+    """In float64 as by a plain softmax, without gradient; other outputs and gradients stay."""
     transform, results = LogitTransform(0.5, 3.0), []
     for asked in (True, False):
         hidden, weight, bias, targets = _inputs()
@@ -145,9 +141,8 @@ def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -
         assert out.sum_pi_squared is not None and not out.sum_pi_squared.requires_grad
         torch.testing.assert_close(out.sum_pi_squared, p.square().sum(-1), atol=1e-14, rtol=1e-12)
     (with_it, *ours), (without, *theirs) = results
-    assert torch.equal(with_it.log_probs, without.log_probs) and (with_it.entropy is None) == (
-        not with_entropy
-    )
+    assert torch.equal(with_it.log_probs, without.log_probs)
+    assert (with_it.entropy is None) == (not with_entropy)
     assert with_it.entropy is None or torch.equal(with_it.entropy, without.entropy)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -155,9 +150,9 @@ def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -
 def test_sum_of_squared_probabilities_in_bfloat16_is_float32() -> None:
     hidden, weight, bias, targets = _inputs(torch.bfloat16)
     out = token_log_probs(hidden, weight, bias, targets, with_sum_pi_squared=True)
-    assert (
-        out.entropy is None and out.sum_pi_squared is not None and out.sum_pi_squared.dtype == torch.float32
-    )
+    assert out.entropy is None
+    assert out.sum_pi_squared is not None
+    assert out.sum_pi_squared.dtype == torch.float32
     assert bool((out.sum_pi_squared > 1 / V).all()) and bool((out.sum_pi_squared <= 1).all())
 
 

@@ -1,6 +1,4 @@
-"""Adapters: which layers, the same first values everywhere, off for the reference, folded and in peft's
-format for everyone else.
-"""
+"""Adapters: which layers, equal first values, off for the reference, folded, and in peft's format."""
 
 from __future__ import annotations
 
@@ -125,10 +123,8 @@ def test_which_layers(folder: Path, settings: dict[str, object], wanted: int) ->
     policy = build_policy(folder, device="cpu", probe=False)
     add_lora(policy, LoraSettings(2, **settings))  # type: ignore[arg-type]
     assert len(adapted_layers(policy)) == wanted
-    assert (
-        saved_names(policy) == {name for name in policy.state_dict() if is_adapter(name)}
-        and len(saved_names(policy) or ()) == 2 * wanted
-    )
+    assert saved_names(policy) == {name for name in policy.state_dict() if is_adapter(name)}
+    assert len(saved_names(policy) or ()) == 2 * wanted
     value = ValueModel(build_policy(folder, device="cpu", probe=False).hf)
     add_lora(value, LoraSettings(2, **settings))  # type: ignore[arg-type]
     assert set(adapted_layers(value)) == set(adapted_layers(policy)), (
@@ -178,9 +174,8 @@ def test_on_meta_first_and_the_dtype(folder: Path) -> None:
     later.to_empty(device="cpu")
     init_lora(later, SETTINGS)
     own, wanted = later.state_dict(), policy.state_dict()
-    assert own.keys() == wanted.keys() and all(
-        own[name].equal(wanted[name]) for name in saved_names(later) or ()
-    )
+    assert own.keys() == wanted.keys()
+    assert all(own[name].equal(wanted[name]) for name in saved_names(later) or ())
 
 
 def test_gradients_are_those_without_checkpointing(folder: Path) -> None:

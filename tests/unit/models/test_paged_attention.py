@@ -1,6 +1,4 @@
-"""The kernel that reads blocks: how it is called, by the real signature and by an attention that keeps the
-same contract.
-"""
+"""The kernel that reads blocks, by its real signature and by an attention of the same contract."""
 
 from __future__ import annotations
 
@@ -39,9 +37,8 @@ def reference(
     """What torch says of `varlen_attn`, a row at a time: key and value are blocks [pages, tokens, KV, D]."""
     assert block_table is not None and seqused_k is not None and cu_seq_k is not None
     assert {x.dtype for x in (cu_seq_q, cu_seq_k, seqused_k, block_table)} == {torch.int32}
-    assert cu_seq_q.shape == cu_seq_k.shape == (len(seqused_k) + 1,) and block_table.shape[0] == len(
-        seqused_k
-    )
+    assert cu_seq_q.shape == cu_seq_k.shape == (len(seqused_k) + 1,)
+    assert block_table.shape[0] == len(seqused_k)
     assert block_table.stride(-1) == 1 and key.is_contiguous() and query.dim() == 3
     assert enable_gqa == (query.shape[1] != key.shape[2])
     out = torch.empty_like(query)
@@ -115,9 +112,8 @@ def test_blocks_that_only_wiped_slots_share_are_wiped_too() -> None:
     shared = cache.blocks[0][0]
     assert cache.blocks[1] == cache.blocks[2] == [shared]
     cache.wipe([0, 1])
-    assert not cache.keys[0][[0, cache.blocks[0][1]]].any() and cache.keys[0][shared].isnan().all(), (
-        "slot 2 has it, too"
-    )
+    assert not cache.keys[0][[0, cache.blocks[0][1]]].any(), "slot 2 has it, too"
+    assert cache.keys[0][shared].isnan().all(), "slot 2 has it, too"
     cache.wipe([0, 1, 2])
     assert not cache.keys[0][shared].any() and not cache.values[0][shared].any()
 

@@ -1,6 +1,4 @@
-"""Models whose sequences are cut among ranks: the same outputs, and gradients that sum to the uncut
-model's.
-"""
+"""Sequences cut among ranks: the uncut model's outputs, and gradients that sum to its own."""
 
 from __future__ import annotations
 

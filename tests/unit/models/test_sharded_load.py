@@ -1,6 +1,4 @@
-"""Models built without memory and filled from the files slice by slice: the same model that is loaded whole,
-and the same refusals.
-"""
+"""Models filled from files slice by slice: those that are loaded whole, and the same refusals."""
 
 from __future__ import annotations
 
@@ -39,9 +37,8 @@ def load(
     path: Path, kind: Any = "policy", dtype: torch.dtype = torch.float32, **settings: Any
 ) -> PolicyModel | ValueModel:
     meta = meta_model(kind, path, dtype=dtype, **settings)
-    assert all(parameter.is_meta for parameter in meta.module.parameters()) and not any(
-        b.is_meta for b in meta.module.buffers()
-    )
+    assert all(parameter.is_meta for parameter in meta.module.parameters())
+    assert not any(b.is_meta for b in meta.module.buffers())
     materialise(meta.module, CPU, CPU)
     load_weights(meta)
     return meta.module
@@ -95,9 +92,9 @@ def test_end_tokens_and_switches_are_read(tmp_path: Path) -> None:
     hf.config.save_pretrained(folder)
     policy = load(folder, gradient_checkpointing=True)
     assert isinstance(policy, PolicyModel) and policy.hf.generation_config.eos_token_id == [2, 5]
-    assert (
-        policy.config.attention_dropout == 0.0 and policy.hf.is_gradient_checkpointing and not policy.training
-    )
+    assert policy.config.attention_dropout == 0.0
+    assert policy.hf.is_gradient_checkpointing
+    assert not policy.training
 
 
 def change(folder: Path, target: Path, **weights: Tensor | None) -> Path:
@@ -188,10 +185,8 @@ def test_a_rank_reads_its_own_slices_only(two_ranks: Ranks, tmp_path: Path, seve
     assert (folder / "model.safetensors.index.json").is_file() == several
     total = sum(parameter.numel() for parameter in hf.parameters())
     ranks = two_ranks.run(read_shards, str(folder))
-    assert (
-        all(read == held and right for read, held, right in ranks)
-        and sum(read for read, _, _ in ranks) == total
-    )
+    assert all(read == held and right for read, held, right in ranks)
+    assert sum(read for read, _, _ in ranks) == total
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
@@ -229,9 +224,8 @@ def test_blocks_are_found(model_type: str) -> None:
     hf = tiny_hf(model_type)
     for model in (PolicyModel(hf), ValueModel(hf)):
         blocks = decoder_blocks(model)
-        assert len(blocks) == 2 and sum(
-            p.numel() for block in blocks for p in block.parameters()
-        ) > 0.5 * matrices(hf)
+        assert len(blocks) == 2
+        assert sum(p.numel() for block in blocks for p in block.parameters()) > 0.5 * matrices(hf)
 
 
 def matrices(hf: nn.Module) -> int:
@@ -256,9 +250,8 @@ def test_compiled_blocks_keep_names_and_values(monkeypatch: pytest.MonkeyPatch) 
         found = policy(packed_rows(tiny_rows(lengths))).log_probs
     assert torch.allclose(found, expected, atol=1e-6)
     counters = torch._dynamo.utils.counters
-    assert (
-        counters["frames"]["ok"] == counters["frames"]["total"] > 0 and len(counters["graph_break"]) == 1
-    ), "the attention, nothing else"
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 0, "the attention, nothing else"
+    assert len(counters["graph_break"]) == 1, "the attention, nothing else"
     torch._dynamo.reset()
 
 

@@ -1,6 +1,4 @@
-"""Rows that share their prompt's tokens: the same log-probs and gradients as with a prompt of their own
-each.
-"""
+"""Rows that share a prompt's tokens have the log-probs and gradients of rows that do not."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ def _blocks(model: PolicyModel | ValueModel) -> nn.ModuleList:
 def _cut(
     model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta: bool, experts: bool
 ) -> None:
-    """Tensor parallel, and FSDP on the other dimension; `meta`: placements first, then weights slice by
-    slice.
-    """
+    """Tensor parallel, and FSDP on the other dimension; `meta`: first placements, then weights."""
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     if meta:
@@ -91,9 +89,7 @@ def cut_against_whole(
     dtype: torch.dtype,
     options: dict[str, Any],
 ) -> tuple[float, float, float, int]:
-    """Largest differences of outputs, of gradients, and of gradients between the two ranks; how many
-    gradients there are.
-    """
+    """Largest differences of outputs, of gradients, and between ranks; the number of gradients."""
     wanted, wanted_grads = _gradients(_build(kind, model_type, changes, dtype))
     model = _build(kind, model_type, changes, dtype)
     if options.get("checkpointing"):
@@ -128,9 +124,7 @@ def _check(
     "model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "cohere", "gpt_neox"]
 )
 def test_architectures(two_ranks: Ranks, model_type: str) -> None:
-    """Among them biases, norms of heads, tied embeddings, fused projections that are gathered, soft-caps and
-    windows.
-    """
+    """Among them biases, norms of heads, tied embeddings, fused projections, soft-caps and windows."""
     _check(two_ranks, model_type)
 
 
@@ -175,9 +169,7 @@ def collectives(rank: int, model_type: str) -> tuple[int, int]:
 
 
 def test_two_sums_a_block_each_way(two_ranks: Ranks) -> None:
-    """One after attention and one after the MLP; in the backward pass one before each, not one for each of
-    its five layers.
-    """
+    """After attention and after the MLP, and before each in the backward pass: not one for each layer."""
     assert two_ranks.run(collectives, "llama") == [(4, 4), (4, 4)]
     # and one for each norm of heads, of one head's size
     assert two_ranks.run(collectives, "qwen3") == [(4, 8), (4, 8)]
@@ -195,10 +187,8 @@ def own_sizes(rank: int) -> dict[str, tuple[int, ...]]:
 def test_slices_tell_what_is_cut(two_ranks: Ranks) -> None:
     hf = tiny_hf("llama", **BIASED)
     slices = tensor_slices(hf)
-    assert (
-        slices["model.layers.1.self_attn.k_proj.bias"] == 0
-        and slices["model.layers.0.mlp.down_proj.weight"] == 1
-    )
+    assert slices["model.layers.1.self_attn.k_proj.bias"] == 0
+    assert slices["model.layers.0.mlp.down_proj.weight"] == 1
     assert len(slices) == 2 * (5 * 2 + 2)
     for name, shape in two_ranks.run(own_sizes)[1].items():
         wanted = list(hf.get_parameter(name).shape)

@@ -80,9 +80,8 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     learned = [token for token, keep in zip(told["input_ids"], told["assistant_masks"], strict=True) if keep]
     assert tokenizer.decode(learned) == "10<|im_end|>4 = 4<|im_end|>"
     text = tokenizer.apply_chat_template(long, tokenize=False)
-    assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n") and text.endswith(
-        "4 = 4<|im_end|>\n"
-    )
+    assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
+    assert text.endswith("4 = 4<|im_end|>\n")
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"text": "3 + 4"}}\n</tool_call>'

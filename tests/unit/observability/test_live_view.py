@@ -107,10 +107,8 @@ def test_rollouts_of_a_step_come_once_and_again_when_they_change(tmp_path: Path)
     assert [(part["step"], part["total"]) for part in news["rollouts"]] == [(2, 1)]
     (tmp_path / "samples" / "3.jsonl").write_text('{"score": 1.0}\n{"sco')
     broken = polled(follower, news["cursor"])
-    assert (
-        broken["rollouts"][0]["columns"]["score"] == [1.0]
-        and "samples: 1 lines could not be read." in (broken["notes"])
-    )
+    assert broken["rollouts"][0]["columns"]["score"] == [1.0]
+    assert "samples: 1 lines could not be read." in (broken["notes"])
     (tmp_path / "samples" / "3.jsonl").unlink()
     assert polled(follower, broken["cursor"])["reset"]
 

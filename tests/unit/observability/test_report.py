@@ -221,11 +221,9 @@ def test_samples_are_capped_and_the_page_says_so(tmp_path: Path) -> None:
     assert any("of 100 steps 20 have their texts whole" in note for note in data["notes"])
     assert any(f"first {MAX_ROWS} rows" in note for note in data["notes"])
     (row,) = data["details"]["validation/5"]
-    assert (
-        row["tokens_cut"] == 3
-        and len(row["tokens"]["text"]) == MAX_TOKENS
-        and row["prompt"].endswith(f"{MAX_TEXT + 1} characters in all)")
-    )
+    assert row["tokens_cut"] == 3
+    assert len(row["tokens"]["text"]) == MAX_TOKENS
+    assert row["prompt"].endswith(f"{MAX_TEXT + 1} characters in all)")
 
 
 def test_conversations_are_text_and_cut(tmp_path: Path) -> None:

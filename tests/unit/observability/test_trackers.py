@@ -188,11 +188,9 @@ def test_console_samples_keep_markup_as_text(tmp_path: Path) -> None:
     console = console_of(force_terminal=False)
     row = {"prompt": "[bold]1 + 1", "response": "x" * 500, "ground_truth": 2, "score": 1.0}
     ConsoleTracker(RunInfo(tmp_path), console).log_samples([row], 5)
-    assert (
-        "[bold]1 + 1" in text_of(console)
-        and "(500 characters)" in text_of(console).replace("\n", " ")
-        and "1.00" in text_of(console)
-    )
+    assert "[bold]1 + 1" in text_of(console)
+    assert "(500 characters)" in text_of(console).replace("\n", " ")
+    assert "1.00" in text_of(console)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.44, "8.4s"), (185, "3m 05s"), (7620, "2h 07m")])

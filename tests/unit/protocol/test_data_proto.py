@@ -88,9 +88,10 @@ def test_indexing_rows(item: object, expected: list[int]) -> None:
 
 def test_an_integer_gives_one_row() -> None:
     item = rows(kind="train")[-1]
-    assert (
-        item["x"] == 40 and item["uid"] == "g2" and item.meta_info == {"kind": "train"} and "nope" not in item
-    )
+    assert item["x"] == 40
+    assert item["uid"] == "g2"
+    assert item.meta_info == {"kind": "train"}
+    assert "nope" not in item
 
 
 @pytest.mark.parametrize("item", [5, [0, 5], [True, False], [[0, 1]], [0.5]])
@@ -116,13 +117,11 @@ def test_select_pop_and_rename() -> None:
     chosen = data.select(["x"], [], ["a"])
     assert set(chosen.batch.keys()) == {"x"} and not chosen.non_tensor_batch and chosen.meta_info == {"a": 1}
     popped = data.pop(["m"], ["tags"], ["b"])
-    assert (
-        "m" in popped
-        and "tags" in popped
-        and "m" not in data
-        and "tags" not in data
-        and data.meta_info == {"a": 1}
-    )
+    assert "m" in popped
+    assert "tags" in popped
+    assert "m" not in data
+    assert "tags" not in data
+    assert data.meta_info == {"a": 1}
     data.rename(["x", "uid"], ["y", "group"])
     assert data.batch["y"].tolist() == [0, 10, 20, 30, 40] and "group" in data and "x" not in data
     with pytest.raises(BatchError, match="already there"):
@@ -228,9 +227,8 @@ def test_narrow_loss_mask_only_narrows() -> None:
         torch.tensor([[True, True, True]])
     )
     assert data.batch["loss_mask"].tolist() == [[False, True, False]]
-    assert data.batch["response_mask"] is not data.batch["loss_mask"] and response.tolist() == [
-        [True, True, False]
-    ]
+    assert data.batch["response_mask"] is not data.batch["loss_mask"]
+    assert response.tolist() == [[True, True, False]]
     with pytest.raises(BatchError, match="keep must be bool"):
         data.narrow_loss_mask(torch.ones(1, 3))
 

@@ -45,7 +45,8 @@ def test_rows_are_as_wide_as_the_longest_and_lose_nothing() -> None:
     )
     assert joined.batch["rollout_log_probs"].tolist() == [[-1, 0], [-5, 0], [-1, -2]]
     assert joined.batch["policy_version"].tolist() == [[3, -1], [3, -1], [3, 3]]
-    assert joined.batch["row_id"].tolist() == [1, 2, 5] and list(joined.non_tensor_batch["uid"]) == [
+    assert joined.batch["row_id"].tolist() == [1, 2, 5]
+    assert list(joined.non_tensor_batch["uid"]) == [
         "1",
         "2",
         "5",
@@ -67,9 +68,8 @@ def test_columns_that_a_part_lacks() -> None:
     left = part([[1]], [[2]], acc=[1.0], pred=["7"])
     right = part([[3]], [[4]], share=[0.5])
     joined = join_rows([left, part([], []), right], PAD).non_tensor_batch
-    assert math.isnan(joined["acc"][1]) and joined["acc"][0] == 1.0, (
-        "numbers are missing as NaN, as within a batch"
-    )
+    assert math.isnan(joined["acc"][1]), "numbers are missing as NaN, as within a batch"
+    assert joined["acc"][0] == 1.0, "numbers are missing as NaN, as within a batch"
     assert list(joined["pred"]) == ["7", None] and math.isnan(joined["share"][0])
     assert [sorted(p.non_tensor_batch) for p in with_all_columns([left, right])] == [
         ["acc", "pred", "share", "uid"]

@@ -37,12 +37,10 @@ def test_pack_a_known_case() -> None:
     packed = pack(DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4], [6]], 0)))
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
-    assert (
-        packed.lengths == (4, 2)
-        and packed.prompt_lengths == (2, 1)
-        and packed.shape == (2, 2)
-        and packed.num_tokens == 6
-    )
+    assert packed.lengths == (4, 2)
+    assert packed.prompt_lengths == (2, 1)
+    assert packed.shape == (2, 2)
+    assert packed.num_tokens == 6
     assert packed.targets.tolist() == [3, 4, 6] and packed.predict_index.tolist() == [1, 2, 4]
     assert packed.unpack(torch.tensor([0.5, 1.5, 2.5]), fill=-1.0).tolist() == [[0.5, 1.5], [2.5, -1.0]]
 

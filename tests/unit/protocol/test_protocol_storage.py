@@ -39,17 +39,16 @@ def test_round_trip(tmp_path: Path) -> None:
     back = DataProto.load_from_disk(tmp_path / "new" / "folder")
     for name, tensor in data.batch.items():
         assert torch.equal(back.batch[name], tensor) and back.batch[name].dtype == tensor.dtype
-    assert back.non_tensor_batch["uid"].tolist() == ["é", "b"] and back.non_tensor_batch["n"].tolist() == [
+    assert back.non_tensor_batch["uid"].tolist() == ["é", "b"]
+    assert back.non_tensor_batch["n"].tolist() == [
         1,
         2,
     ]
     assert back.non_tensor_batch["mixed"].tolist() == [None, {"k": [1.5, True]}]
     assert back.non_tensor_batch["array"].tolist() == [[0, 1], 0.5]
-    assert (
-        back.meta_info["step"] == 3
-        and back.meta_info["nested"] == {"x": [1, 2]}
-        and np.isnan(back.meta_info["nan"])
-    )
+    assert back.meta_info["step"] == 3
+    assert back.meta_info["nested"] == {"x": [1, 2]}
+    assert np.isnan(back.meta_info["nan"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The learn table's arithmetic and its memory of what is done, and the pages of the algorithms: no training
-here.
-"""
+"""The learn table's arithmetic, its memory of what is done, and the pages of the algorithms."""
 
 from __future__ import annotations
 
@@ -95,10 +93,8 @@ def test_the_page_names_what_was_outside_the_budget_and_what_is_missing() -> Non
     text = page(
         rows, {"date": "2026-01-01", "command": "c", "machine": "m"}, SETTINGS, ["rloo_0: not run yet"]
     )
-    assert (
-        "greedy accuracy of 0.91 (300 SFT steps)" in text
-        and "2 steps of the critic alone (22 k tokens)" in text
-    )
+    assert "greedy accuracy of 0.91 (300 SFT steps)" in text
+    assert "2 steps of the critic alone (22 k tokens)" in text
     assert "- rloo_0: not run yet" in text and "437,000 tokens" in text
 
 

@@ -18,9 +18,7 @@ from hybridflow.rewards.pool import RateLimit
 
 
 def admissions(config: RewardConfig, count: int, seconds_each: float) -> tuple[list[float], int]:
-    """Return when `count` requests were let through, by a clock that only sleeping moves, and how many were
-    under way at once.
-    """
+    """Return when `count` requests were let through on a clock of sleeps, and the most under way at once."""
     clock = [0.0]
     under_way = [0]
     times: list[float] = []

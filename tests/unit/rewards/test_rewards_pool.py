@@ -1,6 +1,4 @@
-"""Reward functions that misbehave, in workers and in process: counted and survived, or refused with what to
-set.
-"""
+"""Reward functions that misbehave, in workers and in process: counted and survived, or refused."""
 
 from __future__ import annotations
 
@@ -307,18 +305,14 @@ def test_on_error_zero_and_drop_count_and_show_the_first_once(
     assert batch.scores == [2.0, 0.0, 0.0, 1.0]
     errors = {"zero": ["", "", "", ""], "drop": ["", "RewardError", "ZeroDivisionError", ""]}
     assert batch.dropped == errors[on_error]
-    assert (
-        batch.metrics["reward/num_errors"] == 2.0
-        and batch.metrics["reward/num_timeouts"] == 0.0
-        and batch.metrics["reward/num_errors/ZeroDivisionError"] == 1.0
-    )
+    assert batch.metrics["reward/num_errors"] == 2.0
+    assert batch.metrics["reward/num_timeouts"] == 0.0
+    assert batch.metrics["reward/num_errors/ZeroDivisionError"] == 1.0
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert ["returned nan" in record.getMessage() for record in warnings] == [True, False]
-    assert (
-        math.isnan(batch.extras["pid"][0])
-        and batch.extras["main"][0] is None
-        and batch.extras["torch"][3] in (0.0, 1.0)
-    )
+    assert math.isnan(batch.extras["pid"][0])
+    assert batch.extras["main"][0] is None
+    assert batch.extras["torch"][3] in (0.0, 1.0)
 
 
 def test_a_zeroed_row_counts_as_wrong(tmp_path: Path) -> None:

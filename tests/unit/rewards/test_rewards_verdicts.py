@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from verdict_cases import DIFFERENT, EQUAL, IN_DOLLARS, MATH_ONLY, RESPONSES, UNDECIDED
+import yaml
 
 from hybridflow.data.answers.stated import after_answer, last_boxed, unboxed_answer
 from hybridflow.data.answers.verdict import one_spelling, same_answer
@@ -26,6 +27,24 @@ REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "exact_match normalized": (lambda *row: exact_match.compute_score(*row, normalize=True), "{}"),
 }
 """Rewards, each with a response that states an answer."""
+TABLE = yaml.safe_load(Path(__file__).with_name("verdicts.yaml").read_text(encoding="utf-8"))
+
+
+def pairs_of(rows: list[list[str]]) -> list[tuple[str, str]]:
+    """Return each ground truth with each text of its rows."""
+    return [(truth, text) for truth, *texts in rows for text in texts]
+
+
+def judged(block: dict[str, list[list[str]]]) -> list[tuple[str, str, bool]]:
+    """Return ground truth, text and verdict of each pair of a block of the table."""
+    return [(*pair, verdict == "right") for verdict, rows in block.items() for pair in pairs_of(rows)]
+
+
+EQUAL = {kind: pairs_of(rows) for kind, rows in TABLE["equal"].items()}
+DIFFERENT = {kind: pairs_of(rows) for kind, rows in TABLE["different"].items()}
+DIFFERENT["tiny and huge numbers"].append(("1", r"\operatorname{lcm}(" + "1," * 64 + "2)"))
+RESPONSES = {reward: judged(block) for reward, block in TABLE["responses"].items()}
+RESPONSES["math_dapo"].append(("34", "Answer: 34" + " " * 300, False))
 ALIKE = ("math", "math_dapo", "geometry3k")
 """Rewards that judge the same answers."""
 
@@ -48,7 +67,7 @@ def test_answers_between_dollars(reward: str) -> None:
     compute_score, form = REWARDS[reward]
     misjudged = [
         (truth, answer)
-        for truth, answer, right in IN_DOLLARS
+        for truth, answer, right in judged(TABLE["in_dollars"])
         if (compute_score("x", form.format(f"${answer}$"), f"${truth}$")["acc"] == 1.0) != right
     ]
     assert not misjudged
@@ -57,7 +76,7 @@ def test_answers_between_dollars(reward: str) -> None:
 def test_answers_that_only_math_verify_reads() -> None:
     misjudged = [
         (truth, answer)
-        for truth, answer, right in MATH_ONLY
+        for truth, answer, right in judged(TABLE["math_only"])
         if (math.compute_score("x", f"\\boxed{{{answer}}}", truth)["acc"] == 1.0) != right
     ]
     assert not misjudged
@@ -68,7 +87,7 @@ def test_answers_that_only_math_verify_reads() -> None:
 def test_responses(reward: str) -> None:
     misjudged = [
         (response, truth)
-        for response, truth, right in RESPONSES[reward]
+        for truth, response, right in RESPONSES[reward]
         if (REWARDS[reward][0]("x", response, truth)["acc"] == 1.0) != right
     ]
     assert not misjudged
@@ -76,7 +95,7 @@ def test_responses(reward: str) -> None:
 
 def test_the_table_is_large_and_says_nothing_twice() -> None:
     pairs = [pair for table in (EQUAL, DIFFERENT) for rows in table.values() for pair in rows]
-    undecided = [(truth, answer) for truth, answer, _ in UNDECIDED]
+    undecided = [(truth, answer) for truth, answer, _ in TABLE["undecided"]]
     assert len(pairs) > 390 and len(set(pairs)) == len(pairs)
     assert not set(pairs) & set(undecided)
 

@@ -1,6 +1,4 @@
-"""A session without a model: each row says what its script says, a token a step; failures and slowness on
-order.
-"""
+"""A session without a model: each row says its script, a token a step, slowly or failing on order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The table of engines and features: its tests exist, its page is fresh, and what an engine cannot do is
-refused.
-"""
+"""The table of engines and features: its tests exist, its page is fresh, what is lacking is refused."""
 
 from __future__ import annotations
 

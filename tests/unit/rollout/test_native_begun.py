@@ -55,9 +55,7 @@ def random_requests(draw: random.Random) -> list[GenerationRequest]:
 def cut_and_continued(
     engine: NativeEngine, requests: list[GenerationRequest], draw: random.Random
 ) -> tuple[dict[int, GenerationOutput], int]:
-    """All outputs, where requests are aborted at random places and go on in another session, and how many
-    were cut after their first token.
-    """
+    """Outputs of requests aborted at random and continued elsewhere, and the cuts after a first token."""
     outputs: dict[int, GenerationOutput] = {}
     cuts = 0
     waiting = list(requests)

@@ -86,36 +86,6 @@ def test_a_group_is_prefilled_once_however_it_enters(rows: int, budget: int) -> 
         assert output.log_probs == pytest.approx(whole[request_id].log_probs, abs=1e-12)
 
 
-def test_tokens_do_not_depend_on_the_company() -> None:
-    engine = tiny_engine(dtype=torch.float64, max_num_seqs=4)
-    params = [
-        SamplingParams(max_tokens=9),
-        SamplingParams(max_tokens=17, temperature=0.6),
-        SamplingParams(max_tokens=5, greedy=True),
-        SamplingParams(max_tokens=12, top_k=5, top_p=0.8),
-    ]
-    requests = [
-        GenerationRequest(i, Prompt(prompt), params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(8))
-    ]
-    together = run(engine, requests)
-    reversed_order = run(tiny_engine(dtype=torch.float64, max_num_seqs=8), requests[::-1])
-    for request in requests:
-        alone = run(engine, [request])[request.request_id]
-        assert (
-            alone.token_ids
-            == together[request.request_id].token_ids
-            == reversed_order[request.request_id].token_ids
-        )
-
-
-def test_other_seeds_give_other_tokens_and_a_call_repeats_itself() -> None:
-    engine = tiny_engine()
-    requests = requests_for(prompts(1), n=8, max_tokens=10, ignore_eos=True)
-    first, second = run(engine, requests), run(engine, requests)
-    assert first == second
-    assert len({tuple(output.token_ids) for output in first.values()}) == 8
-
-
 def test_samples_follow_the_models_distribution() -> None:
     engine = tiny_engine(max_num_seqs=512)
     prompt = prompts(1)[0]
@@ -132,28 +102,6 @@ def test_samples_follow_the_models_distribution() -> None:
     assert (shares - wanted).abs().max() < 0.03
 
 
-def test_reasons_to_stop() -> None:
-    engine = tiny_engine()
-    token_ids = prompts(20, seed=3)
-    plain = run(engine, requests_for(token_ids, max_tokens=15))
-    assert {output.finish_reason for output in plain.values()} == {"stop", "length"}
-    for output in plain.values():
-        ended = output.token_ids[-1] == EOS
-        assert EOS not in output.token_ids[:-1] and output.finish_reason == ("stop" if ended else "length")
-        assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) and (
-            ended or len(output.token_ids) == 15
-        )
-    longer = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True))
-    assert all(output.finish_reason == "length" and len(output.token_ids) == 15 for output in longer.values())
-    assert all(longer[i].token_ids[: len(plain[i].token_ids)] == plain[i].token_ids for i in plain)
-    third = longer[0].token_ids[2]
-    stopped = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True, stop_token_ids=(third,)))
-    assert (
-        stopped[0].finish_reason == "stop"
-        and stopped[0].token_ids == longer[0].token_ids[: longer[0].token_ids.index(third) + 1]
-    )
-
-
 def test_outputs_come_as_they_finish_and_versions_go_with_the_tokens() -> None:
     engine = tiny_engine()
     engine.set_version(7)
@@ -166,22 +114,6 @@ def test_outputs_come_as_they_finish_and_versions_go_with_the_tokens() -> None:
     engine.set_version(8)
     second, third = stream
     assert second.policy_versions == [7, 7, 8, 8, 8] and third.policy_versions == [7, 7] + [8] * 7
-
-
-def test_bad_requests_fail_alone() -> None:
-    engine = tiny_engine()
-    good = requests_for(prompts(2), max_tokens=6)
-    bad = [
-        GenerationRequest(10, Prompt(()), SamplingParams(6), seed=0),
-        GenerationRequest(11, Prompt((5,) * 125), SamplingParams(6), seed=0),
-        GenerationRequest(12, Prompt((5, VOCABULARY)), SamplingParams(6), seed=0),
-        GenerationRequest(13, Prompt((5,)), SamplingParams(6, stop_token_ids=(-4,)), seed=0),
-    ]
-    outputs = run(engine, [bad[0], good[0], *bad[1:], good[1]])
-    wanted = {10: "empty", 11: "128 positions of the model", 12: "token id 48", 13: "token id -4"}
-    for request_id, text in wanted.items():
-        assert outputs[request_id].finish_reason == "error" and text in (outputs[request_id].error or "")
-    assert {i: outputs[i] for i in (0, 1)} == run(engine, good)
 
 
 def test_random_numbers_are_the_ones_of_the_request() -> None:

@@ -1,6 +1,4 @@
-"""Recorded decode steps, by a recorder that calls the function again and looks that nothing it read has
-moved.
-"""
+"""Recorded decode steps, by a recorder that runs the function again and sees that nothing has moved."""
 
 from __future__ import annotations
 
@@ -405,9 +403,9 @@ def test_what_cannot_be_recorded_is_said_once_and_done_without(
         run(engine, requests)
     lines = [record.getMessage() for record in caplog.records if record.name == graphs.__name__]
     assert len(lines) == 1 and told in lines[0] and "rollout.enforce_eager=true" in lines[0]
-    assert (
-        engine.graphs is not None and engine.graphs.num_graphs == 0 and told in (engine.graphs.problem or "")
-    )
+    assert engine.graphs is not None
+    assert engine.graphs.num_graphs == 0
+    assert told in (engine.graphs.problem or "")
 
 
 class FailsToChoose(Again):
@@ -537,7 +535,8 @@ def test_the_keys_reach_the_engine_which_records_on_cuda_only() -> None:
     engine = tiny_engine()
     config = RolloutConfig(enforce_eager=True, cudagraph_capture_sizes=[2, 3])
     built = build_rollout_engine(config, engine.policy, [2])
-    assert isinstance(built, NativeEngine) and (built.enforce_eager, built.cudagraph_capture_sizes) == (
+    assert isinstance(built, NativeEngine)
+    assert (built.enforce_eager, built.cudagraph_capture_sizes) == (
         True,
         [2, 3],
     )

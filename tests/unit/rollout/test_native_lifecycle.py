@@ -116,9 +116,8 @@ def test_slots_take_all_the_room_where_parts_of_them_are_read_as_fast() -> None:
 
 def test_keys_that_are_attended_over_follow_the_longest_row_alone() -> None:
     capacities = [slot_capacity(length) for length in range(1, 5000)]
-    assert capacities == sorted(capacities) and all(
-        length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1)
-    )
+    assert capacities == sorted(capacities)
+    assert all(length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1))
     assert len(set(capacities)) < 70
 
 
@@ -196,11 +195,9 @@ def test_generation_runs_without_dropout_and_leaves_modes_and_gradients_as_they_
     assert {first.request_id: first, **{output.request_id: output for output in stream}} == wanted
     handle.remove()
     assert seen and not any(seen)
-    assert (
-        engine.policy.training
-        and engine.policy.hf.model.layers[1].training
-        and not engine.policy.hf.model.norm.training
-    )
+    assert engine.policy.training
+    assert engine.policy.hf.model.layers[1].training
+    assert not engine.policy.hf.model.norm.training
     loss = engine.policy.logits(nn.Parameter(torch.ones(1, 1, 32))).sum()
     loss.backward()
     assert engine.policy.head.weight.grad is not None
@@ -240,28 +237,6 @@ def test_aborted_requests_come_back_with_what_they_have() -> None:
     rest = {output.request_id: output.token_ids for output in stream}
     assert rest == {2: whole[2].token_ids, 3: whole[3].token_ids}
     assert engine.abort([2]) == []
-
-
-def test_a_model_that_is_not_finite_gives_errors_not_tokens() -> None:
-    engine = tiny_engine()
-    requests = requests_for(prompts(3))
-    wanted = run(engine, requests)
-    weight = engine.policy.hf.model.layers[0].mlp.down_proj.weight.data
-    saved = weight.clone()
-    weight.fill_(float("nan"))
-    outputs = run(engine, requests)
-    assert all(
-        output.finish_reason == "error" and "not finite" in (output.error or "") and output.token_ids == []
-        for output in outputs.values()
-    )
-    weight.copy_(saved)
-    assert run(engine, requests) == wanted
-
-
-def test_two_requests_may_not_share_an_id() -> None:
-    request = requests_for(prompts(1))[0]
-    with pytest.raises(RolloutError, match="unique"):
-        tiny_engine().generate([request, request])
 
 
 def test_the_configuration_builds_the_engine() -> None:

@@ -17,7 +17,6 @@ from test_native_begun import (
     test_cut_preempted_and_continued_it_has_the_bits_of_an_undisturbed_request,  # noqa: F401
     test_what_was_begun_keeps_its_versions_and_the_rest_has_the_new_one,  # noqa: F401
 )
-from test_native_engine import test_reasons_to_stop  # noqa: F401
 from test_native_paged import (  # noqa: F401
     test_a_prompt_as_long_as_memory_enters_in_pieces_beside_what_is_kept,
     test_exact_mode_gives_the_same_bits,
@@ -27,6 +26,7 @@ from test_native_parameters import (  # noqa: F401
     test_min_tokens_holds_back_every_end,
     test_tokens_log_probs_and_top_log_probs_are_the_slow_ones,
     test_what_a_request_asks_for_changes_no_other_request,
+    test_what_ended_a_response,
 )
 from test_native_session import (  # noqa: F401
     finish,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_models import prompts, requests_for, run, tiny_engine
 from test_native_graphs import Again
-from test_native_session import alone, finish, limit_memory, random_prompt, same
+from test_native_session import alone, finish, limit_memory, random_sequence, same
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
@@ -51,9 +51,8 @@ def assert_counted(cache: PagedCache, kept: list[Any]) -> None:
     for one in kept:
         for block in one.copy.blocks:
             counts[block] += 1
-    assert counts == pool.counts and sorted(pool.free) == [
-        block for block, count in enumerate(counts) if count == 0
-    ]
+    assert counts == pool.counts
+    assert sorted(pool.free) == [block for block, count in enumerate(counts) if count == 0]
     assert pool.size <= cache.max_blocks
 
 
@@ -87,10 +86,8 @@ def test_a_group_has_its_prompt_once() -> None:
     session.add(requests_for([tuple(range(3, 3 + 2 * BLOCK + 5))], n=8, max_tokens=30, ignore_eos=True))
     session.step()
     cache = cache_of(engine)
-    assert (
-        len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1
-        and len({row[2] for row in cache.blocks[:8]}) == 8
-    )
+    assert len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1
+    assert len({row[2] for row in cache.blocks[:8]}) == 8
     assert cache.pool.size - 1 - len(cache.pool.free) == 2 + 8
     session.close()
     assert_all_free(engine)
@@ -121,44 +118,19 @@ def test_short_rows_beside_a_long_one_take_only_what_they_need(monkeypatch: pyte
 def test_random_sequences_lose_no_block(
     kind: str, tokens: int, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = random.Random(11)
     monkeypatch.setattr(kv_cache, "AHEAD", 4)
     oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     engine = paged(kind, block_size=block_size, max_num_seqs=5, max_num_batched_tokens=24)
     limit_memory(engine, tokens, monkeypatch)
     session = engine.open()
     cache = cache_of(engine)
-    known: dict[int, GenerationRequest] = {}
-    outputs: dict[int, GenerationOutput] = {}
-    pool = [random_prompt(draw, length) for length in (18, 30, 50)]
-    made_room = 0
-    while len(known) < 22 or not session.idle:
-        action = draw.random()
-        if action < 0.25 and len(known) < 22:
-            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(
-                draw, draw.choice([0, 3, 11, 40])
-            )
-            for _ in range(draw.choice([1, 1, 3])):
-                sampling = SamplingParams(draw.randrange(1, 30), ignore_eos=draw.random() < 0.7)
-                known[len(known)] = GenerationRequest(
-                    len(known), Prompt(prompt), sampling, seed=draw.randrange(1000)
-                )
-                assert session.add([known[len(known) - 1]]) == []
-            pool.append(prompt)
-        elif action < 0.29 and known:
-            outputs |= {
-                output.request_id: output
-                for output in session.abort({draw.randrange(len(known)), len(known) - 1})
-            }
-        else:
-            outputs |= {output.request_id: output for output in session.step()}
-        made_room += any(len(one.begun) for one in session.scheduler.waiting)
+
+    def counted() -> None:
         assert_counted(cache, list(session.prefixes._copies))
         running = session.num_running
         assert cache.lengths[:running].tolist() == session.rows.length[:running].tolist()
-    assert set(outputs) == set(known) and {"length", "abort"} <= {
-        output.finish_reason for output in outputs.values()
-    }
+
+    known, outputs, made_room = random_sequence(session, random.Random(11), 22, counted)
     assert made_room > 0 or tokens == 5000
     wanted = alone(oracle, list(known.values()))
     assert [number for number in known if not same(outputs[number], wanted[number])] == []
@@ -212,22 +184,6 @@ def test_weights_may_change_while_rows_run(recompute: bool) -> None:
     assert_all_free(engine)
     assert all(same(outputs[1][number], outputs[0][number]) for number in outputs[0])
     assert {0, 1} == {version for output in outputs[1].values() for version in output.policy_versions}
-
-
-def test_what_is_not_finite_does_not_stay_in_blocks() -> None:
-    engine = paged(dtype=torch.float32)
-    requests = requests_for(prompts(3), max_tokens=6, ignore_eos=True)
-    session = engine.open()
-    session.add(requests[:2])
-    session.step()
-    weight = engine.policy.hf.model.layers[0].self_attn.k_proj.weight.data
-    saved = weight.clone()
-    weight.fill_(float("nan"))
-    assert {output.finish_reason for output in session.step()} == {"error"}
-    weight.copy_(saved)
-    assert all(stored.isfinite().all() for stored in cache_of(engine).keys.values())
-    session.add(requests[2:])
-    assert finish(session)[2].token_ids == run(tiny_engine(), requests)[2].token_ids
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -1,6 +1,4 @@
-"""Every sampling parameter of the native engine against a slow float64 generation, one token of one request
-at a time.
-"""
+"""Every sampling parameter of the native engine against a slow float64 generation."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ def finish(session: Session) -> dict[int, GenerationOutput]:
         request(1, seed="seven"),
         request(1, stop_token_ids=(HUGE,)),
         request(1, stop_token_ids=(3.5,)),
+        request(1, stop_token_ids=(-4,)),
         request(1, logit_bias=((3.5, 1.0),)),
         request(1, logit_bias=((3, "high"),)),
         request(1, logit_bias=((3, 1e300),)),
@@ -51,9 +52,9 @@ def finish(session: Session) -> dict[int, GenerationOutput]:
 def test_a_value_that_does_not_fit_fails_its_request_alone(bad: GenerationRequest) -> None:
     wanted = run(tiny_engine(), [request(0), request(2)])
     outputs = run(tiny_engine(), [request(0), bad, request(2)])
-    assert (
-        outputs[1].finish_reason == "error" and outputs[1].refused and "request 1: " in str(outputs[1].error)
-    )
+    assert outputs[1].finish_reason == "error"
+    assert outputs[1].refused
+    assert "request 1: " in str(outputs[1].error)
     assert {number: outputs[number] for number in (0, 2)} == wanted
     session = tiny_engine().open()
     (refused,) = session.add([request(0), bad, request(2)])

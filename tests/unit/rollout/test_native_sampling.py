@@ -96,9 +96,7 @@ def test_draws_from_a_large_vocabulary_are_those_of_one_running_sum(vocabulary: 
 def test_a_sum_that_rises_behind_the_last_token_with_weight_gives_that_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parallel sums may end above the sum at the last token with weight; a draw close to 1 must not fall
-    behind it.
-    """
+    """Parallel sums may end above the sum at the last token with weight; a draw near 1 stays before."""
     exact = torch.Tensor.cumsum
 
     def rising(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, 
 from hybridflow.errors import RolloutError
 from hybridflow.models import kv_cache
 from hybridflow.models.kv_cache import bytes_per_token
+from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import layer_facts
 from hybridflow.protocol.prompt import Medium, Prompt
@@ -63,28 +65,6 @@ def assert_nothing_is_held(session: Session) -> None:
     assert session.cache.room + session.prefixes.num_tokens <= session.cache.max_tokens
     listed = {prefix for prefixes in session.prefixes._by_hash.values() for prefix in prefixes}
     assert all(prefix.rows == 0 and prefix.copy is not None for prefix in listed)
-
-
-def test_requests_join_while_others_run() -> None:
-    requests = requests_for(prompts(9), max_tokens=9, ignore_eos=True)
-    wanted = alone(tiny_engine(dtype=torch.float64), requests)
-    engine = tiny_engine(dtype=torch.float64, max_num_seqs=4)
-    session = engine.open()
-    assert session.add(requests[:3]) == [] and (session.num_running, session.num_waiting) == (0, 3)
-    assert tokens_of(session, 1) == []
-    for _ in range(3):
-        assert session.step() == []
-    assert (
-        session.num_running == 3
-        and tokens_of(session, 0) == wanted[0].token_ids[:4]
-        and len(session.so_far({0: 0, 1: 0})) == 2
-    )
-    session.add(requests[3:])
-    outputs = finish(session)
-    assert sorted(outputs) == list(range(9)) and all(same(outputs[i], wanted[i]) for i in range(9))
-    assert engine.stats.max_rows == 4
-    assert session.so_far({0: 0}) == []
-    assert_nothing_is_held(session)
 
 
 def test_a_session_has_the_engine_for_itself() -> None:
@@ -262,9 +242,8 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
     assert outputs[2].policy_versions == [1] * 20
     for i in (0, 1):
         had = len(before[i])
-        assert outputs[i].token_ids[:had] == before[i] and outputs[i].policy_versions == [0] * had + [1] * (
-            20 - had
-        )
+        assert outputs[i].token_ids[:had] == before[i]
+        assert outputs[i].policy_versions == [0] * had + [1] * (20 - had)
         ids = torch.tensor([[*requests[i].prompt_token_ids, *outputs[i].token_ids]])
         with torch.no_grad():
             engine.policy.hf.set_attn_implementation("eager")
@@ -293,9 +272,8 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     assert (session.num_running, session.num_waiting) == (2, 2)
     aborted = {output.request_id: output for output in session.abort([1, 2, 3, 99])}
     assert set(aborted) == {1, 2, 3} and all(output.finish_reason == "abort" for output in aborted.values())
-    assert (
-        aborted[1].token_ids == wanted[1].token_ids[:3] and aborted[2].token_ids == aborted[3].token_ids == []
-    )
+    assert aborted[1].token_ids == wanted[1].token_ids[:3]
+    assert aborted[2].token_ids == aborted[3].token_ids == []
     session.add([requests[2]])
     outputs = finish(session)
     assert same(outputs[0], wanted[0]) and same(outputs[2], wanted[2])
@@ -497,8 +475,9 @@ def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
     assert cache is engine._cache and cache.capacity >= 200
 
 
-def test_what_is_not_finite_does_not_stay_behind() -> None:
-    engine = tiny_engine()
+@pytest.mark.parametrize("kv_cache", ["slots", "paged"])
+def test_what_is_not_finite_does_not_stay_behind(kv_cache: CacheKind) -> None:
+    engine = tiny_engine(kv_cache=kv_cache, block_size=16)
     requests = requests_for(prompts(3), max_tokens=6, ignore_eos=True)
     session = engine.open()
     session.add(requests[:2])
@@ -506,39 +485,34 @@ def test_what_is_not_finite_does_not_stay_behind() -> None:
     weight = engine.policy.hf.model.layers[0].self_attn.k_proj.weight.data
     saved = weight.clone()
     weight.fill_(float("nan"))
-    assert {output.finish_reason for output in session.step()} == {"error"}
+    outputs = session.step()
+    assert {output.finish_reason for output in outputs} == {"error"}
+    assert all("not finite" in str(output.error) for output in outputs)
     weight.copy_(saved)
+    if isinstance(session.cache, PagedCache):
+        assert all(stored.isfinite().all() for stored in session.cache.keys.values())
     session.add(requests[2:])
     assert finish(session)[2].token_ids == run(tiny_engine(), requests)[2].token_ids
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("llama", 160), ("gemma2", 5000), ("gpt_oss", 180)])
-def test_random_sequences_give_what_each_request_gets_alone(
-    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw = random.Random(7)
-    oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
-    engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
-    limit_memory(engine, tokens, monkeypatch)
-    monkeypatch.setattr(kv_cache, "AHEAD", 4)
-    monkeypatch.setattr(kv_cache, "KEYS", 2)
-    session = engine.open()
+def random_sequence(
+    session: Session, draw: random.Random, count: int, after_each: Callable[[], None]
+) -> tuple[dict[int, GenerationRequest], dict[int, GenerationOutput], int]:
+    """Add, abort and step at random; return requests, outputs, and how often a row had made room."""
     known: dict[int, GenerationRequest] = {}
     outputs: dict[int, GenerationOutput] = {}
     pool = [random_prompt(draw, length) for length in (18, 30, 50)]
     made_room = 0
-    while len(known) < 24 or not session.idle:
+    while len(known) < count or not session.idle:
         action = draw.random()
-        if action < 0.2 and len(known) < 24:
-            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(
-                draw, draw.choice([0, 3, 11, 40])
-            )
+        if action < 0.2 and len(known) < count:
+            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])]
+            prompt += random_prompt(draw, draw.choice([0, 3, 11, 40]))
             for _ in range(draw.choice([1, 1, 3])):
                 sampling = SamplingParams(draw.randrange(1, 40), ignore_eos=draw.random() < 0.7)
-                known[len(known)] = GenerationRequest(
-                    len(known), Prompt(prompt), sampling, seed=draw.randrange(1000)
-                )
-                session.add([known[len(known) - 1]])
+                request = GenerationRequest(len(known), Prompt(prompt), sampling, seed=draw.randrange(1000))
+                known[len(known)] = request
+                assert session.add([request]) == []
             if draw.random() < 0.2:
                 pool.append(prompt)
         elif action < 0.24 and known:
@@ -546,17 +520,33 @@ def test_random_sequences_give_what_each_request_gets_alone(
             outputs |= {output.request_id: output for output in done}
         else:
             outputs |= {output.request_id: output for output in session.step()}
-        assert session.num_running <= 5
         made_room += any(len(one.begun) for one in session.scheduler.waiting)
+        after_each()
+    assert set(outputs) == set(known)
+    assert {"length", "abort"} <= {output.finish_reason for output in outputs.values()}
+    return known, outputs, made_room
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("llama", 160), ("gemma2", 5000), ("gpt_oss", 180)])
+def test_random_sequences_give_what_each_request_gets_alone(
+    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
+    engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
+    limit_memory(engine, tokens, monkeypatch)
+    monkeypatch.setattr(kv_cache, "AHEAD", 4)
+    monkeypatch.setattr(kv_cache, "KEYS", 2)
+    session = engine.open()
+
+    def within_memory() -> None:
+        assert session.num_running <= 5
         assert session.cache.room + session.prefixes.num_tokens <= session.cache.max_tokens
-    assert set(outputs) == set(known) and {"length", "abort"} <= {
-        output.finish_reason for output in outputs.values()
-    }
+
+    known, outputs, made_room = random_sequence(session, random.Random(7), 24, within_memory)
     assert made_room > 0 or kind != "llama"
     wanted = alone(oracle, list(known.values()))
     assert [i for i in known if not same(outputs[i], wanted[i])] == []
     assert_nothing_is_held(session)
     if tokens == 5000:  # nothing that could be shared had to make room
-        assert engine.stats.prefill_tokens < 0.8 * sum(
-            len(request.prompt_token_ids) for request in known.values()
-        )
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in known.values())
+        assert engine.stats.prefill_tokens < 0.8 * prompt_tokens

@@ -128,9 +128,7 @@ def test_single_tokens_are_decoded_once_and_most_tokens_need_no_look() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [40, 3])
 def test_responses_end_at_their_stop_texts(max_num_seqs: int) -> None:
-    """Those of the same requests without stop texts, cut behind the token that completes one; rows without
-    any go on.
-    """
+    """Requests without stop texts, cut behind the token that completes one; rows without any go on."""
     kinds = [("END", "c"), (), ("\n",), ("é", "b a"), ("D",)]
     free = requests_for(prompts(20), n=2, max_tokens=20, temperature=1.5)
     wanted = run(tiny_engine(max_num_seqs=max_num_seqs), free)

@@ -1,6 +1,4 @@
-"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools. The engine
-says what its script says.
-"""
+"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools."""
 
 from __future__ import annotations
 
@@ -51,9 +49,8 @@ def served() -> Iterator[Served]:
 def test_chat(served: Served) -> None:
     answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, n=2, seed=1)
     assert [choice.message.content for choice in answer.choices] == ["hello world"] * 2
-    assert {choice.finish_reason for choice in answer.choices} == {"stop"} and [
-        c.index for c in answer.choices
-    ] == [0, 1]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert [c.index for c in answer.choices] == [0, 1]
     prompt = len(ids("u:say hello;a:"))
     assert answer.usage is not None and answer.usage.prompt_tokens == prompt
     assert (
@@ -150,7 +147,8 @@ def test_completions_of_texts_and_token_ids(served: Served) -> None:
     answer = ask(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=4, echo=True)
     assert [choice.text for choice in answer.choices] == ["abhell", "abhell", "cdhell", "cdhell"]
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
-    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
         4,
         16,
     )
@@ -158,7 +156,8 @@ def test_completions_of_texts_and_token_ids(served: Served) -> None:
         model="tiny", prompt=ids("ab"), logprobs=2, max_tokens=4, extra_body={"return_token_ids": True}
     )
     choice = answer.choices[0]
-    assert choice.text == "hell" and choice.model_extra == {
+    assert choice.text == "hell"
+    assert choice.model_extra == {
         "stop_reason": None,
         "prompt_token_ids": ids("ab"),
         "token_ids": ids("hell"),
@@ -214,11 +213,9 @@ def test_tool_calls(served: Served) -> None:
                 for call in choice.delta.tool_calls or []
             }
             reason = choice.finish_reason
-    assert (
-        text == "I call. "
-        and [call[:2] for call in calls.values()] == [("add", '{"a": 1}')] * 2
-        and reason == "tool_calls"
-    )
+    assert text == "I call. "
+    assert [call[:2] for call in calls.values()] == [("add", '{"a": 1}')] * 2
+    assert reason == "tool_calls"
     assert calls.keys() == {0, 1} and calls[0][2] != calls[1][2]
     assert (
         CALL
@@ -256,7 +253,8 @@ def test_a_call_that_is_asked_for_is_begun_for_the_model(served: Served, choice:
     assert (call.function.name, json.loads(call.function.arguments)) == (
         "add",
         {"a": number},
-    ) and answer.message.content is None
+    )
+    assert answer.message.content is None
 
 
 def test_one_call_where_one_is_wanted(served: Served) -> None:
@@ -266,10 +264,8 @@ def test_one_call_where_one_is_wanted(served: Served) -> None:
     assert answer.finish_reason == "tool_calls" and len(answer.message.tool_calls) == 1
     chunks = ask(model="tiny", messages=messages, tools=TOOLS, parallel_tool_calls=False, stream=True)
     choices = [choice for chunk in chunks for choice in chunk.choices]
-    assert (
-        sum(len(choice.delta.tool_calls or []) for choice in choices) == 1
-        and choices[-1].finish_reason == "tool_calls"
-    )
+    assert sum(len(choice.delta.tool_calls or []) for choice in choices) == 1
+    assert choices[-1].finish_reason == "tool_calls"
     served.wait_idle()  # the rest of the response is not generated
 
 
@@ -307,10 +303,8 @@ def test_models_health_version_metrics(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         served.openai.models.retrieve("other")
     served.openai.completions.create(model="tiny", prompt="ab", max_tokens=2)
-    assert (
-        served.http.get("/health").json() == {"status": "ok"}
-        and "version" in served.http.get("/version").json()
-    )
+    assert served.http.get("/health").json() == {"status": "ok"}
+    assert "version" in served.http.get("/version").json()
     page = served.http.get("/metrics").text
     values = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
@@ -318,10 +312,8 @@ def test_models_health_version_metrics(served: Served) -> None:
         if not line.startswith("#")
     }
     assert values['hybridflow_http_answers_total{model="tiny",path="/v1/completions",status="200"}'] >= 1
-    assert (
-        values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2
-        and values['hybridflow_replicas_alive{model="tiny"}'] == 1
-    )
+    assert values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2
+    assert values['hybridflow_replicas_alive{model="tiny"}'] == 1
     assert values['vllm:generation_tokens_total{model_name="tiny"}'] >= 2
     assert values['vllm:num_requests_running{model_name="tiny"}'] == 0
     counted = values['hybridflow_request_seconds_count{model="tiny"}']

@@ -1,6 +1,4 @@
-"""Requests that are meant to end the server or to slow it: each is answered in a sentence, and the next one
-is served as if they had never been.
-"""
+"""Requests meant to end or slow the server get a sentence each, and the next is served as ever."""
 
 from __future__ import annotations
 

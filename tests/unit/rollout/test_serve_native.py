@@ -1,6 +1,4 @@
-"""The server on the native engine: the command as a process, greedy answers equal to the engine's own, many
-clients at once.
-"""
+"""The server on the native engine: as a process, with the engine's own answers, for many clients."""
 
 from __future__ import annotations
 
@@ -67,9 +65,8 @@ def test_greedy_answers_are_the_engines_streamed_or_not(served: Served, model: P
     assert [choice.model_extra["token_ids"] for choice in whole.choices] == [expected] * 2
     for choice in whole.choices:
         best = [max(place, key=place.get) for place in choice.logprobs.top_logprobs]
-        assert best == choice.logprobs.tokens and all(
-            len(place) == 2 for place in choice.logprobs.top_logprobs
-        )
+        assert best == choice.logprobs.tokens
+        assert all(len(place) == 2 for place in choice.logprobs.top_logprobs)
         assert choice.logprobs.token_logprobs == pytest.approx(
             [max(place.values()) for place in choice.logprobs.top_logprobs]
         )

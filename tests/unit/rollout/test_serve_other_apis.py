@@ -40,9 +40,8 @@ def test_responses_in_two_turns_with_a_tool(served: Served) -> None:
     first = create(model="tiny", instructions="be brief", input=items, tools=TOOLS)
     assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
     assert first.output_text == "I call." and json.loads(first.output[1].arguments) == {"a": 1}
-    assert (
-        first.status == "completed" and first.usage.output_tokens == len(ids(f"I call. {CALL}\n{CALL}")) + 1
-    )
+    assert first.status == "completed"
+    assert first.usage.output_tokens == len(ids(f"I call. {CALL}\n{CALL}")) + 1
     items += [item.model_dump() for item in first.output]  # with all nulls
     for call in first.output[1:]:
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": "6"})
@@ -197,7 +196,8 @@ def test_the_client_of_anthropic(served: Served) -> None:
     with client.messages.stream(model="tiny", max_tokens=300, messages=go, tools=CLIENT_TOOLS) as stream:
         said = "".join(stream.text_stream)
         message = stream.get_final_message()
-    assert said == "I call. " and [block.type for block in message.content] == [
+    assert said == "I call. "
+    assert [block.type for block in message.content] == [
         "text",
         "tool_use",
         "tool_use",

@@ -1,6 +1,4 @@
-"""Who may not ask, what cannot be served, and what happens at the limits: each with a status and a reason in
-OpenAI's shape.
-"""
+"""Who may not ask, what cannot be served, and the limits: each with a status and a reason."""
 
 from __future__ import annotations
 
@@ -8,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import yaml
 from serving import TOKEN, TOOL_TEMPLATE, Served, echoes, ids, serve_script
 
 from hybridflow.errors import ConfigError
@@ -25,12 +25,6 @@ from hybridflow.rollout.server.service import Limits
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "f"}}
-
-
-def tool(**more: Any) -> dict[str, Any]:
-    """A tool whose function says more of itself."""
-    return {"type": "function", "function": {"name": "f", **more}}
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +61,8 @@ def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, s
         answer = httpx.request(
             method, served.url + path, headers=headers, json=None if method == "GET" else {"prompt": "a"}
         )
-        assert (
-            "Authorization: Bearer TOKEN" in reason(answer, 401)
-            and answer.headers["www-authenticate"] == "Bearer"
-        )
+        assert "Authorization: Bearer TOKEN" in reason(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{served.url}/health").status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
@@ -82,111 +74,24 @@ def test_the_scheme_of_a_token_may_be_in_any_case(served: Served, scheme: str) -
     assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "told"),
-    [
-        (PLAIN, b"{", "the body is no JSON"),
-        (PLAIN, b"[]", "body: "),
-        (PLAIN, b"\xff\xfe", "body"),
-        (PLAIN, {}, "prompt: Field required"),
-        (PLAIN, {"prompt": "a", "promt": 1}, "promt: is no field of this endpoint"),
-        (PLAIN, {"prompt": []}, "prompt: is an empty list"),
-        (PLAIN, {"prompt": ""}, "prompt: is empty"),
-        (PLAIN, {"prompt": [[]]}, "prompt: is empty"),
-        (PLAIN, {"prompt": [1, 100_000]}, "prompt: holds token id 100000"),
-        (PLAIN, {"prompt": [-1]}, "prompt: holds token id -1"),
-        (PLAIN, {"prompt": "a", "n": 0}, "n: "),
-        (PLAIN, {"prompt": "a", "n": 5_000}, "more than 1024 in one request"),
-        (PLAIN, {"prompt": "a", "best_of": 3}, "best_of: 3 is not supported"),
-        (PLAIN, {"prompt": "a", "suffix": "b"}, "suffix: "),
-        (PLAIN, {"prompt": "a", "echo": True, "logprobs": 1}, "echo: with logprobs"),
-        (PLAIN, {"prompt": "a", "logprobs": 50}, "logprobs: "),
-        (PLAIN, {"prompt": "a", "temperature": -1}, "temperature: "),
-        (PLAIN, {"prompt": "a", "temperature": "hot"}, "temperature: "),
-        (PLAIN, {"prompt": "a", "top_p": 0}, "top_p=0"),
-        (PLAIN, {"prompt": "a", "top_k": -7}, "top_k=-7"),
-        (PLAIN, {"prompt": "a", "min_p": 2}, "min_p=2"),
-        (PLAIN, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty=0"),
-        (PLAIN, {"prompt": "a", "max_tokens": 0}, "max_tokens: "),
-        (PLAIN, {"prompt": "a", "max_tokens": 9_999}, "the model's context has 512 tokens"),
-        (PLAIN, {"prompt": "a" * 600}, "the model's context has 512 tokens"),
-        (PLAIN, {"prompt": "a", "min_tokens": 99}, "min_tokens=99"),
-        (PLAIN, {"prompt": "a", "stop": [""]}, "stop has an empty text"),
-        (PLAIN, {"prompt": "a", "stop_token_ids": [9_999]}, "stop_token_ids: holds token id 9999"),
-        (PLAIN, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
-        (PLAIN, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias: holds token id 9999"),
-        (PLAIN, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias: values are numbers from -100 to 100"),
-        (PLAIN, {"prompt": "a", "presence_penalty": 1}, "presence_penalty: is not supported"),
-        (
-            PLAIN,
-            {"prompt": "a", "stream_options": {"include_usage": True}},
-            "stream_options: is only allowed with stream",
-        ),
-        (CHAT, {"messages": []}, "messages: "),
-        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: "),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content: a part of type 'image_url'",
-        ),
-        (
-            CHAT,
-            {"messages": HELLO, "response_format": {"type": "json_object"}},
-            "response_format: 'json_object' is not supported",
-        ),
-        (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: is only allowed with logprobs"),
-        (CHAT, {"messages": HELLO, "tools": [TOOL]}, "start the server with --tool-call-parser"),
-        (
-            CHAT,
-            {"messages": HELLO, "tool_choice": "required"},
-            "tool_choice: asks for a call, and there are no tools",
-        ),
-        (CHAT, {"messages": HELLO, "tools": [TOOL, TOOL]}, "tools[0].function.name: 'f' names two tools"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "web"}]}, "tools.0.type: "),
-        (
-            CHAT,
-            {"messages": HELLO, "tools": [tool(strict=True)]},
-            "tools[0].function.strict: true is not supported",
-        ),
-        (
-            CHAT,
-            {"messages": HELLO, "tools": [tool(parameters={"type": "array"})]},
-            "parameters.type: 'array': arguments are an object",
-        ),
-        (
-            CHAT,
-            {"messages": HELLO, "tools": [tool(parameters={"properties": {"a": 1}})]},
-            "wanted an object that gives each argument",
-        ),
-        (
-            CHAT,
-            {"messages": HELLO, "tools": [tool(parameters={"required": "a"})]},
-            "parameters.required: wanted a list of names",
-        ),
-        (CHAT, {"messages": HELLO, "functions": []}, "functions: is no field of this endpoint"),
-        (CHAT, {"messages": HELLO, "logit_bias": {"1": "x"}}, "logit_bias.1: "),
-        (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens: "),
-        (CHAT, {"messages": HELLO, "seed": "x"}, "seed: "),
-        (CHAT, {"messages": HELLO, "stop": [1]}, "stop"),
-        (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities: "),
-        (
-            CHAT,
-            {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
-            "chat_template_kwargs: 'chat_template' is the server's",
-        ),
-        (
-            CHAT,
-            {"messages": HELLO, "continue_final_message": True},
-            "continue_final_message: the last message is of 'user'",
-        ),
-    ],
-)
+def refused_requests() -> Iterator[tuple[str, Any, str]]:
+    """Path, body and a part of the message of each request of the table, and of those that are no YAML."""
+    table = yaml.safe_load(Path(__file__).with_name("refused_requests.yaml").read_text(encoding="utf-8"))
+    for fields, told in table["completions"]:
+        yield PLAIN, {"prompt": "a", **fields} if fields else {}, told
+    for fields, told in table["chat"]:
+        yield CHAT, {"messages": HELLO, **fields}, told
+    yield PLAIN, {"prompt": "a" * 600}, "the model's context has 512 tokens"
+    for content, told in ((b"{", "the body is no JSON"), (b"[]", "body: "), (b"\xff\xfe", "body")):
+        yield PLAIN, content, told
+
+
+@pytest.mark.parametrize(("path", "body", "told"), refused_requests())
 def test_what_cannot_be_served_is_said(served: Served, path: str, body: Any, told: str) -> None:
     for stream in (False, True):
         if isinstance(body, dict):
-            answer = served.http.post(
-                path, json={**body, "stream": stream} if stream and "stream_options" not in body else body
-            )
+            streamed = stream and "stream_options" not in body
+            answer = served.http.post(path, json={**body, "stream": True} if streamed else body)
         else:
             answer = served.http.post(path, content=body, headers={"content-type": "application/json"})
         assert told in reason(answer, 400)
@@ -318,9 +223,8 @@ def test_a_draining_server_lets_nothing_in() -> None:
 def test_tokens_and_hosts() -> None:
     token, made = choose_token("127.0.0.1", None)
     assert made and token is not None and len(token) >= 32 and token != choose_token("127.0.0.1", None)[0]
-    assert choose_token("localhost", "mine") == ("mine", False) and choose_token(
-        "::1", None, no_token=True
-    ) == (None, False)
+    assert choose_token("localhost", "mine") == ("mine", False)
+    assert choose_token("::1", None, no_token=True) == (None, False)
     assert choose_token("0.0.0.0", "x" * 16) == ("x" * 16, False)
     for host, given, no_token, told in (
         ("0.0.0.0", None, False, "needs a token of at least 16"),

@@ -1,6 +1,4 @@
-"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens,
-calls of tools.
-"""
+"""Tokens as text while they come: whole characters, stop texts, names of single tokens, tool calls."""
 
 from __future__ import annotations
 
@@ -137,10 +135,8 @@ def test_stop_texts_cut_at_the_first(text: str, stops: list[str], seed: int) -> 
 def test_names_of_tokens(by_bytes: PreTrainedTokenizerFast, fallback: PreTrainedTokenizerFast) -> None:
     euro = by_bytes("€")["input_ids"]
     names = TokenNames(by_bytes)
-    assert (
-        bytes(byte for token in euro for byte in names.bytes(token)).decode() == "€"
-        and names.text(euro[0]) == "\ufffd"
-    )
+    assert bytes(byte for token in euro for byte in names.bytes(token)).decode() == "€"
+    assert names.text(euro[0]) == "\ufffd"
     assert TokenNames(fallback).bytes(4 + 0xE2) == [0xE2]
     assert TokenNames(TOKENIZER).bytes(TOKENIZER.eos_token_id) == list(b"<|im_end|>")
 

@@ -1,6 +1,4 @@
-"""SGLang without SGLang: its words, the draws that its sampler gets from us, its options, and memory given
-back.
-"""
+"""SGLang without SGLang: its words, our draws in its sampler, its options, memory given back."""
 
 from __future__ import annotations
 
@@ -134,11 +132,9 @@ def test_stop_tokens_are_its_own_unless_end_tokens_are_ignored() -> None:
         )
 
     plain = asked(stop_token_ids=(7,), top_log_probs=2)
-    assert (
-        plain["sampling_params"]["stop_token_ids"] == [2, 7]
-        and plain["cuts"] == []
-        and plain["top_logprobs_num"] == 2
-    )
+    assert plain["sampling_params"]["stop_token_ids"] == [2, 7]
+    assert plain["cuts"] == []
+    assert plain["top_logprobs_num"] == 2
     assert plain["sampling_params"]["sampling_seed"] == 0 and "top_k" not in plain["sampling_params"]
     ignoring = asked(stop_token_ids=(7,), ignore_eos=True)
     assert "stop_token_ids" not in ignoring["sampling_params"] and ignoring["cuts"] == [7]
@@ -159,11 +155,9 @@ def test_keys_become_options(tmp_path: Any) -> None:
         "--max-total-tokens": "99",
         "--device": "cpu",
     }
-    assert (
-        wanted.items() <= given.items()
-        and "--disable-radix-cache" in options
-        and "--enable-memory-saver" not in options
-    )
+    assert wanted.items() <= given.items()
+    assert "--disable-radix-cache" in options
+    assert "--enable-memory-saver" not in options
     assert given["--custom-weight-loader"] == "hybridflow.rollout.sglang.loader.load"
     assert positions_of(config, facts) == 64
     counted = server_arguments(RolloutConfig(name="sglang", max_model_len=64, max_num_seqs=4), facts)[

@@ -1,6 +1,4 @@
-"""The engine against what a real SGLang server answered once (`sglang_recording.py`): the same requests, the
-same outputs.
-"""
+"""The engine against what a real SGLang server answered once (`sglang_recording.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The vLLM engine over a runner that is no vLLM: what it asks, what becomes of pieces, of weights and of an
-engine that dies.
-"""
+"""The vLLM engine over a stand-in runner: what it asks, pieces, weights, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -127,9 +125,9 @@ def test_outputs_have_tokens_log_probs_and_versions() -> None:
         [4, 4],
     )
     assert first.top_log_probs is None and second.top_log_probs == [[(11, -0.5), (1, -1.0)]] * 3
-    assert (
-        engine.stats.generated_tokens == 5 and engine.stats.prefill_tokens == 2 and engine.stats.max_rows == 2
-    )
+    assert engine.stats.generated_tokens == 5
+    assert engine.stats.prefill_tokens == 2
+    assert engine.stats.max_rows == 2
 
 
 def test_requests_in_vllms_words() -> None:
@@ -144,18 +142,14 @@ def test_requests_in_vllms_words() -> None:
     }
     list(engine.generate([request(0, **sampling), request(1, greedy=True, top_k=4, ignore_eos=True)]))
     full, bare = runner.log[-1]
-    assert (
-        full["stop_token_ids"] == [2, 3, 7]
-        and full["ignore_eos"]
-        and full["logit_bias"] == {9: -2.0}
-        and full["top_k"] == 4
-    )
-    assert (
-        bare["temperature"] == 0
-        and bare["stop_token_ids"] == []
-        and "top_k" not in bare
-        and bare["logprobs"] == 0
-    )
+    assert full["stop_token_ids"] == [2, 3, 7]
+    assert full["ignore_eos"]
+    assert full["logit_bias"] == {9: -2.0}
+    assert full["top_k"] == 4
+    assert bare["temperature"] == 0
+    assert bare["stop_token_ids"] == []
+    assert "top_k" not in bare
+    assert bare["logprobs"] == 0
 
 
 @pytest.mark.parametrize(
@@ -177,9 +171,9 @@ def test_what_vllm_cannot_serve_is_refused_alone(
 ) -> None:
     engine, _ = ready(**facts)
     refusal, served = engine.generate([bad, request(1)])
-    assert (
-        refusal.finish_reason == "error" and reason in str(refusal.error) and served.token_ids == [11, 11, 11]
-    )
+    assert refusal.finish_reason == "error"
+    assert reason in str(refusal.error)
+    assert served.token_ids == [11, 11, 11]
 
 
 def test_an_end_token_that_the_vocabulary_lacks_is_not_named() -> None:

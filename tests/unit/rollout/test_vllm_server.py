@@ -1,6 +1,4 @@
-"""The server's side of vLLM without vLLM: its process and guard, and the HTTP that we speak, against a small
-server of the same words.
-"""
+"""The server's side of vLLM without vLLM: its process, its guard, and the HTTP that we speak."""
 
 from __future__ import annotations
 
@@ -186,11 +184,9 @@ def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engine
     )
     assert "vllm refused it" in str(refused.error) and served.finish_reason == "length"
     (cut,) = engine.generate([request(2, 8, max_tokens=5)])
-    assert (
-        cut.finish_reason == "error"
-        and cut.token_ids == [7, 7]
-        and "vllm server http://127.0.0.1" in str(cut.error)
-    )
+    assert cut.finish_reason == "error"
+    assert cut.token_ids == [7, 7]
+    assert "vllm server http://127.0.0.1" in str(cut.error)
     with pytest.raises(RolloutError, match=r"died earlier: the stream ended before the response did"):
         list(engine.generate([request(3)]))
 
@@ -206,9 +202,7 @@ def test_abort_hangs_up(engine: VLLMEngine) -> None:
 
 
 def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> None:
-    """Whoever reads the response waits for its next bytes, and neither the abort nor the end of this process
-    may wait with it.
-    """
+    """A reader waits for the next bytes; neither the abort nor this process's end waits with it."""
     running = engine.generate([request(0, 6), request(1)])
     try:
         assert next(running).request_id == 1

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 
@@ -17,6 +20,7 @@ def tool(name: str, more: dict[str, Any] | None = None, **properties: Any) -> di
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+TABLE = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text(encoding="utf-8"))
 TEXT = {"type": "string"}
 TOOLS = [
     tool("f", a={"type": "integer"}, b=TEXT),
@@ -337,69 +341,9 @@ def bare_arguments() -> Iterator[Case]:
                 yield Case(f"{title} behind a name", format, text, [text], [wanted])
 
 
-# Values without quotes: (argument of `typed`, text, value)
-
-VALUES: list[tuple[str, str, Any]] = [
-    ("text", "1.10", "1.10"),
-    ("text", "1e5", "1e5"),
-    ("text", "007", "007"),
-    ("text", "90210", "90210"),
-    ("text", "NaN", "NaN"),
-    ("text", '"quoted"', '"quoted"'),
-    ("text", "true", "true"),
-    ("text", "null", "null"),
-    ("text", '{"a": 1}', '{"a": 1}'),
-    ("text", "[1, 2]", "[1, 2]"),
-    ("text", "  indented", "  indented"),
-    ("text", "\nbehind an empty line\n", "\nbehind an empty line\n"),
-    ("text", "a\n\nb", "a\n\nb"),
-    ("text", "\r", "\r"),
-    ("choice", "1", "1"),
-    ("choice", "two", "two"),
-    ("choice", "3", "3"),
-    ("level", "1", 1),
-    ("level", "auto", "auto"),
-    ("fixed", "3", 3),
-    ("number", "1.10", 1.1),
-    ("number", "1e5", 1e5),
-    ("number", "NaN", "NaN"),
-    ("number", "1e999", "1e999"),
-    ("integer", "5", 5),
-    ("integer", "-5", -5),
-    ("integer", "five", "five"),
-    ("integer", "1.5", "1.5"),
-    ("flag", "true", True),
-    ("flag", "True", True),
-    ("flag", "FALSE", False),
-    ("flag", "1", "1"),
-    ("items", '["a", 1]', ["a", 1]),
-    ("items", "['a']", "['a']"),
-    ("thing", '{"a": {"b": null}}', {"a": {"b": None}}),
-    ("thing", '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
-    ("maybe_text", "90210", "90210"),
-    ("maybe_text", "null", None),
-    ("any_text", "90210", "90210"),
-    ("any_text", "null", None),
-    ("maybe_integer", "7", 7),
-    ("maybe_integer", "null", None),
-    ("maybe_integer", "None", None),
-    ("either", "7", 7),
-    ("either", "true", True),
-    ("place", "12", "12"),
-    ("all_levels", "2", 2),
-    ("elsewhere", "12", "12"),
-    ("free", "12", 12),
-    ("free", "1.10", "1.10"),
-    ("free", '"x"', '"x"'),
-    ("free", "[1.10]", [1.1]),
-    ("free", "null", None),
-    ("unknown", "true", True),
-    ("unknown", "two words", "two words"),
-]
-
-
 def values() -> Iterator[Case]:
-    for argument, text, value in VALUES:
+    pairs = [(argument, *pair) for argument, rows in TABLE["values"].items() for pair in rows]
+    for argument, text, value in pairs:
         for format, writer in (("qwen3_coder", qwen), ("glm", glm)):
             call = read("typed", **{argument: value})
             yield Case(f"{argument} {text}", format, writer("typed", **{argument: text}), [call])
@@ -410,79 +354,9 @@ def values() -> Iterator[Case]:
 
 QWEN_EXAMPLES = f"One:\n{qwen('delete_all')}\nTwo:\n{qwen('delete_all')}\nso"
 GLM_EXAMPLES = f"One:\n{glm('delete_all')}\nTwo:\n{glm('delete_all')}\nso"
-TWO = "<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
-XML = [
-    reads(
-        "qwen3_coder",
-        "in one line",
-        "<tool_call><function=g><parameter=b>x</parameter></function></tool_call>",
-        read("g", b="x"),
-    ),
-    reads(
-        "qwen3_coder",
-        "no outer tags",
-        f"So: <function=f>\n{TWO}</function> then",
-        "So: ",
-        read("f", a=1, b="x"),
-        " then",
-    ),
-    reads(
-        "qwen3_coder",
-        "no opening tag",
-        f"<function=f>\n{TWO}</function>\n</tool_call>.",
-        read("f", a=1, b="x"),
-        ".",
-    ),
-    reads("qwen3_coder", "no closing tags", f"<tool_call>\n<function=f>\n{TWO}", read("f", a=1, b="x")),
-    reads(
-        "qwen3_coder",
-        "two functions",
-        f"<tool_call><function=f>{TWO}</function><function=now></function></tool_call>",
-        read("f", a=1, b="x"),
-        read("now"),
-    ),
-    reads(
-        "qwen3_coder",
-        "two functions without outer tags",
-        f"<function=f>{TWO}</function>\n<function=now></function>",
-        read("f", a=1, b="x"),
-        "\n",
-        read("now"),
-    ),
-    unread(
-        "qwen3_coder",
-        "two parameters run together",
-        "<tool_call><function=f><parameter=a>\n1\n<parameter=b>\nx\n</parameter></function></tool_call>",
-        "<parameter=b>",
-    ),
-    Case(
-        "parameters run together, then a call",
-        "qwen3_coder",
-        f"<function=g><parameter=b>\n1\n<parameter=b>\nx\n</parameter></function></tool_call>{qwen('now')}",
-        ["<function=g><parameter=b>\n1\n<parameter=b>\nx\n</parameter></function></tool_call>", read("now")],
-        ["not closed"],
-    ),
-    unread(
-        "qwen3_coder",
-        "an open parameter of another tool",
-        "<function=g><parameter=b>\n1\n<parameter=c>\nx\n</parameter></function></tool_call>",
-        "not closed",
-    ),
-    unread(
-        "qwen3_coder",
-        "an open parameter",
-        "<tool_call><function=g><parameter=b>\nx\n</function></tool_call> so",
-        "not closed",
-    ),
-    unread(
-        "qwen3_coder", "an open parameter at the end", "<tool_call><function=g><parameter=b>\nx", "not closed"
-    ),
-    unread(
-        "qwen3_coder",
-        "a parameter twice",
-        qwen("f", a="1").replace("</function>", "<parameter=a>2</parameter></function>"),
-        "twice",
-    ),
+ANALYSIS = "<|channel|>analysis<|message|>"
+DRAFT = "to=functions.delete_all<|channel|>commentary json<|message|>{}"
+COMPUTED = [
     *(
         unread(
             "qwen3_coder",
@@ -514,260 +388,12 @@ XML = [
             ("glm", glm, GLM_EXAMPLES, "</arg_value>\n</tool_call>", "</tool_call>"),
         )
     ),
-    reads(
-        "qwen3_coder",
-        "line ends of Windows",
-        qwen("g", b="x\n\ny").replace("\n", "\r\n"),
-        read("g", b="x\r\n\r\ny"),
-    ),
-    unread("qwen3_coder", "text for parameters", "<tool_call><function=f>a=1</function></tool_call>", "'a'"),
-    reads(
-        "qwen3_coder",
-        "a parameter in a text",
-        qwen("g", b="use <parameter=x> and </parameter> here"),
-        read("g", b="use <parameter=x> and </parameter> here"),
-    ),
-    reads(
-        "qwen3_coder",
-        "closing tags in a text",
-        qwen("g", b="</function> and </tool_call> here"),
-        read("g", b="</function> and </tool_call> here"),
-    ),
-    unread(
-        "qwen3_coder",
-        "parameters without a function",
-        "<parameter=a>\n1\n</parameter>\n</function>",
-        "without <tool_call>",
-    ),
-    unread(
-        "qwen3_coder",
-        "the JSON of another format",
-        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
-        "<function=",
-    ),
-    unread(
-        "qwen3_coder", "a name without its end", "<tool_call><function=f\n</tool_call>", "<function=NAME>"
-    ),
-    reads("glm", "no line ends", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", F),
-    reads("glm", "no closing tag", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", F),
-    reads("glm", "no closing tag before another", f"<tool_call>now\n{glm('f', a='1')}", read("now"), F),
-    unread(
-        "glm",
-        "no opening tag",
-        "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-        "without <tool_call>",
-    ),
-    unread(
-        "glm",
-        "an open value",
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>b</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
-        "not closed",
-    ),
-    Case(
-        "an open value, then a call",
-        "glm",
-        f"<tool_call>g\n<arg_key>b</arg_key>\n<arg_value>x</tool_call>{glm('f', a='1')}",
-        ["<tool_call>g\n<arg_key>b</arg_key>\n<arg_value>x</tool_call>", F],
-        ["not closed"],
-    ),
-    unread("glm", "a key without a value", "<tool_call>f\n<arg_key>a</arg_key></tool_call>", "no pair"),
-    unread(
-        "glm",
-        "an argument twice",
-        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
-        "twice",
-    ),
     unread(
         "glm",
         "examples in a call with an argument twice",
         glm("g", b="1", c=GLM_EXAMPLES).replace(">c<", ">b<")[:-12]
         + f"<arg_key>d</arg_key><arg_value>{GLM_EXAMPLES}</arg_value></tool_call>",
         "twice",
-    ),
-    unread("glm", "text for arguments", "<tool_call>f a=1</tool_call>", "'a'"),
-    unread("glm", "the JSON of another format", '<tool_call>{"name": "f"}</tool_call>', "name of a tool"),
-    reads(
-        "glm",
-        "tags in a text",
-        glm("g", b="<arg_key>k</arg_key><arg_value>v</arg_value> </tool_call> <tool_call>"),
-        read("g", b="<arg_key>k</arg_key><arg_value>v</arg_value> </tool_call> <tool_call>"),
-    ),
-]
-ANALYSIS = "<|channel|>analysis<|message|>"
-DRAFT = "to=functions.delete_all<|channel|>commentary json<|message|>{}"
-OTHERS = [
-    reads(
-        "hermes",
-        "two objects in one block",
-        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "now"}\n</tool_call>',
-        F,
-        read("now"),
-    ),
-    reads(
-        "hermes",
-        "two objects on two lines, without spaces",
-        '<tool_call>\n{"name":"f","arguments":{"a":1}}\n{"name":"g","arguments":{"b":2}}\n</tool_call>',
-        F,
-        read("g", b=2),
-    ),
-    reads(
-        "hermes",
-        "arguments that end in many braces",
-        '<tool_call>{"name": "f", "arguments": {"a": {"b": {"c": 1}}}}</tool_call>',
-        read("f", a={"b": {"c": 1}}),
-    ),
-    reads(
-        "hermes",
-        "a list of calls",
-        '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>',
-        F,
-        read("now"),
-    ),
-    unread("hermes", "an empty list", "<tool_call>[]</tool_call>", "empty"),
-    unread(
-        "hermes", "a bad object behind a good one", '<tool_call>{"name": "now"} {"b": 2}</tool_call>', "'b'"
-    ),
-    reads("hermes", "no closing tag", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n', F),
-    reads(
-        "hermes",
-        "no closing tag before another",
-        '<tool_call>{"name": "now"}\n<tool_call>{"name": "now"}</tool_call>',
-        read("now"),
-        "\n",
-        read("now"),
-    ),
-    reads(
-        "hermes",
-        "no closing tag before text",
-        '<tool_call>{"name": "now"}\nI wait.',
-        read("now"),
-        "\nI wait.",
-    ),
-    reads(
-        "hermes", "text in a block", '<tool_call>{"name": "now"} I wait</tool_call>!', read("now"), " I wait!"
-    ),
-    reads("hermes", "no opening tag", '{"name": "f", "arguments": {"a": 1}}\n</tool_call>', F),
-    unread("hermes", "no opening tag behind text", 'So: {"name": "now"}</tool_call>', "without <tool_call>"),
-    unread("hermes", "no opening tag and no call", '{"name": "f", "args": {}}</tool_call>', "'args'"),
-    unread(
-        "hermes",
-        "no opening tag and a brace too few",
-        '{"name": "f", "arguments": {}</tool_call>',
-        "without <tool_call>",
-    ),
-    unread("hermes", "an answer in JSON", '{"name": "Ada", "age": 3}'),
-    unread("hermes", "half a tag", "a <tool_cal> b <tool_c"),
-    Case(
-        "an open text, then a call",
-        "hermes",
-        '<tool_call>{"name": "g", "arguments": {"b": "x}}</tool_call>\n'
-        '<tool_call>{"name": "now"}</tool_call>',
-        ['<tool_call>{"name": "g", "arguments": {"b": "x}}</tool_call>\n', read("now")],
-        ["JSON"],
-    ),
-    Case(
-        "a brace too few, then a call",
-        "hermes",
-        '<tool_call>{"name": "g", "arguments": {"b": "x"}</tool_call>\n'
-        '<tool_call>{"name": "now"}</tool_call>',
-        ['<tool_call>{"name": "g", "arguments": {"b": "x"}</tool_call>\n', read("now")],
-        ["'<'"],
-    ),
-    Case(
-        "a call that is none, then a call",
-        "hermes",
-        '<tool_call>{no</tool_call> and <tool_call>{"name": "now"}</tool_call>',
-        ["<tool_call>{no</tool_call> and ", read("now")],
-        ["JSON"],
-    ),
-    Case(
-        "text in tags behind a wrong key, then a call",
-        "hermes",
-        '<tool_call>{"name": "g", "b": "</tool_call><tool_call>[]", "c": 1}</tool_call>'
-        '<tool_call>{"name": "now"}</tool_call>',
-        ['<tool_call>{"name": "g", "b": "</tool_call><tool_call>[]", "c": 1}</tool_call>', read("now")],
-        ["'b', 'c'"],
-    ),
-    reads(
-        "hermes",
-        "a thought in the middle",
-        '<tool_call>{"name": "now"}</tool_call><think><tool_call>{"name": "g"}</tool_call></think>.',
-        read("now"),
-        '<think><tool_call>{"name": "g"}</tool_call></think>.',
-    ),
-    reads(
-        "llama3_json",
-        "two bare calls",
-        '{"name": "f", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
-        F,
-        read("now"),
-    ),
-    reads(
-        "llama3_json",
-        "two calls in lines",
-        '{"name": "f", "parameters": {"a": 1}}\n{"name": "now"}',
-        F,
-        read("now"),
-    ),
-    reads(
-        "llama3_json",
-        "text behind the object",
-        '{"name": "f", "parameters": {"a": 1}} and text',
-        F,
-        " and text",
-    ),
-    unread("llama3_json", "an answer in JSON", '{"answer": 1}'),
-    unread("llama3_json", "an answer with a name only", '{"name": "Ada"}'),
-    unread("llama3_json", "an answer that is cut", '{"name": "Ada", "age'),
-    reads("llama3_json", "a tool without parameters", '{"name": "now"}', read("now")),
-    reads(
-        "llama3_json", "an unknown tool", '{"name": "nobody", "parameters": {"a": 1}}', read("nobody", a=1)
-    ),
-    unread(
-        "llama3_json",
-        "an answer with parameters",
-        '{"name": "normal", "parameters": {"mu": 0}, "support": "all"}',
-    ),
-    unread("llama3_json", "a tool and another key", '{"name": "f", "a": 1}', "'a'"),
-    unread("llama3_json", "a bare call that is cut", '{"name": "f", "parameters": ', "closed"),
-    unread("llama3_json", "an object in text", 'It is {"name": "f", "parameters": {}}'),
-    reads(
-        "llama3_json",
-        "an object behind a thought",
-        '<think>?</think>\n\n{"name": "f", "parameters": {"a": 1}}',
-        "<think>?</think>",
-        F,
-    ),
-    reads("llama3_json", "a tag behind text", 'So: <|python_tag|>{"name": "now"}', "So: ", read("now")),
-    unread("llama3_json", "code behind the tag", '<|python_tag|>search.call(query="x")', "'s'"),
-    unread("llama3_json", "half a tag", "<|python"),
-    reads(
-        "mistral",
-        "a list",
-        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "now"}]</s>',
-        read("f", "abcdefghi", a=1),
-        read("now"),
-    ),
-    reads(
-        "mistral",
-        "names",
-        '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}',
-        read("f", "abcdefghi", a=1),
-        read("now"),
-        read("now"),
-    ),
-    reads("mistral", "text behind a name", "[TOOL_CALLS]now[ARGS]{} I wait.", read("now"), " I wait."),
-    unread("mistral", "a list that is cut", '[TOOL_CALLS] [{"name": "now"}, {"name', "closed"),
-    unread("mistral", "a list with a number", '[TOOL_CALLS] [{"name": "now"}, 3]', "no JSON object"),
-    unread("mistral", "an empty list", "[TOOL_CALLS] []", "empty"),
-    unread("mistral", "a name alone", "[TOOL_CALLS]f", "no name with"),
-    unread("mistral", "no opening tag", 'f[ARGS]{"a": 1}', "without [TOOL_CALLS]"),
-    reads(
-        "mistral",
-        "its own thinking",
-        "[THINK][TOOL_CALLS]delete_all[ARGS]{}[/THINK][TOOL_CALLS]now[ARGS]{}",
-        "[THINK][TOOL_CALLS]delete_all[ARGS]{}[/THINK]",
-        read("now"),
     ),
     reads(
         "deepseek",
@@ -776,21 +402,6 @@ OTHERS = [
         "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         F,
         read("now"),
-    ),
-    reads(
-        "deepseek",
-        "a fence in a text",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n"
-        '{"b": "```json\\n1\\n```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        read("g", b="```json\n1\n```"),
-    ),
-    reads("deepseek", "no section", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', F),
-    reads("deepseek", "no ends", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}', F),
-    unread(
-        "deepseek",
-        "one of two is none",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>?<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "no name with",
     ),
     *(
         unread(
@@ -808,13 +419,6 @@ OTHERS = [
             ("a text behind its end", '}, "a": 1}', "goes on"),
         )
     ),
-    unread("deepseek", "no call in a section", "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>", "not followed"),
-    unread(
-        "deepseek",
-        "no beginning",
-        'f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "without",
-    ),
     reads(
         "kimi",
         "two calls in a section",
@@ -825,58 +429,6 @@ OTHERS = [
         read("now", "functions.now:1"),
     ),
     reads(
-        "kimi",
-        "a section in the singular",
-        '<|tool_call_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
-        "<|tool_call_end|><|tool_call_section_end|>",
-        read("f", "functions.f:0", a=1),
-    ),
-    reads(
-        "kimi",
-        "no section",
-        '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}',
-        read("f", "functions.f:0", a=1),
-    ),
-    unread(
-        "kimi",
-        "no name",
-        '<|tool_calls_section_begin|><|tool_call_begin|>{"a": 1}<|tool_calls_section_end|>',
-        "no name with",
-    ),
-    reads(
-        "gpt-oss",
-        "a call behind thinking",
-        f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-        '<|constrain|>json<|message|>{"a": 1}<|call|>',
-        f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>commentary ",
-        F,
-    ),
-    reads(
-        "gpt-oss",
-        "the recipient in the role",
-        f"{ANALYSIS}Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary "
-        '<|constrain|>json<|message|>{"a": 1}<|call|>',
-        f"{ANALYSIS}Hm.<|end|><|start|>assistant ",
-        F,
-    ),
-    reads(
-        "gpt-oss",
-        "the recipient at the beginning",
-        ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
-        " ",
-        F,
-    ),
-    reads(
-        "gpt-oss",
-        "two messages",
-        'to=functions.f<|message|>{"a": 1}<|call|> to=functions.now<|message|>{}<|call|>',
-        F,
-        " ",
-        read("now"),
-    ),
-    unread("gpt-oss", "a recipient in the answer", f"<|channel|>final<|message|>Write {DRAFT} for it."),
-    unread("gpt-oss", "a recipient in plain text", f"Write {DRAFT} for it."),
-    reads(
         "gpt-oss",
         "a draft in thinking, then a call",
         f"{ANALYSIS}Maybe {DRAFT}?<|end|><|start|>assistant<|channel|>commentary "
@@ -884,67 +436,26 @@ OTHERS = [
         f"{ANALYSIS}Maybe {DRAFT}?<|end|><|start|>assistant<|channel|>commentary ",
         F,
     ),
-    unread(
-        "gpt-oss", "a message within thinking", f"{ANALYSIS}Maybe <|channel|>commentary {DRAFT}", "no end"
-    ),
-    reads(
-        "gpt-oss",
-        "a mark in a text",
-        '<|channel|>commentary to=functions.g<|message|>{"b": "<|call|><|message|>"}<|call|>',
-        "<|channel|>commentary ",
-        read("g", b="<|call|><|message|>"),
-    ),
-    unread("gpt-oss", "words for arguments", "to=functions.f<|message|>x<|call|>!", "'x'"),
-    unread("gpt-oss", "a recipient alone", "to=functions.f is it", "<|message|>"),
-    unread(
-        "gpt-oss",
-        "a tool without functions",
-        '<|channel|>commentary to=f<|message|>{"a": 1}<|call|>',
-        "wanted functions.f",
-    ),
-    unread(
-        "gpt-oss", "another recipient", '<|channel|>analysis to=browser.search<|message|>{"q": 1}<|call|>'
-    ),
-    reads(
-        "python",
-        "two blocks",
-        "Look: ```python\nprint(1)\n``` and ```python\nx = 2",
-        "Look: ",
-        read("python", code="print(1)\n"),
-        " and ",
-        read("python", code="x = 2"),
-    ),
-    reads(
-        "python",
-        "a fence in a text",
-        '```python\ns = "```"\nprint(s)\n```',
-        read("python", code='s = "```"\nprint(s)\n'),
-    ),
-    reads(
-        "python",
-        "a fence in a docstring",
-        '```python\ndef f():\n    """\n    ```\n    x\n    ```\n    """\n```\nDone.',
-        read("python", code='def f():\n    """\n    ```\n    x\n    ```\n    """\n'),
-        "\nDone.",
-    ),
-    reads(
-        "python",
-        "a fence behind code",
-        "```python\nprint(1)```\nDone.",
-        read("python", code="print(1)"),
-        "\nDone.",
-    ),
-    reads(
-        "python", "a fence behind code at the end", "```python\nprint(1)```", read("python", code="print(1)")
-    ),
-    reads("python", "an indented fence", "  ```python\n  x\n  ```", "  ", read("python", code="  x\n  ")),
-    unread("python", "no code", "```python\n\n```", "no code"),
-    unread("python", "a tag alone", "```python", "no code"),
-    unread("python", "another language", "```js\nx\n```"),
-    reads("code_interpreter", "a block", "```python\nx\n```", read("code_interpreter", code="x\n")),
 ]
+
+
+def written_out() -> Iterator[Case]:
+    """The rows of calls.yaml."""
+    for format in sorted(TABLE.keys() - {"values"}):
+        for title, text, *more in TABLE[format]:
+            parts: list[Part] = [text]
+            if more and isinstance(more[0], list):
+                parts = [part if isinstance(part, str) else call_of(part) for part in more.pop(0)]
+            yield Case(title, format, text, parts, more)
+
+
+def call_of(entry: dict[str, dict[str, Any]]) -> ToolCall:
+    """The call of {name: arguments} or {name id: arguments}."""
+    ((key, arguments),) = entry.items()
+    name, _, call_id = key.partition(" ")
+    return read(name, call_id, **arguments)
 
 
 def cases() -> list[Case]:
     """All cells of the table."""
-    return [*in_every_format(), *objects(), *bare_arguments(), *values(), *XML, *OTHERS]
+    return [*in_every_format(), *objects(), *bare_arguments(), *values(), *COMPUTED, *written_out()]

@@ -176,9 +176,8 @@ def test_templates_say_their_format() -> None:
     assert parser_of_template("[TOOL_CALLS] [") == "mistral"
     assert parser_of_template("... <tool_call>{...}</tool_call>") == "hermes"
     assert parser_of_template("<tool_call><function=x><parameter=y>") == "qwen3_coder"
-    assert (
-        parser_of_template("<|python_tag|>") == "llama3_json" and parser_of_template("{{ messages }}") is None
-    )
+    assert parser_of_template("<|python_tag|>") == "llama3_json"
+    assert parser_of_template("{{ messages }}") is None
 
 
 def test_the_example_of_each_format_is_a_call_in_it() -> None:
@@ -281,11 +280,9 @@ def test_schemas_of_any_form_take_values_without_end_or_error() -> None:
     assert fits("x", {"$ref": "#/$defs/s0"}, root) and fits("x", {"$ref": "#/$defs/d0"}, root)
     for schema in ({"type": 5}, {"enum": 5}, {"anyOf": 5}, {"$ref": 5}, {"$ref": "#/nowhere"}, True, None):
         assert fits("x", schema, {})
-    assert (
-        not fits("x", False, {})
-        and not fits(True, {"type": "integer"}, {})
-        and not fits(True, {"const": 1}, {})
-    )
+    assert not fits("x", False, {})
+    assert not fits(True, {"type": "integer"}, {})
+    assert not fits(True, {"const": 1}, {})
     for parameters in (None, {}, {"properties": 5}, {"properties": {"a": 5}}, {"additionalProperties": 5}):
         assert value_of("1", "a", parameters) == 1  # type: ignore[arg-type]
     assert value_of("1", "a", {"additionalProperties": {"type": "string"}}) == "1"

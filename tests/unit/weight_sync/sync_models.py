@@ -50,9 +50,7 @@ def state(model: PolicyModel) -> dict[str, Tensor]:
 
 
 def spread(model: PolicyModel, how: str) -> PolicyModel:
-    """Over all ranks: `fsdp`, `hsdp` (copies of the model), `tensor` (FSDP × tensor parallelism) or
-    `whole`.
-    """
+    """Over all ranks: `fsdp`, `hsdp` (copies), `tensor` (FSDP × tensor parallelism) or `whole`."""
     ranks = dist.get_world_size()
     if how == "whole":
         return model

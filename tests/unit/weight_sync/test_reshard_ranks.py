@@ -58,10 +58,8 @@ def gather(rank: int, how: str, bucket: int) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["fsdp", "hsdp", "tensor", "whole"])
 def test_shards_of_every_kind_become_whole(two_ranks: Ranks, how: str) -> None:
     first, second = two_ranks.run(gather, how, 1 << 20)
-    assert (
-        first["received"] == first["lacking"] == second["sent"]
-        and second["received"] == second["lacking"] == first["sent"]
-    )
+    assert first["received"] == first["lacking"] == second["sent"]
+    assert second["received"] == second["lacking"] == first["sent"]
     assert (first["received"] > 0) == (how in ("fsdp", "tensor")), "who holds all of it receives nothing"
     assert first["sums"] == second["sums"] == two_ranks.run(gather, "whole", 1 << 20)[0]["sums"]
     assert two_ranks.run(gather, how, 300) == [first, second], "however small the buckets"
@@ -80,9 +78,8 @@ def cast(rank: int) -> None:
             for name, tensor in held.items()
             if isinstance(tensor, DTensor)
         }
-        assert all(torch.equal(out[name], tensor.to(to)) for name, tensor in whole.items()) and len(
-            whole
-        ) == len(out)
+        assert all(torch.equal(out[name], tensor.to(to)) for name, tensor in whole.items())
+        assert len(whole) == len(out)
         assert reshard.bytes_sent == to.itemsize * sum(local(tensor).numel() for tensor in held.values()), (
             "cast before it travels"
         )

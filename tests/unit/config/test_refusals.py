@@ -1,0 +1,68 @@
+"""What cannot run is refused with the way out, what may surprise is noted: one table, refusals.yaml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from possible_run import problem, rows, table, written_out
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.load import load_config, prepare_config
+from hybridflow.config.verl_keys import status
+from hybridflow.errors import ConfigError
+
+ROLES = "actor_rollout_ref"
+SHORT = {
+    "actor": f"{ROLES}.actor",
+    "rollout": f"{ROLES}.rollout",
+    "ref": f"{ROLES}.ref",
+    "model": f"{ROLES}.model",
+    "loss": f"{ROLES}.actor.policy_loss",
+    "fsdp": f"{ROLES}.actor.fsdp_config",
+    "estimator": "algorithm.adv_estimator",
+    "correction": "algorithm.rollout_correction",
+    "groups": "algorithm.filter_groups",
+    "process": "reward.process_reward_model",
+    "overlong": "reward.reward_kwargs.overlong_buffer_cfg",
+}
+TABLE = table("refusals.yaml")
+
+
+@pytest.mark.parametrize(("overrides", "says"), rows(TABLE["refused"], SHORT))
+def test_what_cannot_run_is_refused_with_the_way_out(
+    base: list[str], overrides: list[str], says: list[str]
+) -> None:
+    message = problem(base, *overrides)
+    assert [part for part in says if part not in message] == [], message
+
+
+@pytest.mark.parametrize(("overrides", "says"), rows(TABLE["refused_supervised"], SHORT))
+def test_supervised_runs_are_checked_too(tmp_path: Path, overrides: list[str], says: list[str]) -> None:
+    base = ["model.path=org/name", f"trainer.default_local_dir={tmp_path}/run"]
+    message = problem(base, *overrides, root=SFTConfig)
+    assert [part for part in says if part not in message] == [], message
+
+
+@pytest.mark.parametrize("override", written_out(TABLE["refused_of_verl"], SHORT).split())
+def test_what_would_change_results_is_refused_with_a_reason(override: str) -> None:
+    path, _, value = override.lstrip("+").partition("=")
+    result = status(PPOConfig, path, yaml.safe_load(value))
+    assert result.kind == "refused" and len(result.reason) > 5, result
+    with pytest.raises(ConfigError, match=re.escape(path)):
+        load_config(PPOConfig, [override])
+
+
+@pytest.mark.parametrize(("overrides", "says"), rows(TABLE["noted"], SHORT))
+def test_what_may_surprise_or_is_not_read_is_noted(
+    base: list[str], overrides: list[str], says: list[str]
+) -> None:
+    notes = prepare_config(PPOConfig, [*base, *overrides]).notes
+    assert all(any(part in note for note in notes) for part in says), notes
+
+
+@pytest.mark.parametrize(("overrides", "says"), rows(TABLE["unnoted"], SHORT))
+def test_what_runs_as_meant_has_no_note(base: list[str], overrides: list[str], says: list[str]) -> None:
+    assert prepare_config(PPOConfig, [*base, *overrides]).notes == says

@@ -62,8 +62,6 @@ class Collected:
     groups: list[Played]
     ticket: int
     """By this number the collector gives the other columns of their rows, in their order."""
-    pad_id: int
-    """The id of padding in these."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +143,9 @@ class Collector(Worker):
             wait = 0.0
         ticket = next(self._tickets)
         kept = [rows for _, rows in found if len(rows)]
-        pad_id = self._pipeline.pad_token_id
         if kept:
-            self._kept[ticket] = join_rows(kept, pad_id)
-        return Collected([played for played, _ in found], ticket, pad_id)
+            self._kept[ticket] = join_rows(kept, self._pipeline.pad_token_id)
+        return Collected([played for played, _ in found], ticket)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def columns(self, ticket: int) -> DataProto:
@@ -265,12 +262,11 @@ class Collectors:
                 if shard is None:
                     future = self._group.call_one(rank, Collector.columns, collected.ticket)
                     shard = future.parts[rank]
-                fit = (*widths_of(rows), collected.pad_id)
+                fit = (*widths_of(rows), self._pad_token_id)
                 numbers = range(number, number + len(rows))
                 number += len(rows)
                 remote = {name: RemoteColumn.in_shard(shard, name, numbers, fit) for name in (*STAYS, *MASKS)}
-                rows |= DataProto(remote=remote)
-                played = replace(played, made=replace(played.made, rows=rows))
+                played = replace(played, made=replace(played.made, rows=rows | DataProto(remote=remote)))
             found = self._waiting[rank].pop(played.index, None)
             if found is not None and not found.done():
                 found.set_result(played)

@@ -51,7 +51,7 @@ class SourceParts:
     failures: Failures
     collectors: Collectors | None
     """These make the rows, where the run has some, else the pipeline does. Their rows have the columns that
-    the driver computes with; the others are where `stored_at` says.
+    the driver computes with; the others are remote.
     """
 
 

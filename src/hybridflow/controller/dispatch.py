@@ -127,9 +127,7 @@ class Registration:
         if self.reads is None:
             return batch
         more = [name for name in ("row_id", *self.reads_with_tokens, *also) if batch.has(name)]
-        names = dict.fromkeys([*self.reads, *more])
-        objects = [name for name in names if name in batch.non_tensor_batch]
-        return batch.select([name for name in names if name not in objects], objects)
+        return batch.only(dict.fromkeys([*self.reads, *more]))
 
     def check_written(self, result: Any) -> None:
         """Raise AssertionError where a batch that the method returned has a column that it does not write."""

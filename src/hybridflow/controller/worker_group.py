@@ -100,12 +100,12 @@ class WorkerGroup(Generic[W]):
         names = [name for name in names if name in batch and name not in stored]
         if not names:
             return DataProto()
-        tensors = {name: tensor for name, tensor in batch.tensors().items() if name in names}
-        objects = {name: column for name, column in batch.non_tensor_batch.items() if name in names}
-        shard = self.backend.store(DataProto.from_dict(tensors, objects))
+        columns = batch.only(names)
+        columns.remote = {}
+        shard = self.backend.store(columns)
         whole = [range(len(batch))]
-        remote = {name: RemoteColumn.of_shards([shard], name, whole, tensors[name]) for name in tensors}
-        remote |= {name: RemoteColumn.of_shards([shard], name, whole) for name in objects}
+        copies = columns.tensors()
+        remote = {name: RemoteColumn.of_shards([shard], name, whole, copies.get(name)) for name in names}
         return DataProto(remote=remote)
 
     def fetch(self, batch: DataProto, names: Collection[str] | None = None) -> DataProto:

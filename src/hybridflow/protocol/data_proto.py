@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -453,6 +453,11 @@ class DataProto:
         if deepcopy:
             columns = copy.deepcopy(columns)
         return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, meta_info, remote)
+
+    def only(self, names: Collection[str]) -> DataProto:
+        """Return the named fields of either kind, as `select` does."""
+        objects = [name for name in names if name in self.non_tensor_batch]
+        return self.select([name for name in names if name not in objects], objects)
 
     def pop(
         self,

@@ -50,16 +50,20 @@ class RemoteColumn:
 
     @classmethod
     def of_shards(
-        cls, shards: Sequence[Any], name: str, order: Sequence[Sequence[int]], *copies: Tensor
+        cls, shards: Sequence[Any], name: str, order: Sequence[Sequence[int]], copy: Tensor | None = None
     ) -> RemoteColumn:
-        """Return the column of which each shard has the rows that `order` lists, in this order."""
+        """Return the column of which each shard has the rows that `order` lists, in this order; the driver
+        has a `copy` of it.
+        """
         places = np.full((2, sum(map(len, order))), NOWHERE, dtype=np.int32)
         for index, rows in enumerate(order):
             here = np.asarray(rows, dtype=np.int64)
             places[0, here] = index
             places[1, here] = np.arange(len(here))
-        seen = tuple((copy, copy._version) for copy in copies if not copy.is_inference())
-        return cls(tuple(shards), (name,) * len(shards), places[0], places[1], copies=seen)
+        copies: tuple[tuple[Tensor, int], ...] = ()
+        if copy is not None and not copy.is_inference():
+            copies = ((copy, copy._version),)
+        return cls(tuple(shards), (name,) * len(shards), places[0], places[1], copies=copies)
 
     @classmethod
     def in_shard(

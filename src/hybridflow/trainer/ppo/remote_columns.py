@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from hybridflow.algorithms.advantages import AdvantageEstimator
 from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.config import PPOConfig
@@ -28,13 +26,8 @@ def divided(rows: DataProto) -> tuple[DataProto, DataProto]:
     view = ByTrajectory(rows)
     repeated = repeated_share(view.samples.batch["responses"], view.samples.batch["response_mask"])
     names = [name for name in rows.names() if name not in STAYS]
-    light = _columns(rows, names) | DataProto.from_dict({REPETITION: view.spread(repeated)})
-    return light, _columns(rows, (*STAYS, *MASKS))
-
-
-def _columns(rows: DataProto, names: Collection[str]) -> DataProto:
-    objects = [name for name in names if name in rows.non_tensor_batch]
-    return rows.select([name for name in names if name not in objects], objects)
+    light = rows.only(names) | DataProto.from_dict({REPETITION: view.spread(repeated)})
+    return light, rows.only((*STAYS, *MASKS))
 
 
 def whole(rows: DataProto) -> DataProto:

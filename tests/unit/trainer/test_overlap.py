@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hybridflow.observability.timing import Timer
-from hybridflow.trainer.ppo.overlap import Job, Overlap
+from hybridflow.trainer.ppo.step import Job, Overlap
 
 POOLS = {"actor": 0, "reference": 0, "critic": 1, "teacher": 2}
 

@@ -5,9 +5,12 @@ It reads as the algorithm. Comments name the columns that each line adds to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
@@ -32,7 +35,6 @@ from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
-from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
@@ -41,8 +43,62 @@ from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
+T = TypeVar("T")
+
 KEPT_COLUMNS = (*POLICY_COLUMNS, MEDIA, "rollout_log_probs", ROUTES)
 """The columns that workers of several roles or in several calls read."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[T]):
+    """A call on a role, with the section of the step's timing that it is counted in."""
+
+    role: str
+    section: str
+    call: Callable[[], T]
+
+
+class Overlap:
+    """Runs jobs that do not depend on each other side by side, a thread for each set of processes.
+
+    Roles that share processes, as `together` says, take turns there anyway: their calls run one after the
+    other in the caller's thread. With everything colocated, and with the local controller, this is a loop.
+    """
+
+    def __init__(self, together: Callable[[str, str], bool], timer: Timer) -> None:
+        self.together = together
+        self.timer = timer
+
+    def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
+        """Return the results in the order of `jobs`.
+
+        Where calls fail, the error of the first of them is raised after the others have ended.
+        """
+        lanes = self._lanes(jobs)
+        results: dict[int, T] = {}
+        if len(lanes) <= 1:
+            for index, job in enumerate(jobs):
+                with self.timer(job.section):
+                    results[index] = job.call()
+            return list(results.values())
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="overlap") as threads:
+            running: list[Future[list[T]]] = [
+                threads.submit(self.__call__, [jobs[index] for index in lane]) for lane in lanes
+            ]
+        for lane, future in zip(lanes, running, strict=True):
+            results.update(zip(lane, future.result(), strict=True))
+        return [results[index] for index in range(len(jobs))]
+
+    def _lanes(self, jobs: Sequence[Job[T]]) -> list[list[int]]:
+        """Return the numbers of jobs that have to take turns, lane by lane, ordered by their first job."""
+        lanes: list[list[int]] = []
+        for index, job in enumerate(jobs):
+            touched = [
+                lane for lane in lanes if any(self.together(jobs[other].role, job.role) for other in lane)
+            ]
+            lanes = [lane for lane in lanes if lane not in touched]
+            lanes.append(sorted([index, *(other for lane in touched for other in lane)]))
+        return sorted(lanes)
 
 
 class PPOStep:

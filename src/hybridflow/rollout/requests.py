@@ -112,8 +112,8 @@ def check_ids(requests: Sequence[GenerationRequest], running: Container[int] = (
         number = request.request_id
         if number in seen or number in running:
             raise RolloutError(
-                f"two requests that run at the same time have the same request_id: {number}; they must be "
-                "unique"
+                "request ids must be unique: two requests that run at the same time have the same request_id: "
+                f"{number}"
             )
         seen.add(number)
 

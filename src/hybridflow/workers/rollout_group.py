@@ -138,9 +138,14 @@ class ReplicaSet:
                 names = ", ".join(replica.name for replica in self.replicas)
                 error.add_note(f"{left} requests had no answer of {names}")
             self.lose(error)
-            if not isinstance(error, WorkerLost):  # else it would never come to the end of a step
-                with suppress(WorkerError):
+            with suppress(WorkerError):
+                if not isinstance(error, Exception):
                     self._end()
+                elif not isinstance(error, WorkerLost):  # else it would never come to the end of a step
+                    # not awaited: where one rank has failed, others may wait for it in a collective
+                    self._serves = self._steps = False
+                    self._occupancy.be("paused")
+                    self._group.submit_list(RolloutWorker.pause, self._kind)
             raise
         return RolloutStats.join(self._stats, together=False)
 

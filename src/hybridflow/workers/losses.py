@@ -114,7 +114,7 @@ def policy_loss(
             metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
-        if config.entropy_coeff:
+        if config.entropy_coeff and "entropy" in outputs:
             entropy = aggregate(outputs["entropy"], mask, mode, shares, config.loss_scale_factor)
             total = total - config.entropy_coeff * entropy
             metrics.add_sum("actor/entropy_loss", entropy.detach())

@@ -15,7 +15,6 @@ REPEATED: dict[str, int] = {
     "Call": 4,
     "Choice": 2,
     "Cluster": 2,
-    "Collected": 2,
     "Difference": 2,
     "Endpoint": 2,
     "Engine": 2,

@@ -57,8 +57,8 @@ class Dealt:
 
 
 Lane = Literal["ordered", "requests", "collect"]
-"""The thread of a process in which a call runs: that of all ordered calls, or one of two beside it. Calls of
-one lane keep their order.
+"""The thread of a process in which a call runs: that of all ordered calls, that of requests beside it, or one
+of two for polls (`collect`). Ordered calls and requests each keep their order.
 """
 
 SplitFn = Callable[[Call, MeshInfo], Dealt]

@@ -1,7 +1,8 @@
 """The local backend: every role has one rank, in the driver's process.
 
 A call runs at once in the caller's thread, so `breakpoint()` works in a worker and a traceback is one piece.
-The parts that `submit` returns are therefore already done.
+The parts that `submit` returns are therefore already done. An engine that generates is stepped in a thread of
+its own, as everywhere.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     prompts ──requests──► Agents ──each trajectory as it ends──► reward ──► scored, or failed ──► rows
 
-Callers differ only in who answers the requests. A synchronous batch and a validation are one closed list
-(`run_groups`, `for_validation`), which `RolloutGroup.generate` answers in the caller's thread. Continuous
-schedules and collectors run single groups beside each other, by a client in an event loop (`run_group`). The
-list is no gather of groups, because an engine that knows its whole batch prefills each prompt once, fills all
-its rows at once and ends with the last response; single requests would be batched by the time of their
-arrival, which is slower, and gives other bits from run to run.
+Callers differ only in who answers the requests. A synchronous batch and a validation are one list
+(`run_groups`, `for_validation`): `RolloutGroup.generate` answers it as a whole, or agents play it in an event
+loop. Continuous schedules and collectors run single groups beside each other, by a client in an event loop
+(`run_group`). The list is no gather of groups, because an engine that knows its whole batch prefills each
+prompt once, fills all its rows at once and ends with the last response; single requests would be batched by
+the time of their arrival, which is slower, and gives other bits from run to run.
 
 A trajectory is scored while others are still generated. One that has failed is counted by its cause and is
 never a row.

@@ -6,7 +6,8 @@ Field names, shapes and units are in `protocol/fields.py`; padded tensors become
 `protocol/packing.py`.
 
 A column may be elsewhere, in shards of other processes (`remote`, see `protocol/remote.py`): then it takes
-part in all of this without its values. It may be here as well, and a call of a worker reads it there.
+part in all of this without its values. It may be here as well, and a call of a worker reads it there: whoever
+puts other values into such a column (`batch[name] = …`) takes it out of `remote`.
 
 Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`,
 `reorder`, `padding`, `narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one;
@@ -442,8 +443,9 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Return the named fields only, wherever they are; None keeps all of a kind. With `deepcopy` the
-        Python values are copies. Raises BatchError for a missing field.
+        """Return the named fields only, wherever they are; None keeps all of a kind. Remote columns are kept
+        where either list names them, and all of them where `batch_keys` is None. With `deepcopy` the Python
+        values are copies. Raises BatchError for a missing field.
         """
         tensors = _pick("tensor field", self.tensors(), batch_keys, self.remote)
         columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys, self.remote)

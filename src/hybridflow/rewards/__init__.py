@@ -7,7 +7,7 @@
 
 `load.py` and `resolve.py` turn `reward.*` into a function (a built-in one of `table.py`, a sum of
 `compose.py`, or the user's), `result.py` checks what a function returns, `managers.py` score a step in one
-call, `limits.py` holds back requests, `cache.py` keeps outcomes, `test_cases.py` and `run_programs.py` try
+call, `pool.py` also holds back requests, `cache.py` keeps outcomes, `test_cases.py` and `run_programs.py` try
 programs, `build.py` wires it all, `early_checks.py`, `dry_run.py` find mistakes before a run.
 """
 

@@ -146,7 +146,7 @@ class GenerationRequest:
     """One response to be sampled, or continued."""
 
     request_id: int
-    """Row id, unique within a call."""
+    """Number that no other request has which an engine serves at the same time."""
     prompt: Prompt
     sampling: SamplingParams
     seed: int
@@ -265,7 +265,7 @@ class PartialOutput:
 
 @dataclass
 class RolloutStats:
-    """Counts of the newest session, up to now; seconds in which it waits for requests count too."""
+    """Counts of one or several sessions of an engine."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0

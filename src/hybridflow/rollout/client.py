@@ -1,4 +1,4 @@
-"""Asynchronous client of one or many replicas, for agent loops and the HTTP server.
+"""Asynchronous client of one or many replicas, for what runs in an event loop: agents, groups, the server.
 
 request ──choose (sticky key, else least loaded)──► replica.submit ──► output, perhaps after growing ones
     └── caller gives up, or the deadline passes ──► replica.abort

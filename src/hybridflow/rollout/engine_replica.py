@@ -135,7 +135,8 @@ class Commands:
 
 
 class EngineReplica:
-    """One engine behind a thread; every method may be called from any thread.
+    """One engine behind a thread; every method may be called from any thread. `resume` waits for an
+    `update_weights` that has begun while the engine stood.
 
     With `paused` it begins at the first `resume`, else at once. `ranks` step together: all of them are
     resumed, paused and changed, and the first one has the requests. `device` is made the current one of the
@@ -164,6 +165,7 @@ class EngineReplica:
         self._use = use or ReplicaUse()
         self._ended = ended
         self._changed = threading.Condition()
+        self._standing = threading.Lock()  # held by what happens to an engine that stands
         self._thread: threading.Thread | None = None  # None: the engine stands
         self._session: EngineSession | None = None
         self._closed = False  # whether the session has all its requests, and ends when they are answered
@@ -275,17 +277,18 @@ class EngineReplica:
                     "(deadline of pause)"
                 )
             self._pause = None
-        if self._session is not None and not keep_kv:  # it was paused before, and has stayed open
-            self._preempt()
+        with self._standing:
+            if self.stands and self._session is not None and not keep_kv:  # an earlier pause has kept it
+                self._preempt()
         return self.stats()
 
     def resume(self, *, closed: bool = False) -> None:
         """Go on; the next tokens carry the version of the weights there are now.
 
-        A `closed` session has the requests that wait now, and ends, with its engine asleep, when they are
-        answered. ReplicaLost for a dead replica.
+        Where that opens a session, a `closed` one has the requests that wait now, and ends, with its engine
+        asleep, when they are answered. ReplicaLost for a dead replica.
         """
-        with self._changed:
+        with self._standing, self._changed:
             if self._failure is not None:
                 raise ReplicaLost(self._failure)
             if self._thread is not None:
@@ -304,13 +307,14 @@ class EngineReplica:
         else these stay as the old weights made them. Raises what `update` raises.
         """
         change = _Change(update, preempts)
-        with self._changed:
-            stands = self.stands
-            if not stands:
-                self._changes.append(change)
-                self._changed.notify_all()
-        if stands:
-            self._make(change)
+        with self._standing:
+            with self._changed:
+                stands = self.stands
+                if not stands:
+                    self._changes.append(change)
+                    self._changed.notify_all()
+            if stands:
+                self._make(change)
         change.done.result()
 
     def stats(self) -> RolloutStats:

@@ -112,8 +112,8 @@ def check_ids(requests: Sequence[GenerationRequest], running: Container[int] = (
         number = request.request_id
         if number in seen or number in running:
             raise RolloutError(
-                "request ids must be unique: two requests that run at the same time have the same request_id: "
-                f"{number}"
+                "request ids must be unique, and two requests that run at the same time have the same "
+                f"request_id: {number}"
             )
         seen.add(number)
 

@@ -60,14 +60,15 @@ class StepProfiler:
         except BaseException:  # workers that have failed are asked nothing more
             self._write(step, {DRIVER: profiler.stop()})
             raise
-        # end the recording everywhere; return the spans by process, which is called after its first role
+        own = profiler.stop()  # before the workers: one of them may be in this process
+        # a process is called after its first role; its others have no spans
         futures = {
             f"{group.role} {rank}": group.call_one(rank, Worker.profiled)
             for group in self._groups
             for rank in range(group.world_size)
         }
         found = {name: future.result() for name, future in futures.items()}
-        self._write(step, {DRIVER: profiler.stop()} | {name: spans for name, spans in found.items() if spans})
+        self._write(step, {DRIVER: own} | {name: spans for name, spans in found.items() if spans})
 
     def _write(self, step: int, spans: Mapping[str, Sequence[Span]]) -> None:
         file = self._folder / f"step_{step}.json"

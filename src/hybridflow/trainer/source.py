@@ -78,7 +78,7 @@ class BatchSource(Resumable, Protocol):
 class LoaderSource(Generic[Row]):
     """A base of sources that read a loader in the trainer's thread, when they are asked for a batch.
 
-    They make nothing ahead, so nothing has to be parked while a validation runs.
+    They make nothing ahead, so nothing has to be set aside while a validation runs.
     """
 
     def __init__(self, loader: StatefulLoader[Row]) -> None:

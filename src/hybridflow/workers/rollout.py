@@ -36,9 +36,9 @@ from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.exact import ExactRollout
 
-Kind = Literal["stream", "list"]
-"""Two kinds of requests: a stream of them that come and go without an end, and those of a list, or of one
-piece of work, that are answered in between while the stream is set aside.
+Kind = Literal["main", "between"]
+"""Two kinds of requests: the main ones, and those that are answered in between (of a validation, while groups
+are generated without an end), for which the main ones are set aside.
 """
 COLLECTOR_NUMBERS = 1 << 48
 """Requests of collector k have the numbers from (k + 1) times this on, those of the driver smaller ones."""
@@ -47,7 +47,7 @@ Deliver = Callable[[int, GenerationOutput], None]
 
 
 @dataclass(frozen=True)
-class Collected:
+class FinishedOutputs:
     """Outputs that have finished since they were last asked for."""
 
     outputs: list[GenerationOutput]
@@ -96,28 +96,28 @@ class RolloutWorker(ExactRollout):
         self._replicas: dict[Kind, EngineReplica] = {}
         # None ends a wait for outputs
         self._outboxes: dict[Kind, queue.SimpleQueue[GenerationOutput | BaseException | None]] = {
-            "stream": queue.SimpleQueue(),
-            "list": queue.SimpleQueue(),
+            "main": queue.SimpleQueue(),
+            "between": queue.SimpleQueue(),
         }
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "stream") -> None:
+    def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "main") -> None:
         """Have requests join before the next step, all before the same one."""
         for answer in self._replica(kind).submit_many(requests):
             answer.add_done_callback(partial(self._answered, kind))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def abort(self, request_ids: Sequence[int], kind: Kind = "stream") -> None:
+    def abort(self, request_ids: Sequence[int], kind: Kind = "main") -> None:
         """Have requests end with what they have; unknown ones are passed over."""
         self._replica(kind).abort(request_ids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def num_waiting(self, kind: Kind = "stream") -> int:
+    def num_waiting(self, kind: Kind = "main") -> int:
         """Return how many requests have no room in the engine now."""
         return self._replica(kind).waiting
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def forget(self, kind: Kind = "stream") -> None:
+    def forget(self, kind: Kind = "main") -> None:
         """Have all requests end; nobody gets their outputs, nor those that nobody has collected."""
         self._replica(kind).forget("nobody awaits it any longer")
         with suppress(queue.Empty):
@@ -125,17 +125,17 @@ class RolloutWorker(ExactRollout):
                 self._outboxes[kind].get_nowait()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def wake(self, kind: Kind = "stream") -> None:
+    def end_poll(self, kind: Kind = "main") -> None:
         """Have `collect` return at once."""
         self._outboxes[kind].put(None)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def seconds(self) -> dict[str, float]:
+    def seconds_by_state(self) -> dict[str, float]:
         """Return the seconds in which this rank's engine was busy, standing or empty."""
         return self._use.seconds()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def stack(self, kind: Kind = "stream") -> str:
+    def stack(self, kind: Kind = "main") -> str:
         """Return where the thread is that steps this rank's engine."""
         return self._replica(kind).stack()
 
@@ -145,7 +145,7 @@ class RolloutWorker(ExactRollout):
         self._deliver = deliver
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
-    def collect(self, seconds: float, kind: Kind = "stream") -> Collected:
+    def collect(self, seconds: float, kind: Kind = "main") -> FinishedOutputs:
         """Return the outputs that have finished, or wait at most `seconds` for the first.
 
         Raises what the engine has failed of.
@@ -162,10 +162,10 @@ class RolloutWorker(ExactRollout):
             if found is not None:
                 outputs.append(found)
             wait = 0.0
-        return Collected(outputs, self._replica(kind).silence)
+        return FinishedOutputs(outputs, self._replica(kind).silence)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def resume(self, kind: Kind = "stream", *, closed: bool = False) -> None:
+    def resume(self, kind: Kind = "main", *, closed: bool = False) -> None:
         """Have the engine stepped for the requests of a kind, as `EngineReplica.resume` explains.
 
         All ranks of the role are resumed together: they fetch weights and send them to each other.
@@ -173,13 +173,13 @@ class RolloutWorker(ExactRollout):
         self._replica(kind).resume(closed=closed)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def pause(self, kind: Kind = "stream") -> Paused:
+    def pause(self, kind: Kind = "main") -> Paused:
         """Return when the engine is not stepped any more, and sleeps.
 
         What it has begun goes on when it is resumed, under the weights of then.
         """
         stats = self._replica(kind).pause(None, keep_kv=False)
-        self.wake(kind)
+        self.end_poll(kind)  # that of the driver, which looks no more
         return Paused(self._version, stats)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -266,7 +266,7 @@ class RolloutWorker(ExactRollout):
 
     def _change(self, version: int, update: Callable[[], None]) -> None:
         running = [replica for replica in self._replicas.values() if not replica.stands]
-        replica = running[0] if running else self._replica("stream")
+        replica = running[0] if running else self._replica("main")
         replica.update_weights(update, preempts=self.recomputes)
         reported = self._version
         if reported != version:

@@ -26,7 +26,7 @@ from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.rollout.requests import check_ids
 from hybridflow.weight_sync.remote_push import WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
-from hybridflow.workers.rollout import Collected, Kind, RolloutWorker
+from hybridflow.workers.rollout import FinishedOutputs, Kind, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class ReplicaSet:
         self._closed = False
         self._holds = 0  # contexts in which the requests are set aside
         self._stats: list[RolloutStats] = []
-        self._polls: dict[int, Future[Collected]] = {}
+        self._polls: dict[int, Future[FinishedOutputs]] = {}
 
     @property
     def patience(self) -> float:
@@ -152,7 +152,7 @@ class ReplicaSet:
     def wake(self) -> None:
         """Have `serve` look at once whether it is over."""
         with suppress(WorkerError):  # it is lost, which whoever serves is told
-            self._group.call_one(0, RolloutWorker.wake, self._kind)
+            self._group.call_one(0, RolloutWorker.end_poll, self._kind)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class ReplicaSet:
                     self._resume()
 
     @contextmanager
-    def clock_stands(self) -> Iterator[None]:
+    def weights_change(self) -> Iterator[None]:
         """Have the clock of deadlines stand in this context, while weights change; it is not left before
         they have.
         """
@@ -237,21 +237,21 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stream = ReplicaSet(self, "stream")
-        self._list = ReplicaSet(self, "list")
+        self._main = ReplicaSet(self, "main")
+        self._between = ReplicaSet(self, "between")
         self._is_open = False
         self._in_between = threading.Lock()
 
     @property
     def replicas(self) -> tuple[WorkerReplica, ...]:
         """The replicas, in the order of their ranks."""
-        return self._stream.replicas
+        return self._main.replicas
 
     def seconds_in(self, state: Literal["busy", "standing"]) -> float:
         """Return the seconds since the start in which a replica, on average, was stepped for requests
         (`busy`), or had requests and was not stepped (`standing`).
         """
-        calls = [self.call_one(rank, RolloutWorker.seconds) for rank in self.mesh.leaders]
+        calls = [self.call_one(rank, RolloutWorker.seconds_by_state) for rank in self.mesh.leaders]
         return sum(call.result().get(state, 0.0) for call in calls) / len(calls)
 
     @contextmanager
@@ -265,7 +265,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
             raise RolloutError(f"{self.role} is open already: one caller at a time opens it")
         self._is_open = True
         try:
-            with self._stream.opened() as client:
+            with self._main.opened() as client:
                 yield client
         finally:
             self._is_open = False
@@ -277,11 +277,11 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         go on in the next `serve`, under the weights of then. Where an engine fails, its error is raised and
         all these requests get ReplicaLost.
         """
-        return self._stream.serve(over)
+        return self._main.serve(over)
 
     def wake(self) -> None:
         """Have `serve` end if it is over by now; any thread may call this."""
-        self._stream.wake()
+        self._main.wake()
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
@@ -326,8 +326,8 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     def break_off(self) -> None:
         """Have `generate` or `serve` in another thread end; requests without an answer get ReplicaLost."""
-        self._stream.lose(RolloutError("it was broken off"))
-        self._stream.wake()
+        self._main.lose(RolloutError("it was broken off"))
+        self._main.wake()
 
     def can_stage(self, actor: ActorGroup) -> bool:
         """Return whether the actor's weights can be kept beside those that generate, until they are taken.
@@ -392,13 +392,13 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         """
         if not self._is_open:
             with self.opened() as client:
-                yield self._stream, client
+                yield self._main, client
             return
         if not self._in_between.acquire(blocking=False):
             raise RolloutError(f"{self.role} generates a list already: one caller at a time may")
         try:
-            with self._stream.set_aside(), self._list.opened() as client:
-                yield self._list, client
+            with self._main.set_aside(), self._between.opened() as client:
+                yield self._between, client
         finally:
             self._in_between.release()
 
@@ -406,13 +406,13 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     def _taking(self, version: int) -> Iterator[None]:
         """Have the replicas take weights of this version in this context, which they then have."""
         try:
-            with self._stream.clock_stands(), self._list.clock_stands():
+            with self._main.weights_change(), self._between.weights_change():
                 yield
         except Exception as error:
             names = ", ".join(replica.name for replica in self.replicas)
             error.add_note(f"while {names} took weights of version {version}")
             raise
-        for serving in (self._stream, self._list):
+        for serving in (self._main, self._between):
             for replica in serving.replicas:
                 replica.version = version
 

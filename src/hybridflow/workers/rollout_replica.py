@@ -26,7 +26,7 @@ class WorkerReplica:
     """
 
     def __init__(
-        self, group: Peers, rank: int, kind: Kind = "stream", clock: Callable[[], float] = time.monotonic
+        self, group: Peers, rank: int, kind: Kind = "main", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = f"{group.role}-{rank}"
         self.rank = rank

@@ -33,9 +33,9 @@ def over_mean(parts: list[list[int]], lengths: list[int], workload: Workload) ->
 @pytest.mark.parametrize("workload", [Workload(), Workload(1.0, 1e-4)], ids=["tokens", "with attention"])
 def test_4096_rows_over_8_ranks(workload: Workload) -> None:
     lengths = log_normal(4_096)
-    began = time.process_time()
+    began = time.thread_time()
     parts = deal_rows(lengths, 8, workload)
-    seconds = time.process_time() - began
+    seconds = time.thread_time() - began
     assert sorted(itertools.chain(*parts)) == list(range(4_096))
     assert over_mean(parts, lengths, workload) < 1.02
     assert seconds < 1.0  # CPU time, usually 0.06 s
@@ -61,9 +61,9 @@ def test_groups_of_responses_over_8_ranks() -> None:
 def test_many_rows_over_many_ranks_take_seconds_at_most() -> None:
     lengths = log_normal(65_536)
     assert len(lengths) * 1_024 > LARGEST_DIFFERENCING
-    began = time.process_time()
+    began = time.thread_time()
     parts = deal_rows(lengths, 1_024, Workload(1.0, 1e-4))
-    assert time.process_time() - began < 10.0  # CPU time, usually 0.3 s
+    assert time.thread_time() - began < 10.0  # CPU time, usually 0.3 s
     assert len(parts) == 1_024 and over_mean(parts, lengths, Workload(1.0, 1e-4)) < 1.02
 
 

@@ -149,6 +149,7 @@ def test_heads_may_be_padded_to_different_sizes(own: Path, tmp_path: Path) -> No
         padding = batch.select()
         padding.batch["input_ids"] = padding.batch["input_ids"].clone()
         padding.batch["input_ids"][0, -1] = theirs
+        del padding.remote["input_ids"]  # workers would read the old values
         assert trainer.step.roles.teacher is not None
         with pytest.raises(
             ModelError,

@@ -238,7 +238,7 @@ def test_an_engine_without_requests_and_a_long_change_of_weights_are_no_silence(
         group.update_from(groups.actor, 1)
         group.call_one(0, RolloutWorker.abort, [2])
         answer.result(60)
-        with group._stream.set_aside():
+        with group._main.set_aside():
             (answer,) = submit(group, [request(3, 2)]).values()
             time.sleep(1.5)
         answer.result(60)

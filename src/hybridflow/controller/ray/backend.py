@@ -52,8 +52,9 @@ once for all ranks that share them.
 """
 CLOSE_SECONDS = 5.0
 GROUPS = {"control": 1, "requests": 1, "collect": 2}
-"""Threads of a process beside that of the ordered calls. Each has one: several would change the order of
-calls, and a poll would hold back the requests in its thread.
+"""Threads of a process beside that of the ordered calls. Polls have threads of their own, since they would
+hold back the requests, and two of them, so that the poll for one kind of outputs does not hold back that for
+the other. The other lanes have one, which keeps the order of calls.
 """
 
 

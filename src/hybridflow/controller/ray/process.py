@@ -2,7 +2,7 @@
 all roles placed there, and serves calls on them one after the other.
 
     driver ──invoke──► thread of the calls: decode ─► WorkerHost ─► encode ──► (failure or None, packet)
-    driver ──requests, collect──► a thread each, beside the calls
+    driver ──requests, polls──► a thread, and two, beside the calls
     driver ──ping, stacks──► a further thread, which answers while a call runs
 
 Each worker process imports this module, and torch with it; neither is pickled and sent there.

@@ -4,8 +4,8 @@
     collector   requests ──► rollout workers ──outputs──► trajectory ──► reward ──► rows
     driver      ◄── light columns, by `collect`          └── the others stay in the object store ──► workers
 
-A collector asks the engines itself; the driver steps them, and knows that all is answered when the groups are
-there. What of the rows does not come to the driver, and where it is, is in `remote_columns.py`.
+A collector sends its requests to the engines itself. The driver sends none: it keeps the engines stepped
+until it has all groups. `remote_columns.py` says what of the rows does not come to the driver.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Collected:
+class PlayedGroups:
     """Groups that have been played since they were last asked for."""
 
     groups: list[Played]
@@ -104,7 +104,7 @@ class Collector(Worker):
         threading.Thread(target=self._loop.run_forever, name="groups", daemon=True).start()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def ask(self, rollout: Peers, leaders: Sequence[int]) -> None:
+    def connect(self, rollout: Peers, leaders: Sequence[int]) -> None:
         """Send requests to the ranks `leaders` of the rollout from now on."""
         for rank in leaders:
             replica = WorkerReplica(rollout, rank)
@@ -125,7 +125,7 @@ class Collector(Worker):
         self._replicas[rank].answer(output)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
-    def collect(self, seconds: float) -> Collected:
+    def collect(self, seconds: float) -> PlayedGroups:
         """Return the groups that have been played, or wait at most `seconds` for the first.
 
         Raises what has made it impossible to play one.
@@ -145,7 +145,7 @@ class Collector(Worker):
         kept = [rows for _, rows in found if len(rows)]
         if kept:
             self._kept[ticket] = join_rows(kept, self._pipeline.pad_token_id)
-        return Collected([played for played, _ in found], ticket)
+        return PlayedGroups([played for played, _ in found], ticket)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def columns(self, ticket: int) -> DataProto:
@@ -184,7 +184,7 @@ class Collectors:
         self._waiting: list[dict[int, asyncio.Future[Played]]] = [{} for _ in range(group.world_size)]
         self._polls: set[asyncio.Task[None]] = set()
         leaders = [replica.rank for replica in rollout.replicas]
-        group.call(Collector.ask, group.backend.peers(rollout.role), leaders)
+        group.call(Collector.connect, group.backend.peers(rollout.role), leaders)
         rollout.call(RolloutWorker.deliver_by, Delivery(group.backend.peers(group.role)))
 
     def end_traces(self) -> None:
@@ -252,7 +252,7 @@ class Collectors:
                     found.set_exception(error)
             waiting.clear()  # a group that is played from now on asks anew
 
-    def _hand_out(self, rank: int, collected: Collected) -> None:
+    def _hand_out(self, rank: int, collected: PlayedGroups) -> None:
         """Say where the other columns of the rows are, and tell those who wait."""
         shard = None
         number = 0

@@ -1,4 +1,4 @@
-"""The columns of collected rows: which of them stay outside of the driver, and who needs them here."""
+"""The columns that the driver does without: which stay with a collector, and which the driver fetches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXTS = ("solution_str", "ground_truth", "extra_info")
 STAYS = (*TOKENS, *TEXTS, "input_ids", "rollout_log_probs")
 """Columns that stay with the collector."""
 MASKS = ("attention_mask", "response_mask")
-"""Columns that workers read there, and that the driver computes with."""
+"""Columns that a collector keeps for the workers, and that the driver computes with too."""
 REPETITION = "repetition"
 """The figure of the reward watch, which stands for the tokens that it is computed from."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -169,11 +170,13 @@ def lines_run(state: LedgerState, transition: Transition) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what it calls back would be counted
     sys.settrace(trace)
     try:
         state.apply(transition)
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

@@ -160,7 +160,9 @@ class LLMClient:
             await pausing
             self.resume()
             raise
-        problems = [one for one in results if isinstance(one, BaseException)]
+        problems = [
+            one for one in results if isinstance(one, BaseException) and not isinstance(one, ReplicaLost)
+        ]
         if problems:
             self.resume()
             raise problems[0]
@@ -172,7 +174,10 @@ class LLMClient:
                 replica.resume()
 
     def _here(self) -> list[EngineReplica]:
-        return [replica for replica in self._alive() if isinstance(replica, EngineReplica)]
+        here = [replica for replica in self._alive() if isinstance(replica, EngineReplica)]
+        if len(here) < len(self._alive()):
+            raise RolloutError("engines of a run are paused by the run: only those of this process are here")
+        return here
 
     def _alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.failure is None]

@@ -41,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 STEPS_PER_TALK = 16
 """Steps of a closed session between two talks of the ranks: nothing can join, and a pause may come late."""
+CHANGE_SECONDS = 600.0
+"""Longest wait of a later rank for a change of the weights that the first rank has been told of."""
+SPAN_SECONDS = 5.0
+"""Longest span of a profile that stands for steps of the engine: a step of training may begin within one."""
 IDLE_SECONDS = 10.0
 """Longest time between two talks of the ranks: the collective of a rank that waits has a limit."""
 
@@ -167,6 +171,7 @@ class EngineReplica:
         self._changed = threading.Condition()
         self._standing = threading.Lock()  # held by what happens to an engine that stands
         self._thread: threading.Thread | None = None  # None: the engine stands
+        self._ending = False  # whether the thread steps no more
         self._session: EngineSession | None = None
         self._closed = False  # whether the session has all its requests, and ends when they are answered
         self._rounds = 0  # of the session
@@ -191,7 +196,15 @@ class EngineReplica:
 
     @property
     def waiting(self) -> int:
-        """Requests that the session has and that get no tokens now, for want of room; 0 where it stands."""
+        """Requests without an answer that get no tokens now: all of them where the engine stands."""
+        session = self._session
+        if session is None or self.stands:
+            return self.load
+        return max(0, self.load - session.num_running)
+
+    @property
+    def crowded_out(self) -> int:
+        """Requests that have joined the session and get no tokens now, for want of room."""
         session = self._session
         if session is None or self.stands:
             return 0
@@ -265,18 +278,23 @@ class EngineReplica:
 
         With `keep_kv` the session stays open, with all its keys and values. Else it ends, and the engine
         sleeps: its requests go on after `resume` with the tokens that they have, under the weights of then.
-        RolloutError where the step under way takes longer than `timeout_s`; None: there is no limit.
+        RolloutError where the step under way takes longer than `timeout_s` (None: there is no limit),
+        ReplicaLost where the engine has died.
         """
         with self._changed:
             self._pause = "keep" if keep_kv else "preempt"
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self.stands, timeout_s):
+            try:
+                stands = self._changed.wait_for(lambda: self.stands, timeout_s)
+            finally:  # also where the wait is interrupted: a later `resume` would end at once
                 self._pause = None
+            if not stands:
                 raise RolloutError(
                     f"replica {self.name} did not come to the end of a step within {timeout_s:g} s "
                     "(deadline of pause)"
                 )
-            self._pause = None
+            if self._failure is not None:
+                raise ReplicaLost(self._failure)
         with self._standing:
             if self.stands and self._session is not None and not keep_kv:  # an earlier pause has kept it
                 self._preempt()
@@ -291,6 +309,8 @@ class EngineReplica:
         with self._standing, self._changed:
             if self._failure is not None:
                 raise ReplicaLost(self._failure)
+            if self._ending:  # a closed session has just ended by itself
+                self._changed.wait_for(lambda: self.stands)
             if self._thread is not None:
                 return
             if self._session is None:
@@ -363,16 +383,21 @@ class EngineReplica:
             if self._device is not None:
                 set_current(self._device)  # the current device is a thread's own
             self._use.note(self, stepped=True)
-            with profiler.span("rollout.steps"):
-                while self._round():
-                    pass
+            goes_on = True
+            while goes_on:
+                with profiler.span("rollout.steps"):
+                    until = time.monotonic() + SPAN_SECONDS
+                    while goes_on and time.monotonic() < until:
+                        goes_on = self._round()
         except BaseException as error:  # whatever ends this thread, nobody may wait for it any longer
             self._die(error)
-        self._use.note(self, stepped=False)
+        self._ending = True
         while True:
             with self._changed:
                 if not self._changes:
+                    self._use.note(self, stepped=False)
                     self._thread = None
+                    self._ending = False
                     self._changed.notify_all()
                     return
                 change = self._changes.popleft()
@@ -394,10 +419,15 @@ class EngineReplica:
             self._answer(session, session.abort(commands.aborted))
         for _ in range(commands.changes):
             with self._changed:  # the other ranks may be told before their own change has come
-                self._changed.wait_for(lambda: self._changes)
+                if not self._changed.wait_for(lambda: self._changes, CHANGE_SECONDS):
+                    raise RolloutError(
+                        f"replica {self.name}: the first rank changes its weights, and this one was not told "
+                        f"to within {CHANGE_SECONDS:g} s"
+                    )
                 change = self._changes.popleft()
             self._make(change)
-        if commands.pause == "preempt":
+        self._ending = commands.pause is not None
+        if commands.pause == "preempt" and self._session is not None:  # a change may have done it
             self._preempt()
         if commands.pause is not None:
             return False
@@ -408,6 +438,7 @@ class EngineReplica:
         self._note_progress()
         self._grow(session)
         if self._closed and session.idle:
+            self._ending = True
             self._leave_session()
             self._engine.sleep()
             return False

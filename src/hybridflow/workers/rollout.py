@@ -11,14 +11,14 @@ that runs from `resume` to `pause`, and its weights change between two steps of 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from hybridflow.controller import Dispatch, register
 from hybridflow.distributed.device import used_accelerator
@@ -31,10 +31,12 @@ from hybridflow.rollout.base import (
     RolloutEngine,
     RolloutStats,
 )
-from hybridflow.rollout.engine_replica import EngineReplica, ReplicaUse
+from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, ReplicaUse
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.exact import ExactRollout
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["main", "between"]
 """Two kinds of requests: the main ones, and those that are answered in between (of a validation, while groups
@@ -42,6 +44,8 @@ are generated without an end), for which the main ones are set aside.
 """
 COLLECTOR_NUMBERS = 1 << 48
 """Requests of collector k have the numbers from (k + 1) times this on, those of the driver smaller ones."""
+Outbox: TypeAlias = "queue.SimpleQueue[GenerationOutput | BaseException | None]"
+"""Outputs that nobody has collected, and what the engine has died of; None ends a wait for them."""
 Deliver = Callable[[int, GenerationOutput], None]
 """Sends an output to the process that has asked for it; the first argument is the rank that has it."""
 
@@ -94,17 +98,19 @@ class RolloutWorker(ExactRollout):
         self._use = ReplicaUse()
         self._lock = threading.Lock()
         self._replicas: dict[Kind, EngineReplica] = {}
-        # None ends a wait for outputs
-        self._outboxes: dict[Kind, queue.SimpleQueue[GenerationOutput | BaseException | None]] = {
-            "main": queue.SimpleQueue(),
-            "between": queue.SimpleQueue(),
-        }
+        self._openings: dict[Kind, int] = {}  # the newest one that was resumed
+        self._outboxes: dict[tuple[Kind, int], Outbox] = {}
+        self._errors: dict[Kind, BaseException] = {}  # of which engines have died, until somebody is told
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "main") -> None:
-        """Have requests join before the next step, all before the same one."""
+    def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "main", opening: int = 0) -> None:
+        """Have requests join before the next step, all before the same one.
+
+        `opening` numbers the times that the driver takes requests of a kind: `collect` gives their outputs to
+        the same one only, so that what is left of one never answers a later request of the same number.
+        """
         for answer in self._replica(kind).submit_many(requests):
-            answer.add_done_callback(partial(self._answered, kind))
+            answer.add_done_callback(partial(self._answered, kind, opening))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def abort(self, request_ids: Sequence[int], kind: Kind = "main") -> None:
@@ -114,20 +120,17 @@ class RolloutWorker(ExactRollout):
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def num_waiting(self, kind: Kind = "main") -> int:
         """Return how many requests have no room in the engine now."""
-        return self._replica(kind).waiting
+        return self._replica(kind).crowded_out
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def forget(self, kind: Kind = "main") -> None:
-        """Have all requests end; nobody gets their outputs, nor those that nobody has collected."""
+        """Have all requests end; nobody gets their outputs."""
         self._replica(kind).forget("nobody awaits it any longer")
-        with suppress(queue.Empty):
-            while True:
-                self._outboxes[kind].get_nowait()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
-    def end_poll(self, kind: Kind = "main") -> None:
+    def end_poll(self, kind: Kind = "main", opening: int = 0) -> None:
         """Have `collect` return at once."""
-        self._outboxes[kind].put(None)
+        self._outbox(kind, opening).put(None)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def seconds_by_state(self) -> dict[str, float]:
@@ -145,41 +148,63 @@ class RolloutWorker(ExactRollout):
         self._deliver = deliver
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
-    def collect(self, seconds: float, kind: Kind = "main") -> FinishedOutputs:
+    def collect(self, seconds: float, kind: Kind = "main", opening: int = 0) -> FinishedOutputs:
         """Return the outputs that have finished, or wait at most `seconds` for the first.
 
-        Raises what the engine has failed of.
+        Raises the error of an engine that has died.
         """
+        outbox = self._outbox(kind, opening)
         outputs: list[GenerationOutput] = []
         wait = seconds
         while True:
             try:
-                found = self._outboxes[kind].get(timeout=wait)
+                found = outbox.get(timeout=wait)
             except queue.Empty:
+                break
+            if isinstance(found, BaseException) and outputs:  # those that finished before come first
+                outbox.put(found)
                 break
             if isinstance(found, BaseException):
                 raise found
             if found is not None:
                 outputs.append(found)
             wait = 0.0
-        return FinishedOutputs(outputs, self._replica(kind).silence)
+        replica = self._replicas.get(kind)
+        return FinishedOutputs(outputs, 0.0 if replica is None else replica.silence)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def resume(self, kind: Kind = "main", *, closed: bool = False) -> None:
+    def resume(self, kind: Kind = "main", opening: int = 0, *, closed: bool = False) -> None:
         """Have the engine stepped for the requests of a kind, as `EngineReplica.resume` explains.
 
         All ranks of the role are resumed together: they fetch weights and send them to each other.
         """
+        with self._lock:
+            self._openings[kind] = opening
+            self._errors.pop(kind, None)
+            for place in [place for place in self._outboxes if place[0] == kind and place[1] < opening]:
+                del self._outboxes[place]
         self._replica(kind).resume(closed=closed)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def pause(self, kind: Kind = "main") -> Paused:
+    def pause(self, kind: Kind = "main", timeout_s: float | None = None) -> Paused:
         """Return when the engine is not stepped any more, and sleeps.
 
-        What it has begun goes on when it is resumed, under the weights of then.
+        What it has begun goes on when it is resumed, under the weights of then. Raises the error of an engine
+        that has died, and RolloutError where a step takes longer than `timeout_s`.
         """
-        stats = self._replica(kind).pause(None, keep_kv=False)
-        self.end_poll(kind)  # that of the driver, which looks no more
+        replica = self._replicas.get(kind)
+        stats = RolloutStats()
+        try:
+            if replica is not None:
+                stats = replica.pause(timeout_s, keep_kv=False)
+        except ReplicaLost:
+            logger.debug("the engine was paused after it had died")
+        finally:
+            self.end_poll(kind, self._openings.get(kind, 0))  # the driver looks no more
+        with self._lock:
+            error = self._errors.pop(kind, None)
+        if error is not None:
+            raise error
         return Paused(self._version, stats)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -246,14 +271,21 @@ class RolloutWorker(ExactRollout):
                 self._replicas[kind] = replica
             return replica
 
-    def _answered(self, kind: Kind, answer: Future[GenerationOutput]) -> None:
+    def _outbox(self, kind: Kind, opening: int) -> Outbox:
+        with self._lock:
+            return self._outboxes.setdefault((kind, opening), queue.SimpleQueue())
+
+    def _answered(self, kind: Kind, opening: int, answer: Future[GenerationOutput]) -> None:
         if answer.exception() is not None:  # `_failed` has told it, or nobody wants to know
             return
         output = answer.result()
-        if self._deliver is not None and output.request_id >= COLLECTOR_NUMBERS:
+        if self._deliver is None or output.request_id < COLLECTOR_NUMBERS:
+            self._outbox(kind, opening).put(output)
+            return
+        try:
             self._deliver(self.rank, output)
-        else:
-            self._outboxes[kind].put(output)
+        except Exception as error:  # the driver is told, since nobody else would notice
+            self._outbox(kind, self._openings.get(kind, 0)).put(error)
 
     def _failed(self, kind: Kind, error: BaseException, left: int) -> None:
         if not isinstance(error, HybridFlowError):
@@ -262,10 +294,13 @@ class RolloutWorker(ExactRollout):
             )
             problem.__cause__ = error
             error = problem
-        self._outboxes[kind].put(error)
+        with self._lock:
+            self._errors[kind] = error
+        self._outbox(kind, self._openings.get(kind, 0)).put(error)
 
     def _change(self, version: int, update: Callable[[], None]) -> None:
-        running = [replica for replica in self._replicas.values() if not replica.stands]
+        with self._lock:
+            running = [replica for replica in self._replicas.values() if not replica.stands]
         replica = running[0] if running else self._replica("main")
         replica.update_weights(update, preempts=self.recomputes)
         reported = self._version

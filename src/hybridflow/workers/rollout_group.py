@@ -11,8 +11,9 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, TypeVar
 
 from hybridflow.controller import Future, WorkerGroup
@@ -26,7 +27,7 @@ from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.rollout.requests import check_ids
 from hybridflow.weight_sync.remote_push import WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
-from hybridflow.workers.rollout import FinishedOutputs, Kind, RolloutWorker
+from hybridflow.workers.rollout import FinishedOutputs, Kind, Paused, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ Finished = Callable[[GenerationOutput], None]
 
 POLL_SECONDS = 5.0
 """Longest wait for the next output of a rank before it is asked again."""
+LEAVE_SECONDS = 5.0
+"""Longest wait for the end of a step in this process where somebody wants to leave at once."""
 UNWIND_SECONDS = 1.0
 """Time for work to hear that its engines are lost, before it is cancelled."""
 
@@ -61,14 +64,26 @@ class StagedWeights:
     """The parts of the actor's ranks, by reference; None once they were taken, which frees their memory."""
 
 
+@dataclass(eq=False)
+class GroupState:
+    """What the two sets of a group have in common."""
+
+    openings: Iterator[int]
+    """Numbers of the times that requests of either kind are taken."""
+    broken: BaseException | None = None
+    """The error of an engine of several ranks: its other ranks may wait for it in a collective, for ever."""
+
+
 class ReplicaSet:
     """All replicas, for the requests of one kind: they are sent here, and the engines stepped for them.
 
     One thread at a time serves; every other method may be called from any thread.
     """
 
-    def __init__(self, group: WorkerGroup[RolloutWorker], kind: Kind) -> None:
+    def __init__(self, group: WorkerGroup[RolloutWorker], kind: Kind, state: GroupState) -> None:
         self._group = group
+        self._state = state
+        self._opening = 0
         self._kind = kind
         self._occupancy = Occupancy("paused")
         self.replicas = tuple(
@@ -81,6 +96,7 @@ class ReplicaSet:
         self._holds = 0  # contexts in which the requests are set aside
         self._stats: list[RolloutStats] = []
         self._polls: dict[int, Future[FinishedOutputs]] = {}
+        self._leaving: Future[list[Paused]] | None = None  # a pause that nobody has awaited
 
     @property
     def patience(self) -> float:
@@ -89,9 +105,24 @@ class ReplicaSet:
 
     @contextmanager
     def opened(self) -> Iterator[LLMClient]:
-        """Let the replicas take requests in this context; afterwards nothing of them is left anywhere."""
+        """Let the replicas take requests in this context; afterwards nothing of them is left anywhere.
+
+        RolloutError where an engine of several ranks has failed before.
+        """
+        if self._state.broken is not None:
+            raise RolloutError(
+                f"{self._group.role} generates no more: a rank of an engine has failed, and others may wait "
+                f"for it for ever ({self._state.broken})"
+            ) from self._state.broken
+        if self._leaving is not None:
+            leaving = self._leaving
+            self._leaving = None
+            with suppress(Exception):  # it was raised when it came
+                leaving.result()
+        self._opening = next(self._state.openings)
+        self._polls = {}
         for replica in self.replicas:
-            replica.open()
+            replica.open(self._opening)
         try:
             yield LLMClient(self.replicas)
         except BaseException as error:
@@ -138,34 +169,36 @@ class ReplicaSet:
                 names = ", ".join(replica.name for replica in self.replicas)
                 error.add_note(f"{left} requests had no answer of {names}")
             self.lose(error)
-            with suppress(WorkerError):
+            with suppress(WorkerError, RolloutError):
                 if not isinstance(error, Exception):
-                    self._end()
+                    # in other processes a step may take its time: a second signal interrupts this wait
+                    self._end(LEAVE_SECONDS if self._group.backend.in_process else None)
                 elif not isinstance(error, WorkerLost):  # else it would never come to the end of a step
                     # not awaited: where one rank has failed, others may wait for it in a collective
                     self._serves = self._steps = False
                     self._occupancy.be("paused")
-                    self._group.submit_list(RolloutWorker.pause, self._kind)
+                    self._leaving = self._group.submit_list(RolloutWorker.pause, self._kind)
             raise
         return RolloutStats.join(self._stats, together=False)
 
     def wake(self) -> None:
         """Have `serve` look at once whether it is over."""
         with suppress(WorkerError):  # it is lost, which whoever serves is told
-            self._group.call_one(0, RolloutWorker.end_poll, self._kind)
+            self._group.call_one(0, RolloutWorker.end_poll, self._kind, self._opening)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Have the requests wait in this context: what was begun of them goes on afterwards."""
         with self._lock:
             self._holds += 1
-            self._pause()
         try:
+            with self._lock:
+                self._pause()
             yield
         finally:
             with self._lock:
                 self._holds -= 1
-                if self._serves and not self._holds:
+                if self._serves and not self._holds and self._state.broken is None:
                     self._resume()
 
     @contextmanager
@@ -180,21 +213,21 @@ class ReplicaSet:
             finally:
                 self._occupancy.be(before)
 
-    def _end(self) -> None:
+    def _end(self, timeout_s: float | None = None) -> None:
         with self._lock:
             self._serves = False
-            self._pause()
+            self._pause(timeout_s)
 
     def _resume(self) -> None:
-        self._group.call(RolloutWorker.resume, self._kind, closed=self._closed)
-        self._occupancy.be("stepped")
         self._steps = True
+        self._occupancy.be("stepped")
+        self._group.call(RolloutWorker.resume, self._kind, self._opening, closed=self._closed)
 
-    def _pause(self) -> None:
+    def _pause(self, timeout_s: float | None = None) -> None:
         if self._steps:
-            self._steps = False
             self._occupancy.be("paused")
-            paused = self._group.call_list(RolloutWorker.pause, self._kind)
+            paused = self._group.call_list(RolloutWorker.pause, self._kind, timeout_s)
+            self._steps = False
             self._stats.append(RolloutStats.join([state.stats for state in paused], together=True))
             for replica, state in zip(self.replicas, paused, strict=True):
                 replica.version = state.version
@@ -204,13 +237,17 @@ class ReplicaSet:
         seconds = min(POLL_SECONDS, self.patience / 4)
         by_rank = {replica.rank: replica for replica in self.replicas}
         while not over():
+            if self._state.broken is not None:
+                raise self._state.broken
             for rank in range(self._group.world_size):
-                if rank not in self._polls:  # one may be left of the time before
-                    self._polls[rank] = self._group.call_one(rank, RolloutWorker.collect, seconds, self._kind)
+                if rank not in self._polls:  # a poll may outlive the `serve` that has sent it
+                    self._polls[rank] = self._group.call_one(
+                        rank, RolloutWorker.collect, seconds, self._kind, self._opening
+                    )
             parts = [part for poll in self._polls.values() for part in poll.parts.values()]
             concurrent.futures.wait(parts, return_when=concurrent.futures.FIRST_COMPLETED)
             for rank in [rank for rank, poll in self._polls.items() if poll.done()]:
-                found = self._polls.pop(rank).result()
+                found = self._found(self._polls.pop(rank))
                 for output in found.outputs:
                     by_rank[rank].answer(output)
                     yield output
@@ -222,6 +259,16 @@ class ReplicaSet:
                     stack = self._group.call_one(rank, RolloutWorker.stack, self._kind).result()
                     lost.add_note(f"it is here:\n{stack}")
                     raise lost
+
+    def _found(self, poll: Future[FinishedOutputs]) -> FinishedOutputs:
+        try:
+            return poll.result()
+        except WorkerError:
+            raise
+        except Exception as error:
+            if self._group.world_size > len(self.replicas):
+                self._state.broken = error
+            raise
 
     def _stepped_seconds(self) -> float:
         return self._occupancy.seconds().get("stepped", 0.0)
@@ -237,8 +284,9 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._main = ReplicaSet(self, "main")
-        self._between = ReplicaSet(self, "between")
+        state = GroupState(count(1))
+        self._main = ReplicaSet(self, "main", state)
+        self._between = ReplicaSet(self, "between", state)
         self._is_open = False
         self._in_between = threading.Lock()
 
@@ -323,6 +371,12 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                 concurrent.futures.wait([result], UNWIND_SECONDS)  # its requests have just failed
                 raise
         return result.result(), stats
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Have the requests of `opened` wait in this context, and no engine be stepped for them, so that
+        other calls in the workers' processes have the devices for themselves.
+        """
+        return self._main.set_aside()
 
     def break_off(self) -> None:
         """Have `generate` or `serve` in another thread end; requests without an answer get ReplicaLost."""

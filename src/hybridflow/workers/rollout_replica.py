@@ -36,6 +36,7 @@ class WorkerReplica:
         self._group = group
         self._kind = kind
         self._clock = clock
+        self._opening = 0
         self._lock = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[GenerationOutput]] = {}
         self._sent: Future[None] | None = None  # the newest call of `submit`; earlier ones end before it
@@ -90,7 +91,9 @@ class WorkerReplica:
                 future.set_running_or_notify_cancel()  # a caller that gives up says abort()
                 self._answers[request.request_id] = future
             if requests:
-                self._sent = self._group.call_one(self.rank, RolloutWorker.submit, requests, self._kind)
+                self._sent = self._group.call_one(
+                    self.rank, RolloutWorker.submit, requests, self._kind, self._opening
+                )
         return futures
 
     def wait_until_submitted(self) -> None:
@@ -107,8 +110,9 @@ class WorkerReplica:
         """Take no more requests; those without an answer get ReplicaLost."""
         self.lose(f"replica {self.name} was closed")
 
-    def open(self) -> None:
-        """Take requests from now on."""
+    def open(self, opening: int = 0) -> None:
+        """Take requests from now on; `opening` is that of `RolloutWorker.submit`."""
+        self._opening = opening
         self.failure = None
 
     def answer(self, output: GenerationOutput) -> None:

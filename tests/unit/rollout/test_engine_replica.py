@@ -212,7 +212,8 @@ def test_an_engine_that_fails_drops_all_requests_and_can_be_used_again() -> None
     for answer in answers:
         with pytest.raises(ReplicaLost, match="native-0 died: RuntimeError: out of memory"):
             answer.result(600)
-    replica.pause()
+    with pytest.raises(ReplicaLost, match="native-0 died"):
+        replica.pause()
     ((error, left),) = heard
     assert str(error).startswith("out of memory") and left == 2 and engine.sleeps == 1
     with pytest.raises(ReplicaLost, match="native-0 died"):
@@ -305,3 +306,72 @@ def test_equal_numbers_are_refused_before_any_joins() -> None:
     with pytest.raises(RolloutError, match="the same request_id: 1"):
         replica.submit_many([request(0), request(1), request(1)])
     assert replica.load == 0
+
+
+def test_a_pause_that_is_interrupted_leaves_nothing_behind(
+    stepped: StepByStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = paused(stepped)
+    (answer,) = replica.submit_many([request(1)])
+    replica.resume()
+    stepped.begun.acquire()
+
+    def interrupted(*args: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            replica.pause(keep_kv=False)
+    stepped.allowed.release(1000)
+    assert len(answer.result(600).token_ids) == 5
+    replica.close()
+
+
+def test_a_pause_and_a_change_that_preempts_may_come_together(stepped: StepByStep) -> None:
+    replica = paused(stepped)
+    (answer,) = replica.submit_many([request(1)])
+    replica.resume()
+    stepped.begun.acquire()
+    changing = threading.Thread(
+        target=replica.update_weights, args=[lambda: stepped.set_version(1)], kwargs={"preempts": True}
+    )
+    changing.start()
+    pausing = threading.Thread(target=replica.pause, kwargs={"keep_kv": False})
+    pausing.start()
+    while not (replica._changes and replica._pause):
+        pass
+    stepped.allowed.release(1000)
+    changing.join(600)
+    pausing.join(600)
+    assert replica.failure is None and replica.stands
+    replica.resume(closed=True)
+    assert answer.result(600).policy_versions == [0, 1, 1, 1, 1]
+
+
+def test_a_resume_waits_for_a_closed_session_that_is_about_to_end() -> None:
+    engine = ScriptedEngine()
+    asleep = threading.Semaphore(0)
+    goes_on = threading.Semaphore(0)
+
+    def sleep(level: int = 1) -> None:
+        asleep.release()
+        goes_on.acquire()
+
+    engine.sleep = sleep  # type: ignore[method-assign]
+    replica = paused(engine)
+    replica.submit_many([request(1)])
+    replica.resume(closed=True)
+    asleep.acquire()
+    (answer,) = replica.submit_many([request(2)])
+    resuming = threading.Thread(target=replica.resume, kwargs={"closed": True})
+    resuming.start()
+    goes_on.release(2)
+    assert len(answer.result(600).token_ids) == 5
+    resuming.join(600)
+
+
+def test_requests_that_wait_are_counted_also_where_the_engine_stands() -> None:
+    replica = paused(ScriptedEngine())
+    replica.submit_many([request(1), request(2)])
+    assert replica.waiting == replica.load == 2 and replica.crowded_out == 0

@@ -180,7 +180,8 @@ def _trainer(
     more = collector_factories(config, data.agent_names, needs)
     roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, more)
     if roles.reward_model is not None:
-        add_reward_model(rewards, roles.reward_model, config.reward, tokenizer)
+        alone = partial(roles.alone, roles.reward_model.role)
+        add_reward_model(rewards, roles.reward_model, config.reward, tokenizer, alone)
     failures = Failures(run.folder.failures)
     traces = rollout_traces(config, tokenizer)
     pipeline = RolloutPipeline(rewards, tokenizer, config, agents, needs, traces)

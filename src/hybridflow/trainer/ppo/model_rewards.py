@@ -16,6 +16,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,11 +45,16 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def add_reward_model(
-    rewards: RewardManager, group: RewardModelGroup, config: RewardConfig, policy_tokenizer: Tokenizer
+    rewards: RewardManager,
+    group: RewardModelGroup,
+    config: RewardConfig,
+    policy_tokenizer: Tokenizer,
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Have the outcomes of the reward function completed by the reward model of `config`.
 
-    Raises ModelError for a tokenizer without a chat template.
+    `alone` is the context in which it has its devices for itself. Raises ModelError for a tokenizer without a
+    chat template.
     """
     model = config.reward_model.model
     path = str(model.tokenizer_path or model.path)
@@ -59,7 +65,7 @@ def add_reward_model(
             "shown to it: set reward.reward_model.model.tokenizer_path to one that has"
         )
     reader = ModelReader(tokenizer, config.reward_model)
-    rewards.add_scorer(lambda scorer: ModelScorer(scorer, group, reader, config, policy_tokenizer))
+    rewards.add_scorer(lambda scorer: ModelScorer(scorer, group, reader, config, policy_tokenizer, alone))
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,9 @@ class ModelScorer:
         reader: ModelReader,
         config: RewardConfig,
         policy_tokenizer: Tokenizer,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._alone = alone
         term = model_term(config.terms)
         self._inner = inner
         self._group = group
@@ -237,7 +245,8 @@ class ModelScorer:
             ],
         )
         columns["row_id"] = torch.arange(len(readings))
-        scores = self._group.score(DataProto.from_dict(columns)).batch[SCORES]
+        with self._alone():
+            scores = self._group.score(DataProto.from_dict(columns)).batch[SCORES]
         if self._reader.config.activation == "sigmoid":
             scores = scores.sigmoid()
         return [row[reading.ends].tolist() for row, reading in zip(scores, readings, strict=True)]

@@ -95,7 +95,8 @@ class OldLogProbs:
             and not self.roles.together(self.actor.role, self.roles.rollout.role)
         ):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
-            theirs = self.roles.rollout.call_list(ExactRollout.weight_sums)
+            with self.roles.rollout.set_aside():
+                theirs = self.roles.rollout.call_list(ExactRollout.weight_sums)
             check_same_weights(ours, theirs, step)
         if self.reuses and current:
             agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)

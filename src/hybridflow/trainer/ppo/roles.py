@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -52,6 +53,16 @@ class Roles:
     def together(self, first: str, second: str) -> bool:
         """Whether two roles share processes, so that their calls take turns."""
         return self.actor.backend.together(first, second)
+
+    def alone(self, role: str) -> AbstractContextManager[None]:
+        """Context in which a role has its processes for itself: no engine there is stepped meanwhile.
+
+        Where engines share the actor's processes, no schedule steps them while it trains.
+        """
+        beside = not self.together(self.actor.role, self.rollout.role)
+        if self.together(role, self.rollout.role) and (beside or role == "reward_model"):
+            return self.rollout.set_aside()
+        return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,16 @@ class Overlap:
     other in the caller's thread. With everything colocated, and with the local controller, this is a loop.
     """
 
-    def __init__(self, together: Callable[[str, str], bool], timer: Timer) -> None:
+    def __init__(
+        self,
+        together: Callable[[str, str], bool],
+        timer: Timer,
+        alone: Callable[[str], AbstractContextManager[None]] = lambda role: nullcontext(),
+    ) -> None:
         self.together = together
         self.timer = timer
+        self.alone = alone
+        """Context of the calls of a role, which has its processes for itself there."""
 
     def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
         """Return the results in the order of `jobs`.
@@ -78,7 +85,7 @@ class Overlap:
         results: dict[int, T] = {}
         if len(lanes) <= 1:
             for index, job in enumerate(jobs):
-                with self.timer(job.section):
+                with self.timer(job.section), self.alone(job.role):
                     results[index] = job.call()
             return list(results.values())
         with ThreadPoolExecutor(len(lanes), thread_name_prefix="overlap") as threads:
@@ -133,7 +140,7 @@ class PPOStep:
         self.shows = shows
         self.buffer = buffer
         roles.actor.backend.driver_bytes()  # from now on they are those of steps
-        self.side_by_side = Overlap(roles.together, timer)
+        self.side_by_side = Overlap(roles.together, timer, roles.alone)
         # once: a user's file may be edited while the run goes on
         self.estimator = find_estimator(config.algorithm)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
@@ -158,7 +165,8 @@ class PPOStep:
         batch |= self._passes(batch, step)  # old_log_probs, ref_log_prob, teacher_log_probs, values
         batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
         if self.roles.process_reward:
-            batch |= self._process_rewards(batch, len(new), step, metrics)  # process_rewards
+            with self.timer("process_reward"), self.roles.alone(self.roles.process_reward.role):
+                batch |= self._process_rewards(batch, len(new), step, metrics)  # process_rewards
         with self.timer("adv"):
             rewards, kl = apply_kl_penalty(batch, self.config.algorithm, self.kl_controller, len(new))
             batch |= rewards  # token_level_rewards

@@ -74,18 +74,18 @@ def hang(cls: type, method: str, number: int, once: Path) -> None:
 def silence(cls: type, server: type, number: int, once: Path) -> None:
     """Have an engine answer nothing any more from a step on, while everything else goes on.
 
-    Steps count once `server` has begun to serve: those before are of the check of exact mode.
+    Steps count once `server` was resumed: those before are of the check of exact mode.
     """
     real = cls.step  # type: ignore[attr-defined]
-    serve = server.serve  # type: ignore[attr-defined]
+    resume = server.resume  # type: ignore[attr-defined]
     calls = Counter[str]()
     serves = threading.Event()
     silent = threading.Event()
 
-    @functools.wraps(serve)
-    def serving(*args: Any, **named: Any) -> Any:
+    @functools.wraps(resume)
+    def resumed(*args: Any, **named: Any) -> Any:
         serves.set()
-        return serve(*args, **named)
+        return resume(*args, **named)
 
     def step(self: Any) -> Any:
         calls["step"] += serves.is_set()
@@ -97,7 +97,7 @@ def silence(cls: type, server: type, number: int, once: Path) -> None:
         threading.Event().wait(0.05)
         return []
 
-    server.serve = serving  # type: ignore[attr-defined]
+    server.resume = resumed  # type: ignore[attr-defined]
     cls.step = step  # type: ignore[attr-defined]
 
 

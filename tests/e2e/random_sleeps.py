@@ -25,7 +25,8 @@ def slow_down(cls: type, name: str) -> None:
     setattr(cls, name, slower)
 
 
-slow_down(RolloutWorker, "serve")
+slow_down(RolloutWorker, "resume")
+slow_down(RolloutWorker, "collect")
 slow_down(RolloutWorker, "update_weights")
 slow_down(ActorWorker, "export_buckets")
 slow_down(ActorWorker, "update_mini_batch")

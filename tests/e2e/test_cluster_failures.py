@@ -108,7 +108,7 @@ def test_with_restarts_the_run_goes_on_as_if_nothing_had_been(
     losses = [
         Loss(3, "actor.update_mini_batch"),
         Loss(3, "actor.start_save", nodes.folder),
-        Loss(4, "rollout.serve", nodes.folder),
+        Loss(4, "rollout.resume", nodes.folder),
     ]
     nodes.add(1)  # in the place of the one that the test before has killed: now there are three again
     out = tmp_path / "run"

@@ -44,7 +44,7 @@ PLANS = {
 HANGING = [
     "RolloutWorker.update_weights 3",
     "ActorWorker.export_buckets 3",
-    "RolloutWorker.serve 4",
+    "RolloutWorker.collect 4",
     "Session.step 20",
 ]
 ALL = list(product(PLANS, HANGING))

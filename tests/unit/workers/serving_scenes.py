@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -60,10 +61,34 @@ def actor_worker(info: object) -> Learner:
     return Learner(engine, ActorConfig(), temperature=1.0, log_prob_limits=LIMITS)
 
 
+class Paced(NativeEngine):
+    """An engine whose steps take at least so many seconds."""
+
+    seconds = 0.0
+
+    def _new_session(self, closed: bool) -> Any:
+        session: Any = super()._new_session(closed)
+        step = session.step
+
+        def paced() -> Any:
+            time.sleep(self.seconds)
+            return step()
+
+        session.step = paced
+        return session
+
+
+class PacedRollout(RolloutWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_steps_of(self, seconds: float) -> None:
+        assert isinstance(self.engine, Paced)
+        self.engine.seconds = seconds
+
+
 def rollout_worker(*, recomputes: bool = True) -> RolloutWorker:
     policy = exact_policy().requires_grad_(False)
     push = RemotePush(policy, Holding.whole(policy))
-    return RolloutWorker(NativeEngine(policy, eos_token_ids=[2]), push, recomputes=recomputes)
+    return PacedRollout(Paced(policy, eos_token_ids=[2]), push, recomputes=recomputes)
 
 
 def factories(host: Any) -> Any:
@@ -178,6 +203,8 @@ def what_is_not_answered_goes_on_in_the_next_serve(groups: Groups) -> None:
     group = groups.rollout
     requests = [request(number, 2 if number < 2 else LONG) for number in range(6)]
     wanted = undisturbed(requests)
+    # the long ones must not end before a busy driver has heard of the short ones
+    group.call(PacedRollout.take_steps_of, 0.1)
     with group.opened() as client:
         assert client.failure is None
         answers = submit(group, requests)
@@ -187,6 +214,7 @@ def what_is_not_answered_goes_on_in_the_next_serve(groups: Groups) -> None:
         assert stats.generated_tokens > 0 and not answers[5].done()
         assert group.serve(lambda: True).generated_tokens == 0, "it is over before it begins"
         group.update_from(groups.actor, 4)
+        group.call(PacedRollout.take_steps_of, 0.0)
         for number in range(2, 6):
             answers[number].add_done_callback(lambda _: group.wake())
         group.serve(lambda: all(answer.done() for answer in answers.values()))
@@ -222,6 +250,8 @@ def equal_weights_in_flight_change_no_bit(groups: Groups) -> None:
 def each_segment_has_the_log_probs_of_its_version(groups: Groups) -> None:
     group = groups.rollout
     requests = [request(number) for number in range(4)]
+    # the long ones must not end before the third update, however late a busy driver hears of the short ones
+    group.call(PacedRollout.take_steps_of, 0.1)
     with group.opened():
         answers = submit(group, requests)
         for version in range(1, 4):
@@ -232,6 +262,7 @@ def each_segment_has_the_log_probs_of_its_version(groups: Groups) -> None:
             group.serve(lambda heard=heard: all(short.done() for short in heard.values()))
             groups.learn(0.1 * version)
             group.update_from(groups.actor, version)
+        group.call(PacedRollout.take_steps_of, 0.0)
         for answer in answers.values():
             answer.add_done_callback(lambda _: group.wake())
         group.serve(lambda: all(answer.done() for answer in answers.values()))

@@ -192,7 +192,7 @@ REUSED = ("actor_rollout_ref.rollout.reuse_log_probs_within=1.0",)
         (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
         (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
         (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
-        (FAST, "trainer.rollout_data_dir=nowhere"),
+        (FAST, "trainer.rollout_data_dir=DUMPS"),
         (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
     ],
     ids=lambda keys: " ".join(key.rpartition(".")[2] for key in keys),
@@ -207,6 +207,7 @@ def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
     for stored in (False, True):
         (tmp_path / str(stored)).mkdir()
         keys = ("algorithm.adv_estimator=grpo", "reward.watch=false", *keys)
+        keys = tuple(key.replace("DUMPS", str(tmp_path)) for key in keys)
         with build(ppo_config(model, tmp_path / str(stored) / "run", *keys)) as trainer:
             trainer.step.shows = lambda step: shows
             written = trainer.step.config.trainer.rollout_data_dir is not None

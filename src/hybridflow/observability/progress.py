@@ -128,9 +128,9 @@ class Progress:
                 yield item
                 self.between_items()
 
-    def results(self, items: Iterator[T], total: int | None, done: int = 0) -> Iterator[T]:
+    def results(self, items: Iterator[T], total: int | None) -> Iterator[T]:
         """Go through results as they come; their number is the count of the phase that is open, of `total`
-        where it is known. `done` of them have come before.
+        where it is known.
 
         While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
         Where an exception ends the loop, a generator of results is closed at once, so that whoever makes them
@@ -140,7 +140,7 @@ class Progress:
         with self._lock:
             mine = (phase for phase in reversed(self._phases) if phase.thread == own)
             phase = next(mine, Phase("", self.clock()))
-        phase.done = done
+        phase.done = 0
         phase.total = total
         try:
             while True:

@@ -307,10 +307,10 @@ class EngineReplica:
         asleep, when they are answered. ReplicaLost for a dead replica.
         """
         with self._standing, self._changed:
-            if self._failure is not None:
-                raise ReplicaLost(self._failure)
             if self._ending:  # a closed session has just ended by itself
                 self._changed.wait_for(lambda: self.stands)
+            if self._failure is not None:
+                raise ReplicaLost(self._failure)
             if self._thread is not None:
                 return
             if self._session is None:

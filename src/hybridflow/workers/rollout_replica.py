@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 import time
@@ -39,6 +40,7 @@ class WorkerReplica:
         self._opening = 0
         self._lock = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[GenerationOutput]] = {}
+        self._unsent: list[GenerationRequest] = []
         self._sent: Future[None] | None = None  # the newest call of `submit`; earlier ones end before it
         self._looked: Future[int] | None = None
         self._waiting = 0
@@ -72,8 +74,19 @@ class WorkerReplica:
     ) -> concurrent.futures.Future[GenerationOutput]:
         """Return a future of the output, which comes whole: `tap` gets no pieces. Errors as in
         `submit_many`.
+
+        What one round of an event loop submits is sent together, and joins before the same step: a call to
+        another process costs as much as many requests, and the numbers do not depend on which of them was
+        there first.
         """
-        return self.submit_many([request])[0]
+        with self._lock:
+            future = self._noted([request])[0]
+            self._unsent.append(request)
+        try:
+            asyncio.get_running_loop().call_soon(self._send_or_lose)
+        except RuntimeError:  # the caller runs in no event loop
+            self._send()
+        return future
 
     def submit_many(
         self, requests: Sequence[GenerationRequest]
@@ -83,27 +96,48 @@ class WorkerReplica:
         RolloutError for an id that is running, ReplicaLost where the replica is closed.
         """
         with self._lock:
-            if self.failure is not None:
-                raise ReplicaLost(self.failure)
-            check_ids(requests, self._answers)
-            futures = [concurrent.futures.Future[GenerationOutput]() for _ in requests]
-            for request, future in zip(requests, futures):
-                future.set_running_or_notify_cancel()  # a caller that gives up says abort()
-                self._answers[request.request_id] = future
+            futures = self._noted(requests)
+            self._unsent += requests
+        self._send()
+        return futures
+
+    def _noted(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[concurrent.futures.Future[GenerationOutput]]:
+        if self.failure is not None:
+            raise ReplicaLost(self.failure)
+        check_ids(requests, self._answers)
+        futures = [concurrent.futures.Future[GenerationOutput]() for _ in requests]
+        for request, future in zip(requests, futures):
+            future.set_running_or_notify_cancel()  # a caller that gives up says abort()
+            self._answers[request.request_id] = future
+        return futures
+
+    def _send_or_lose(self) -> None:
+        try:
+            self._send()
+        except WorkerError as error:  # nobody else would hear of it
+            self.lose(f"replica {self.name} was not reached: {error}")
+
+    def _send(self) -> None:
+        with self._lock:
+            requests = self._unsent
+            self._unsent = []
             if requests:
                 self._sent = self._group.call_one(
                     self.rank, RolloutWorker.submit, requests, self._kind, self._opening
                 )
-        return futures
 
     def wait_until_submitted(self) -> None:
         """Return when the worker has all requests that were submitted."""
+        self._send()
         if self._sent is not None:
             self._sent.result()
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these requests with what they have; unknown ones are passed over."""
         with suppress(WorkerError):  # it is lost, and with it what was to end
+            self._send()
             self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._kind)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -128,6 +162,7 @@ class WorkerReplica:
             self.failure = failure
             left = self._answers
             self._answers = {}
+            self._unsent = []
         if left:
             with suppress(WorkerError):  # the worker itself may be what is lost
                 self._group.call_one(self.rank, RolloutWorker.forget, self._kind)

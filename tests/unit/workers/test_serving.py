@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from hybridflow.rollout.engine_replica import ReplicaUse
 from hybridflow.rollout.native import session as native
 from hybridflow.weight_sync.remote_push import RemotePush
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS, RolloutWorker
+from hybridflow.workers.rollout_replica import WorkerReplica
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
@@ -55,6 +57,51 @@ def test_a_shared_module_cannot_be_staged() -> None:
     assert not groups.rollout.can_stage(groups.actor)
     with pytest.raises(RolloutError, match=r"version 3 cannot be staged.*trainer\.placement\.rollout"):
         groups.rollout.stage(groups.actor, 3)
+
+
+class Sent:
+    """A role's workers that note what is sent to them, and may be out of reach."""
+
+    role = "rollout"
+
+    def __init__(self, *, lost: bool = False) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.lost = lost
+
+    def call_one(self, rank: int, method: Any, *args: Any) -> None:
+        if self.lost:
+            raise WorkerLost("rollout-0 is gone")
+        sent = [one.request_id for one in args[0]] if method is RolloutWorker.submit else args[0]
+        self.calls.append((method.__name__, sent))
+
+
+def test_requests_of_one_round_of_an_event_loop_are_sent_together() -> None:
+    group = Sent()
+    replica = WorkerReplica(group, 0)  # type: ignore[arg-type]
+    replica.open()
+
+    async def ask() -> None:
+        for number in (0, 1):
+            replica.submit(request(number))
+        assert not group.calls and replica.load == 2
+        await asyncio.sleep(0)
+        replica.submit(request(2))
+        replica.abort([2])  # not before it was sent
+
+    asyncio.run(ask())
+    replica.submit(request(3))  # outside of an event loop
+    assert group.calls == [("submit", [0, 1]), ("submit", [2]), ("abort", [2]), ("submit", [3])]
+
+
+def test_requests_that_cannot_be_sent_are_lost() -> None:
+    replica = WorkerReplica(Sent(lost=True), 0)  # type: ignore[arg-type]
+    replica.open()
+
+    async def ask() -> GenerationOutput:
+        return await asyncio.wrap_future(replica.submit(request(0)))
+
+    with pytest.raises(ReplicaLost, match="rollout-0 was not reached: rollout-0 is gone"):
+        asyncio.run(ask())
 
 
 def with_kept_keys(

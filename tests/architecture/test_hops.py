@@ -35,7 +35,7 @@ class Size(NamedTuple):
 CEILINGS = {
     "generation": Size(22, 14),  # goal: 14 calls in 9 files
     "reward": Size(9, 8),  # goal: 10 in 8
-    "loss": Size(16, 11),  # goal: 15 in 10
+    "loss": Size(15, 10),
 }
 """Most calls of our own from the command to the function of each measure, and most files, over all its calls
 in a run. Comprehensions are no calls. Whoever shortens a way lowers its ceiling.

@@ -12,25 +12,23 @@ if TYPE_CHECKING:
     from hybridflow.controller.backend import Backend
     from hybridflow.controller.dispatch import Call, Dealt, Dispatch, register
     from hybridflow.controller.future import Future, Part
-    from hybridflow.controller.local import LocalBackend
+    from hybridflow.controller.local import LocalBackend, Make, WorkerHost
     from hybridflow.controller.mesh import MeshInfo
     from hybridflow.controller.place import Place, RankInfo
     from hybridflow.controller.resource_pool import Placement, ResourcePool
     from hybridflow.controller.worker import Factories, Worker, WorkerFactory
     from hybridflow.controller.worker_group import WorkerGroup
-    from hybridflow.controller.worker_host import Make, WorkerHost
 
 _HOMES = {
     "backend": ("Backend",),
     "dispatch": ("Call", "Dealt", "Dispatch", "register"),
     "future": ("Future", "Part"),
-    "local": ("LocalBackend",),
+    "local": ("LocalBackend", "Make", "WorkerHost"),
     "mesh": ("MeshInfo",),
     "place": ("Place", "RankInfo"),
     "resource_pool": ("Placement", "ResourcePool"),
     "worker": ("Factories", "Worker", "WorkerFactory"),
     "worker_group": ("WorkerGroup",),
-    "worker_host": ("Make", "WorkerHost"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -17,10 +17,9 @@ from typing import TypeAlias
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.backend import Backend
-from hybridflow.controller.local import LocalBackend
+from hybridflow.controller.local import LocalBackend, Make
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.resource_pool import Placement
-from hybridflow.controller.worker_host import Make
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
 

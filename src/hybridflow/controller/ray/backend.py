@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace
+from hybridflow.controller.local import Make
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.place import Place
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
@@ -37,7 +38,6 @@ from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
-from hybridflow.controller.worker_host import Make
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
 

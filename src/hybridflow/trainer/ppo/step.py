@@ -179,7 +179,8 @@ class PPOStep:
         leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
         if self.config.algorithm.use_pf_ppo:
             batch = self._draw(batch, new, step, metrics)
-        self._update(batch, new, step, metrics)
+        for found in self.side_by_side(self._updates(batch, new, step)):
+            metrics.update(found)
         self.old_log_probs.after_update(metrics, step)
         self._renew_reference(step)
         if moved := self.roles.actor.backend.driver_bytes():
@@ -213,8 +214,8 @@ class PPOStep:
                 columns |= found
         return columns
 
-    def _update(self, batch: DataProto, new: DataProto, step: int, metrics: Metrics) -> None:
-        """Update the critic and, once it has warmed up, the actor."""
+    def _updates(self, batch: DataProto, new: DataProto, step: int) -> list[Job[Metrics]]:
+        """Return the updates of the critic and, once it has warmed up, of the actor."""
         config = self.config
         drawn_from = len(set(new.non_tensor_batch["uid"])) if config.algorithm.use_pf_ppo else None
         updates: list[Job[Metrics]] = []
@@ -227,8 +228,7 @@ class PPOStep:
             watch = self.old_log_probs.watch
             learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=watch)
             updates.append(Job("actor", "update_actor", learn))
-        for found in self.side_by_side(updates):
-            metrics.update(found)
+        return updates
 
     def _draw(self, batch: DataProto, new: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Draw as many trajectories as this step has itself, by their scores (PF-PPO)."""

@@ -12,6 +12,7 @@ bypass mode   the rollout's, however far they are
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,12 +41,21 @@ from hybridflow.workers.off_policy import OffPolicy
 logger = logging.getLogger(__name__)
 
 
-class OldLogProbs:
-    """The old log-probs of a step.
+@dataclass(frozen=True)
+class OldOfStep:
+    """The old log-probs of one step, and what they ask of the rest of it."""
 
-    It is called once a step. Afterwards `metrics` holds what was measured, `off_policy` says what is to be
-    measured where the columns are, and `watch` what the step's first update has to check.
-    """
+    columns: DataProto
+    """old_log_probs [B, R], and from a pass entropys and what the estimator needs, as remote columns."""
+    metrics: Metrics
+    off_policy: OffPolicy
+    """What is to be measured where the columns are."""
+    watch: LogProbCheck | None = None
+    """Set where they are the rollout's: the first update then looks at all of its rows."""
+
+
+class OldLogProbs:
+    """The source of old log-probs in a run. All that it keeps from step to step is in `exact`."""
 
     def __init__(
         self, roles: Roles, config: PPOConfig, *, exact: ExactState, with_sum_pi_squared: bool
@@ -63,30 +73,21 @@ class OldLogProbs:
             self.within = (
                 None  # weights and rejection compare the rollout with the pass, so every step has one
             )
-        self.metrics = Metrics()
-        self.off_policy = OffPolicy()
-        self.watch: LogProbCheck | None = None
-        """Set where this step's are the rollout's: the first update then looks at all of its rows."""
-        wishes = exact.reuses or self.within is not None
-        self.reuses = wishes and not with_sum_pi_squared
-        if wishes and with_sum_pi_squared:
+        if with_sum_pi_squared and (exact.reuses or self.within is not None):
             logger.info(
                 "%s needs Σπ² from the pass for old log-probs, so that pass stays",
                 config.algorithm.adv_estimator,
             )
 
-    def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
-        """Return old_log_probs [B, R], and from a pass entropys and what the estimator needs, as remote
-        columns.
+    def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> OldOfStep:
+        """Return the old log-probs of step number `step`.
 
         `plan` is the plan of the update, if there is one. Raises TrainingError in exact mode where the
         rollout's log-probs are not those of training.
         """
-        self.metrics = Metrics()
-        self.watch = None
-        self.off_policy = OffPolicy()
         if self.correction.bypass_mode:
-            return self._rollouts(batch, sampled_rows(batch))
+            return OldOfStep(self._rollouts(batch, sampled_rows(batch)), Metrics(), OffPolicy())
+        metrics = Metrics()
         version = self.actor.version
         current = bool(rows_of_version(batch, version).any())
         if (
@@ -98,22 +99,25 @@ class OldLogProbs:
             with self.roles.rollout.set_aside():
                 theirs = self.roles.rollout.call_list(ExactRollout.weight_sums)
             check_same_weights(ours, theirs, step)
-        if self.reuses and current:
-            agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)
-            self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
+        reuses = (self.exact.reuses or self.within is not None) and not self.with_sum_pi_squared
+        if reuses and current:
+            agreed, found = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)
+            metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
             if agreed:
-                self.metrics.update(metrics)
-                self.watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
+                metrics.update(found)
                 # in fast mode the rollout's own log-probs say nothing of the rollout
-                self.off_policy = self._off_policy(batch, None, measures=self.exact.reuses)
-                return self._rollouts(batch, rows_of_version(batch, version))
+                off_policy = self._off_policy(batch, None, measures=self.exact.reuses)
+                watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
+                columns = self._rollouts(batch, rows_of_version(batch, version))
+                return OldOfStep(columns, metrics, off_policy, watch)
         check = LogProbCheck(step, version, self.exact.reuses)
-        self.off_policy = self._off_policy(batch, check, measures=True)
-        return self.actor.keep_log_probs(
+        off_policy = self._off_policy(batch, check, measures=True)
+        columns = self.actor.keep_log_probs(
             batch,
             with_sum_pi_squared=self.with_sum_pi_squared,
             with_routes=self.config.actor_rollout_ref.actor.router_replay.mode == "R2",
         )
+        return OldOfStep(columns, metrics, off_policy)
 
     def _off_policy(self, batch: DataProto, check: LogProbCheck | None, *, measures: bool) -> OffPolicy:
         """Return what is to be measured of a batch; `measures` says whether `rollout_corr/*` are among it."""
@@ -155,12 +159,12 @@ class OldLogProbs:
             self._give_up(worst, step)
         return self.exact.reuses or (self.within is not None and worst <= self.within), metrics
 
-    def after_update(self, metrics: Metrics, step: int) -> None:
+    def after_update(self, old: OldOfStep, metrics: Metrics, step: int) -> None:
         """Look at what the step's first mini-batch has measured.
 
         With `exact=auto` a difference there brings the pass back.
         """
-        if self.exact.reuses and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
+        if self.exact.reuses and old.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
             self._give_up(worst, step)
 
     def _give_up(self, worst: float, step: int) -> None:
@@ -172,7 +176,6 @@ class OldLogProbs:
             worst,
         )
         self.exact.reuse_ended = True
-        self.reuses = self.within is not None
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
         """Return `exact_check_rows` rows that the actor's version sampled, drawn anew each step.

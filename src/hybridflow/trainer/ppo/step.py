@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
@@ -34,7 +34,7 @@ from hybridflow.trainer.ppo.columns import (
 from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
-from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
+from hybridflow.trainer.ppo.old_log_probs import OldLogProbs, OldOfStep
 from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
@@ -162,7 +162,8 @@ class PPOStep:
         if self.buffer is not None:
             batch = self.buffer.join(new, step, self._keep)  # rows of earlier steps, behind those of this one
         batch |= identify(batch)  # group_ids, positive
-        batch |= self._passes(batch, step)  # old_log_probs, ref_log_prob, teacher_log_probs, values
+        columns, old = self._passes(batch, step)
+        batch |= columns  # old_log_probs, ref_log_prob, teacher_log_probs, values
         batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
         if self.roles.process_reward:
             with self.timer("process_reward"), self.roles.alone(self.roles.process_reward.role):
@@ -175,13 +176,13 @@ class PPOStep:
         if batch is not new:
             add_columns(new, batch)
         metrics.update(kl)
-        metrics.update(self._measure(batch, new))
+        metrics.update(self._measure(batch, new, old))
         leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
         if self.config.algorithm.use_pf_ppo:
             batch = self._draw(batch, new, step, metrics)
-        for found in self.side_by_side(self._updates(batch, new, step)):
+        for found in self.side_by_side(self._updates(batch, new, step, old)):
             metrics.update(found)
-        self.old_log_probs.after_update(metrics, step)
+        self.old_log_probs.after_update(old, metrics, step)
         self._renew_reference(step)
         if moved := self.roles.actor.backend.driver_bytes():
             metrics.add_sum("perf/driver_bytes", float(moved))
@@ -197,24 +198,28 @@ class PPOStep:
         """Return the remote columns of tokens, which leave the driver once."""
         return self.roles.actor.keep(rows, KEPT_COLUMNS)
 
-    def _passes(self, batch: DataProto, step: int) -> DataProto:
-        """Return what the models say of the batch before the update; the columns stay with the workers."""
+    def _passes(self, batch: DataProto, step: int) -> tuple[DataProto, OldOfStep]:
+        """Return what the models say of the batch before the update, as columns that stay with the workers,
+        and where the old log-probs among them come from.
+        """
         roles = self.roles
-        old = partial(self.old_log_probs, batch, self._first_plan(step), step)
-        jobs = [Job("actor", "old_log_prob", old)]  # old_log_probs; from a pass also entropys, sum_pi_squared
+        first = partial(self.old_log_probs, batch, self._first_plan(step), step)
+        jobs: list[Job[Any]] = [Job("actor", "old_log_prob", first)]
         if roles.reference:
             jobs.append(Job("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
         if roles.teacher:
             jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
         if roles.critic:
             jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
-        columns = DataProto()
         with self.leavable():
-            for found in self.side_by_side(jobs):
-                columns |= found
-        return columns
+            found = self.side_by_side(jobs)
+        old: OldOfStep = found[0]
+        columns = old.columns  # from a pass also entropys, sum_pi_squared
+        for others in found[1:]:
+            columns |= others
+        return columns, old
 
-    def _updates(self, batch: DataProto, new: DataProto, step: int) -> list[Job[Metrics]]:
+    def _updates(self, batch: DataProto, new: DataProto, step: int, old: OldOfStep) -> list[Job[Metrics]]:
         """Return the updates of the critic and, once it has warmed up, of the actor."""
         config = self.config
         drawn_from = len(set(new.non_tensor_batch["uid"])) if config.algorithm.use_pf_ppo else None
@@ -225,8 +230,7 @@ class PPOStep:
         if step > config.trainer.critic_warmup:
             hook = mini_batch_hook(self.roles.actor, config, self.loss, step)
             plan = self._plan(config.actor_rollout_ref.actor, step, drawn_from)
-            watch = self.old_log_probs.watch
-            learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=watch)
+            learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=old.watch)
             updates.append(Job("actor", "update_actor", learn))
         return updates
 
@@ -259,7 +263,7 @@ class PPOStep:
         """Add weights and narrow `loss_mask` against the policy that sampled.
 
         In bypass mode each mini-batch is corrected for itself. Without a correction workers measure the
-        rollout (`OldLogProbs.off_policy`).
+        rollout (`OldOfStep.off_policy`).
         """
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode or not correction.corrects:
@@ -272,12 +276,12 @@ class PPOStep:
             batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
         return batch
 
-    def _measure(self, batch: DataProto, new: DataProto) -> Metrics:
+    def _measure(self, batch: DataProto, new: DataProto, old: OldOfStep) -> Metrics:
         """Return the metrics of the step's own rows `new`, and how stale the tokens of all rows are."""
         metrics = batch_metrics(new, has_critic=self.roles.critic is not None)
-        metrics.update(self.old_log_probs.metrics)
+        metrics.update(old.metrics)
         metrics.update(staleness_metrics(batch, self.roles.actor.version))
-        metrics.update(self.roles.actor.measure(batch, self.old_log_probs.off_policy))
+        metrics.update(self.roles.actor.measure(batch, old.off_policy))
         return metrics
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:

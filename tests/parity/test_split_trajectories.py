@@ -28,8 +28,7 @@ from hybridflow.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from hybridflow.config.critic import CriticConfig
-from hybridflow.episodes.group_filter import groups_to_keep, metric_values
-from hybridflow.episodes.overlong import filter_overlong, shape_overlong
+from hybridflow.episodes.filters import filter_overlong, groups_to_keep, metric_values, shape_overlong
 from hybridflow.episodes.pipeline import _baselines_as_column
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics

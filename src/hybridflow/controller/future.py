@@ -2,7 +2,7 @@
 
 Every wait names the call and may have a deadline. A future may be an argument of another call,
 `group.call(method, future.by_reference())`: where both calls deal alike, its parts then go from rank to rank
-without passing through the driver. `passing.py` has the rules.
+without passing through the driver. `worker_group.pass_on` has the rules.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.episodes.agents import Agents
-from hybridflow.episodes.overlong import shape_by_keys
+from hybridflow.episodes.filters import shape_by_keys
 from hybridflow.episodes.planning import (
     BASELINES,
     DEMONSTRATIONS,

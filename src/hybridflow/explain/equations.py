@@ -15,8 +15,7 @@ from hybridflow.algorithms.preference import dpo, ipo
 from hybridflow.algorithms.process_reward import implicit_rewards, process_reward_loss
 from hybridflow.algorithms.rollout_correction import rejection, rollout_weights
 from hybridflow.algorithms.value_loss import value_loss
-from hybridflow.episodes.group_filter import groups_to_keep
-from hybridflow.episodes.overlong import filter_overlong, overlong_penalty
+from hybridflow.episodes.filters import filter_overlong, groups_to_keep, overlong_penalty
 from hybridflow.trainer.ppo.columns import apply_kl_penalty
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.controller import Call, Dispatch, Future, MeshInfo, Part
 from hybridflow.controller.future import Source
-from hybridflow.controller.passing import pass_on
+from hybridflow.controller.worker_group import pass_on
 from hybridflow.protocol import DataProto, Workload
 
 FOUR = MeshInfo(4)

@@ -18,7 +18,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.controller.future import Part
 from hybridflow.controller.local import in_memory
-from hybridflow.episodes.group_filter import rows_of
+from hybridflow.episodes.filters import rows_of
 from hybridflow.errors import WorkerLost
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.episodes.group_filter import groups_to_keep, metric_values, rows_of, uids_of
+from hybridflow.episodes.filters import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import DataProto
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.episodes.overlong import filter_overlong, overlong_penalty, shape_overlong
+from hybridflow.episodes.filters import filter_overlong, overlong_penalty, shape_overlong
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 

@@ -16,7 +16,7 @@ from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
-from hybridflow.episodes.group_filter import rows_of, uids_of
+from hybridflow.episodes.filters import rows_of, uids_of
 from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.report import collect

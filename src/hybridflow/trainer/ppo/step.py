@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
+from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.critic import CriticConfig
@@ -30,18 +33,18 @@ from hybridflow.trainer.ppo.columns import (
     identify,
     leave_out_unpaired,
     resample,
+    select_tokens,
 )
 from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
-from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs, OldOfStep
 from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.workers.actor import POLICY_COLUMNS
+from hybridflow.workers.actor import POLICY_COLUMNS, ActorGroup
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
-from hybridflow.workers.mini_batches import MiniBatchPlan
+from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare
 
 T = TypeVar("T")
 
@@ -302,3 +305,37 @@ class PPOStep:
         shuffle = keys.shuffle
         assert size is not None and epochs is not None and shuffle is not None, "filled by resolve"
         return MiniBatchPlan(size, epochs, shuffle, self.config.trainer.seed, step, drawn_from)
+
+
+def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:
+    """Return what decides over each whole mini-batch under the current weights, or None where nothing does:
+    rejection and weights in bypass mode, and the tokens that a loss selects (clip_cov, kl_cov).
+
+    Mini-batches are formed on the driver, so that nothing has to be reduced over ranks.
+    """
+    correction = config.algorithm.rollout_correction
+    corrects = correction.bypass_mode and correction.corrects
+    if not corrects and loss.select is None:
+        return None
+
+    def prepare(mini: DataProto, number: int) -> tuple[DataProto, Metrics]:
+        metrics = Metrics()
+        current = mini  # before the first update of a step the old log-probs are those of now
+        if number > 0 or correction.bypass_mode:
+            current = actor.log_probs(mini, with_entropy=False)
+        now: Tensor = current.batch["old_log_probs"]
+        if corrects:
+            found = correct_rollout(mini, correction, now)
+            metrics.update(found.metrics)
+            # ppo_clip: the ratio to the rollout policy holds the weights already
+            if found.weights is not None and correction.loss_type == "reinforce":
+                mini |= DataProto.from_dict({"rollout_is_weights": found.weights})
+            if found.keep is not None:
+                mini.narrow_loss_mask(found.keep)
+                leave_out_unpaired(mini, loss)
+        if loss.select is not None:
+            rng = generator(config.trainer.seed, "select_tokens", step, number)
+            mini |= select_tokens(mini, config.actor_rollout_ref.actor, loss, now, rng)
+        return mini, metrics
+
+    return prepare

@@ -18,8 +18,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.episodes.failures import Failures
-from hybridflow.episodes.group_filter import rows_of, uids_of, varied_groups
-from hybridflow.episodes.overlong import filter_overlong
+from hybridflow.episodes.filters import filter_overlong, rows_of, uids_of, varied_groups
 from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics

@@ -21,7 +21,7 @@ from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import replayed_steps
-from hybridflow.episodes.overlong import shape_by_keys
+from hybridflow.episodes.filters import shape_by_keys
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics

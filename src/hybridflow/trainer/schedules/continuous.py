@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.data.prompts import PromptRow
-from hybridflow.episodes.group_filter import varied_groups
+from hybridflow.episodes.filters import varied_groups
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

@@ -37,7 +37,7 @@ REPEATED: dict[str, int] = {
     "Row": 2,
     "Rows": 3,
     "Rule": 2,
-    "Run": 4,
+    "Run": 3,
     "Runner": 3,
     "Sampled": 2,
     "Scored": 2,

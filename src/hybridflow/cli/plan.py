@@ -58,16 +58,13 @@ def add_plan(words: Any, recipe: str, overrides: str) -> None:
         action="append",
         help="only this schedule (sync, one_step_off, fully_async, colocated_async); may be repeated",
     )
-    plan.add_argument(
-        "--check", action="store_true", help="print published runs beside predictions instead, as Markdown"
-    )
     plan.add_argument("--best", type=int, default=5, help="plans to show (default: %(default)s)")
     plan.add_argument("overrides", nargs="*", help=overrides)
     plan.set_defaults(body=plan_run)
 
 
 def plan_run(options: argparse.Namespace) -> int:
-    """Search, and print the best plans; or the check of the cost model."""
+    """Search, and print the best plans."""
     import time
 
     from hybridflow.config import PPOConfig
@@ -77,11 +74,6 @@ def plan_run(options: argparse.Namespace) -> int:
     from hybridflow.planner.known_models import shape_by_keys
     from hybridflow.planner.search import Search, first_different
 
-    if options.check:
-        from hybridflow.planner.check_page import check_page
-
-        print(check_page())
-        return 0
     if not options.devices:
         raise ConfigError("plan: say for which devices, as in --devices 16xH100")
     _check_options(options, Search.schedules)

@@ -3,8 +3,8 @@
     ModelShape, Rows, layout ──Costs──► generation · a pass over the rows · an update · moved weights
 
 A phase takes the time of its slowest resource: FLOPs over peak × MFU, bytes over bandwidth, bytes over links.
-What no such count explains is in `Efficiency`, the only fitted numbers (`check.py` fits them, and a test fits
-them again and compares).
+What no such count explains is in `Efficiency`, the only fitted numbers: `benchmarks/plan_check.py` fits them
+to published runs, and a test fits them again and compares.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ class Efficiency:
     """Part of the memory bandwidth with which a decode step reads weights and cache."""
     decode_layer: float = 60e-6
     """Seconds of a layer in a decode step beside that: launches, scheduling, sampling."""
-    eager_layer: float = 4.5e-4
-    """The same where steps are not recorded as graphs, and the host launches every kernel."""
     update: float = 3.0
     """Seconds of an optimizer step that do not depend on its rows."""
     pass_layer: float = 2e-4
@@ -112,8 +110,6 @@ class Costs:
     efficiency: Efficiency = Efficiency()
     itemsize: int = 2
     """Bytes of a number in computation."""
-    eager: bool = False
-    """Decode steps are not recorded as graphs."""
 
     @property
     def on_cpu(self) -> bool:
@@ -162,7 +158,7 @@ class Costs:
         layers = len(shape.layers)
         sent = 2 * layers * rows * shape.hidden * self.itemsize * 2 * (tensor - 1) / tensor
         talking = 2 * layers * self.cluster.latency(tensor) + sent / self.cluster.rate(tensor)
-        launching = layers * (self.efficiency.eager_layer if self.eager else self.efficiency.decode_layer)
+        launching = layers * self.efficiency.decode_layer
         return self._slowest(reading, computing) + sampling + launching + talking
 
     def generation(
@@ -298,19 +294,14 @@ class Costs:
             seconds += micros * layers * forwards * 2 * self.cluster.latency(layout.ep)
         return seconds
 
-    def sync(
-        self, shape: ModelShape, trainers: int, tensor: int, *, apart: bool, whole: bool = False
-    ) -> float:
-        """Return the seconds in which generation gets the weights of an update.
+    def sync(self, shape: ModelShape, trainers: int, tensor: int, *, apart: bool) -> float:
+        """Return the seconds in which each rank of generation gets its slice of the weights of an update.
 
-        Each rank receives its slice, or with `whole` all of the model. `apart`: generation has devices of its
-        own. One device that trains and generates moves nothing.
+        `apart`: generation has devices of its own. One device that trains and generates moves nothing.
         """
         if trainers == 1 and not apart:
             return 0.0
-        received = float(shape.parameters * self.itemsize)
-        if not whole:
-            received /= tensor
+        received = shape.parameters * self.itemsize / tensor
         group = self.cluster.devices if apart else trainers
         return received / (self.cluster.rate(group) * self.efficiency.links)
 
@@ -320,4 +311,4 @@ class Costs:
 
 
 FITTED = Efficiency(mfu=0.458, sparse_mfu=0.0528, decode_bandwidth=0.92, decode_layer=1.15e-4, update=3.26)
-"""Fitted to rows 10, 11 (on-policy), 22 and 26 of `published.yaml`."""
+"""Fitted to rows 10, 11 (on-policy), 22 and 26 of `benchmarks/published_runs.yaml`."""

@@ -20,11 +20,14 @@ from typing import Any
 
 import yaml
 
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Efficiency, Rows, Training
+from hybridflow.planner.costs import Costs, Efficiency, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster
 from hybridflow.planner.known_models import shape_of
 from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.memory import RoleEngine
 
 FILE = Path(__file__).parent / "published_runs.yaml"
 RESULT = Path(__file__).parent / "results" / "plan_check.md"
@@ -111,29 +114,33 @@ def _decode(run: Run, costs: Costs) -> float:
     return costs.decode_step(shape_of(run["model"]), float(run["running"]), float(run["context"]), 1)
 
 
-def _training(run: Run, devices: int, max_tokens: float) -> Training:
+def _engine(run: Run, devices: int, max_tokens: int, optimizer_steps: int) -> RoleEngine:
     tensor = int(run.get("tp", 1))
     pipeline = int(run.get("pp", 1))
     sequence = int(run.get("cp", 1))
     shards = max(devices // (tensor * pipeline), 1)
     experts = math.gcd(int(run.get("ep", 1)), shards * tensor)
     layout = ParallelLayout(dp_shard=shards, tp=tensor, pp=pipeline, cp=sequence, ep=experts)
-    return Training(
+    offloads = bool(run.get("offloads", False)) and not run.get("generating")
+    return RoleEngine(
+        "actor",
         layout,
-        max_tokens,
-        recomputes=bool(run.get("recomputes", True)),
-        offloads=bool(run.get("offloads", False)) and not run.get("generating"),
-        lora=bool(run.get("lora", False)),
-        reshards=not run.get("megatron", False),
+        FSDPConfig(param_offload=offloads, reshard_after_forward=not run.get("megatron", False)),
+        ModelConfig(
+            enable_gradient_checkpointing=bool(run.get("recomputes", True)),
+            lora_rank=int(run.get("lora", False)),
+        ),
+        max_tokens=max_tokens,
+        optimizer_steps=optimizer_steps,
     )
 
 
 def _train(run: Run, costs: Costs) -> float:
-    length = float(run["length"])
+    length = int(run["length"])
     devices = costs.cluster.devices
     count = float(run.get("batch", devices))
     rows = Rows(count, 0.0, Lengths(length, length))
-    return costs.update(shape_of(run["model"]), rows, _training(run, devices, length), 1)
+    return costs.update(shape_of(run["model"]), rows, _engine(run, devices, length, 1))
 
 
 def _step(run: Run, costs: Costs) -> float:
@@ -147,13 +154,14 @@ def _step(run: Run, costs: Costs) -> float:
     generating = int(run.get("generating", 0))
     devices = costs.cluster.devices
     trainers = devices - generating
-    training = _training(run, trainers, float(run.get("max_tokens", run["limit"])))
+    max_tokens = int(run.get("max_tokens", run["limit"]))
+    engine = _engine(run, trainers, max_tokens, int(run["optimizer_steps"]))
     passes = int(run.get("passes", 1))
-    working = passes * costs.forward(shape, rows, training)
-    working += costs.update(shape, rows, training, int(run["optimizer_steps"]))
+    working = passes * costs.forward(shape, rows, engine)
+    working += costs.update(shape, rows, engine)
     if run.get("critic"):
-        working += costs.forward(shape, rows, training)
-        working += costs.update(shape, rows, training, int(run["optimizer_steps"]))
+        working += costs.forward(shape, rows, engine)
+        working += costs.update(shape, rows, engine)
     tensor = int(run.get("tensor", 1))
     refilled = mode in ("fully_async", "colocated_async", "lent")
     making = costs.generation(shape, rows, generating or devices, tensor, 256, refilled=refilled)

@@ -14,8 +14,9 @@ from hybridflow.cli.recipe_flags import add_recipe
 if TYPE_CHECKING:
     from hybridflow.planner.costs import Costs
     from hybridflow.planner.hardware import Cluster
-    from hybridflow.planner.job import Job
-    from hybridflow.planner.search import Plan, Search
+    from hybridflow.planner.pools import Job
+    from hybridflow.planner.run_plan import RunPlan
+    from hybridflow.planner.search import Search
 
 MODEL = "model="
 GIB = 2**30
@@ -70,8 +71,8 @@ def plan_run(options: argparse.Namespace) -> int:
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.errors import ConfigError
-    from hybridflow.planner.job import job_of
     from hybridflow.planner.known_models import shape_by_keys
+    from hybridflow.planner.pools import job_of
     from hybridflow.planner.search import Search, first_different
 
     if not options.devices:
@@ -190,8 +191,8 @@ def _written_out(word: str) -> str:
 
 
 def _that_pass(
-    plans: Sequence[Plan], job: Job, cluster: Cluster, options: argparse.Namespace, given: Sequence[str]
-) -> tuple[list[tuple[Plan, list[str]]], str]:
+    plans: Sequence[RunPlan], job: Job, cluster: Cluster, options: argparse.Namespace, given: Sequence[str]
+) -> tuple[list[tuple[RunPlan, list[str]]], str]:
     """Return the first plans whose overrides pass all checks of the configuration, with the overrides.
 
     The second value says why the fastest plan did not pass, and is empty if it did.
@@ -199,12 +200,11 @@ def _that_pass(
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.errors import ConfigError
-    from hybridflow.planner.overrides import overrides_of
 
-    passed: list[tuple[Plan, list[str]]] = []
+    passed: list[tuple[RunPlan, list[str]]] = []
     refused = ""
     for plan in plans:
-        words = overrides_of(plan, cluster, job)
+        words = plan.overrides(cluster)
         try:
             prepare_config(
                 PPOConfig,
@@ -224,7 +224,7 @@ def _that_pass(
 
 
 def _report(
-    best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, price: float | None
+    best: Sequence[tuple[RunPlan, list[str]]], job: Job, cluster: Cluster, price: float | None
 ) -> Iterator[str]:
     """Yield the plans as a table, then the devices, seconds and overrides of each."""
     import textwrap

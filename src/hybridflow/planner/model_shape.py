@@ -1,6 +1,6 @@
 """A model's sizes from its config.json alone, without torch: parameters, FLOPs and bytes of a token.
 
-config.json ──read_shape──► ModelShape ──► size (ModelSize), kv_bytes, forward FLOPs
+config.json ──read_shape──► ModelShape ──► size (ModelSize), numbers in the cache, forward FLOPs
 """
 
 from __future__ import annotations
@@ -149,10 +149,6 @@ class ModelShape:
         """Parameters that a token is multiplied with, those of the head among them."""
         return self.vocab * self.hidden + sum(layer.active for layer in self.layers)
 
-    def kv_bytes(self, itemsize: int = 2) -> int:
-        """Return the bytes that the cache keeps of a token."""
-        return itemsize * self.kv_numbers
-
     @cached_property
     def kv_numbers(self) -> int:
         """Numbers that the cache keeps of a token, in all layers."""
@@ -178,16 +174,20 @@ class ModelShape:
 
     def pair_flops(self, length: float) -> float:
         """Return the FLOPs of attention of one token over `length` tokens before it, in all layers."""
-        return sum(2.0 * pair * min(length, window or length) for window, pair in self._pairs)
+        flops = 0.0
+        for window, pair in self._pairs:
+            flops += 2.0 * pair * min(length, window or length)
+        return flops
 
     def causal_flops(self, tokens: float, square: float) -> float:
         """Return the FLOPs of causal attention in a forward pass over rows of `tokens` tokens and `square`
         squared tokens in all: half of each square.
         """
         halves = square / 2
-        return sum(
-            2.0 * pair * min(halves, tokens * window if window else halves) for window, pair in self._pairs
-        )
+        flops = 0.0
+        for window, pair in self._pairs:
+            flops += 2.0 * pair * min(halves, tokens * window if window else halves)
+        return flops
 
     def lora_parameters(self, rank: int) -> int:
         """Return the parameters of adapters of `rank` on all linear layers of attention and dense MLPs."""

@@ -105,7 +105,7 @@ def test_flops_are_those_by_which_rows_are_dealt(kind: str) -> None:
 
 def test_the_cache_keeps_two_vectors_a_layer() -> None:
     shape = shape_of("meta-llama/Llama-3.1-8B-Instruct")
-    assert shape.kv_bytes() == 32 * 2 * 8 * 128 * 2
+    assert shape.kv_numbers == 32 * 2 * 8 * 128
     assert shape.parameters == pytest.approx(8.03e9, rel=0.001)
 
 

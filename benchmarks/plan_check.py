@@ -25,9 +25,9 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs, Efficiency, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster
-from hybridflow.planner.known_models import shape_of
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import RoleEngine
+from hybridflow.planner.model_shape import shape_of
 
 FILE = Path(__file__).parent / "published_runs.yaml"
 RESULT = Path(__file__).parent / "results" / "plan_check.md"

@@ -17,7 +17,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import Cluster, read_devices
-from hybridflow.planner.known_models import shape_by_keys
+from hybridflow.planner.model_shape import shape_by_keys
 from hybridflow.planner.pools import Job, job_of
 from hybridflow.planner.run_plan import RunPlan
 from hybridflow.planner.search import Found, Search

@@ -14,26 +14,31 @@ import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
-from hybridflow.config.needs import responses_per_prompt
+from hybridflow.config.needs import replayed_steps, responses_per_prompt, rows_per_prompt
 from hybridflow.config.preference import rows_per_item
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.controller import Placement
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.device import resolve_device
-from hybridflow.explain.schedule import schedule_lines
 from hybridflow.models.build import resolve_dtype, shape_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.override import in_force
 from hybridflow.models.size import size_of
 from hybridflow.models.stages import layers_of_parts
-from hybridflow.planner.memory import Needs, RoleEngine, compute_dtype, phases_of_pool
+from hybridflow.planner.memory import Needs, RoleEngine, phases_of_pool
 from hybridflow.planner.model_size import ModelSize
 from hybridflow.planner.run_plan import PoolPlan, RunPlan
 from hybridflow.trainer.ppo.run_plan import plan_of
+from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.sft.build import roles_of
 from hybridflow.trainer.sft.build import sizes as sft_sizes
 
 MOST_RANKS = 16
 """Ranks that are drawn; the others go on in the same way."""
+PROMPT_BYTES = 17
+"""Bytes of a prompt token in a row: `prompts`, `input_ids` and `attention_mask`."""
+RESPONSE_BYTES = 35
+"""Bytes of a response token in a row: these, two masks, log-prob, version, call and score."""
 
 
 def layout_lines(engine: RoleEngine, role: str) -> Iterator[Line]:
@@ -66,19 +71,16 @@ def _layers(engine: RoleEngine, role: str) -> list[str]:
     ranges = layers_of_parts(engine.model, parts, is_value=is_value)
     words = []
     for stage in range(layout.pp):
-        some = [_named(each) for each in ranges[stage :: layout.pp]]
+        some = [
+            f"layer {each[0]}" if len(each) == 1 else f"layers {each[0]} to {each[-1]}"
+            for each in ranges[stage :: layout.pp]
+        ]
         if stage == 0:
             some.insert(0, "embeddings")
         if stage == layout.pp - 1:
             some.append("last norm and head")
         words.append(", ".join(some))
     return words
-
-
-def _named(layers: range) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    return f"layers {layers[0]} to {layers[-1]}"
 
 
 def explain_run(
@@ -90,13 +92,10 @@ def explain_run(
     Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.
     """
     plan = placed(config)
-    schedule: list[Line] = []
-    if isinstance(config, PPOConfig):
-        schedule = list(schedule_lines(config))
     return [
         _device_line(plan),
         *explain(config, num_train_rows, columns),
-        *schedule,
+        *(schedule_lines(config) if isinstance(config, PPOConfig) else ()),
         *_processes(plan),
         *_rows(plan),
         *_memory(plan),
@@ -136,10 +135,17 @@ def device_of(plan: RunPlan) -> torch.device:
     return resolve_device(named)
 
 
+def compute_dtype(engine: RoleEngine) -> str:
+    """Return the dtype in which an engine computes, as its keys name it."""
+    if engine.fsdp.mixed_precision.param_dtype == "auto":
+        return engine.model.dtype
+    return engine.fsdp.mixed_precision.param_dtype
+
+
 def _device_line(plan: RunPlan) -> Line:
     """Give the line on the device and the dtype that the estimate of memory is for."""
     dtypes = {
-        engine.role: str(resolve_dtype(compute_dtype(engine.fsdp, engine.model), device_of(plan)))
+        engine.role: str(resolve_dtype(compute_dtype(engine), device_of(plan)))
         for engine in plan.engines.values()
     }
     shown = ", ".join(f"{role} {dtype}" for role, dtype in dtypes.items())
@@ -223,7 +229,7 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         yield Line("memory", "not estimated", f"{missing[0]} is no folder on this machine")
         return
     for engine in plan.engines.values():
-        dtype = resolve_dtype(compute_dtype(engine.fsdp, engine.model), device_of(plan))
+        dtype = resolve_dtype(compute_dtype(engine), device_of(plan))
         yield Line(f"{engine.role} model", in_force(shape_of(engine.model), dtype), str(engine.model.path))
     found = {role: size_of_role(plan, role, engine) for role, engine in plan.engines.items()}
     for role, size in found.items():
@@ -287,7 +293,7 @@ def size_of_role(plan: RunPlan, role: str, engine: RoleEngine) -> ModelSize:
     return size_of(
         "value" if role in ("critic", "reward_model") else "policy",
         engine.model,
-        dtype=compute_dtype(engine.fsdp, engine.model),
+        dtype=compute_dtype(engine),
         device=device_of(plan),
         lora=lora,
         trained=engine.trained,
@@ -324,3 +330,85 @@ def _pool_lines(plan: RunPlan, pool: PoolPlan, needs: Mapping[str, Needs]) -> It
     if host:
         how = "estimate: what is offloaded of all roles"
         yield Line(f"CPU memory{of}, offloaded", format_bytes(host), how)
+
+
+def schedule_lines(config: PPOConfig) -> Iterator[Line]:
+    """Give the lines on `trainer.schedule`, on collectors, and on rows that are trained again."""
+    name = config.trainer.schedule
+    keys = config.trainer.async_
+    batch = config.data.train_batch_size
+    generated = {
+        "sync": "a batch is generated between two updates, by the newest weights",
+        "one_step_off": "the next batch is generated whole beside training, by the weights before the update",
+        "exact_async": f"batches are generated whole beside training, each by the weights of "
+        f"{keys.run_ahead:g} training steps before, whatever the timing",
+        "fully_async": "groups are generated without a pause beside training, and change to new weights "
+        "when they come",
+        "colocated_async": "one set of devices takes turns: groups of the next steps are generated while "
+        "rewards and environments are waited for",
+    }
+    yield Line("schedule", name, generated[name])
+    if collectors := config.trainer.num_collectors:
+        how = "trainer.num_collectors: processes whose tokens go to the workers past the trainer's process"
+        yield Line("groups are played by", f"{collectors:,} collectors", how)
+    if age := replayed_steps(config):  # rows that later steps may draw again (PF-PPO)
+        held = age * batch * rows_per_prompt(config)
+        how = (
+            f"algorithm.pf_ppo.max_age={age} batches: every pass reads {age + 1} batches, an update one; "
+            "more rows where a trajectory has several"
+        )
+        yield Line("rows of earlier steps that a step may draw, at most", f"{held:,}", how)
+        data = config.data
+        size = held * (PROMPT_BYTES * data.max_prompt_length + RESPONSE_BYTES * data.max_response_length)
+        how = (
+            f"estimate: rows × ({PROMPT_BYTES} B a prompt token + {RESPONSE_BYTES} B a response token); "
+            "a checkpoint has it too"
+        )
+        yield Line("replay buffer in the driver's memory, at most", format_bytes(size), how)
+        yield Line("the loss corrects rows of earlier steps by", *_correction(config))
+    if name == "sync":
+        return
+    bound = keys.max_staleness or 0
+    how = "every token was sampled by the weights that it trains"
+    if bound:
+        how = "training steps between the weights that sampled a token and those that it trains"
+    yield Line("staleness of a token, at most", f"{bound:,}", f"trainer.async.max_staleness: {how}")
+    ahead = Schedule(batch, keys.run_ahead, bound, total_steps=1).groups_ahead
+    how = f"data.train_batch_size={batch} × (1 + trainer.async.run_ahead={keys.run_ahead:g})"
+    yield Line("groups generated and not yet trained, at most", f"{batch + ahead:,}", how)
+    if keys.max_concurrent_groups is not None:
+        key = "trainer.async.max_concurrent_groups"
+        yield Line("groups generated at once, at most", f"{keys.max_concurrent_groups:,}", key)
+    waits = f"{batch:,} scored groups, and for any group that would be too stale in a later step"
+    ended = "all responses that were begun"
+    how = f"trainer.async.partial_rollout={str(keys.partial_rollout).lower()}"
+    if name in EXACT_SCHEDULES:
+        waits = f"the {batch:,} groups of its own batch"
+        ended = "the groups of their batch"
+        how = "a response is generated whole under one version"
+    elif keys.partial_rollout:
+        ended = "the next token"
+        how += ": responses go on, and each token carries its version"
+    yield Line("a training step waits for", waits, "nothing is dropped for its age")
+    yield Line("generation waits for", "a published step", "once as many groups as above are not yet trained")
+    yield Line("new weights wait for", ended, how)
+    if bound:
+        yield Line("the loss corrects stale tokens by", *_correction(config))
+
+
+def _correction(config: PPOConfig) -> tuple[str, str]:
+    """Return what the loss does about stale tokens, and the keys that ask for it."""
+    correction = config.algorithm.rollout_correction
+    keys = []
+    found = []
+    if correction.bypass_mode:
+        keys.append("bypass_mode=true")
+        found.append("the ratio of the policy to the one that sampled")
+    elif correction.rollout_is:
+        found.append("weights: the policy at the start of the step over the one that sampled")
+    if correction.rollout_is:
+        keys.append(f"rollout_is={correction.rollout_is}")
+    if correction.rollout_rs:
+        keys.append(f"rollout_rs={correction.rollout_rs}")
+        found.append("rejection of tokens or rows whose ratio is off")
+    return "; ".join(found), f"algorithm.rollout_correction.{', '.join(keys)}"

@@ -320,13 +320,6 @@ def rounded_to(rollout: RolloutConfig) -> str | None:
     return rollout.quantization
 
 
-def compute_dtype(fsdp: FSDPConfig, model: ModelConfig) -> str:
-    """Return the dtype in which an engine computes, as its keys name it."""
-    if fsdp.mixed_precision.param_dtype == "auto":
-        return model.dtype
-    return fsdp.mixed_precision.param_dtype
-
-
 def phases_of_pool(needs: Mapping[str, Needs], processes: int) -> dict[str, int]:
     """Return the bytes of one process in each phase of a pool whose roles need these, by role; the rollout
     is `generation`.

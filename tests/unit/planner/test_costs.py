@@ -11,9 +11,9 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs, Efficiency, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster, read_devices
-from hybridflow.planner.known_models import shape_of
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import RoleEngine
+from hybridflow.planner.model_shape import shape_of
 
 H100 = HARDWARE["H100"]
 PLAIN = Efficiency(1.0, 1.0, 1.0, decode_layer=0.0, update=0.0, pass_layer=0.0, links=1.0)

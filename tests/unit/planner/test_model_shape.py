@@ -14,8 +14,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.experts import expert_modules
 from hybridflow.models.flops import matmul_parameters, workload_of
 from hybridflow.models.tensor_parallel import tensor_slices
-from hybridflow.planner.known_models import known_models, shape_of
-from hybridflow.planner.model_shape import UNCUT, UNDEALT, load_shape, read_shape
+from hybridflow.planner.model_shape import UNCUT, UNDEALT, known_models, load_shape, read_shape, shape_of
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

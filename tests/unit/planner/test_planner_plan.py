@@ -18,7 +18,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import read_devices
-from hybridflow.planner.known_models import known_models, shape_by_keys, shape_of
+from hybridflow.planner.model_shape import known_models, shape_by_keys, shape_of
 from hybridflow.planner.pools import USABLE, Job, PoolPlanner, job_of
 from hybridflow.planner.run_plan import PoolPlan, RunPlan
 from hybridflow.planner.search import Search, allocations, first_different, partitions

@@ -17,9 +17,10 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import Cluster, read_devices
-from hybridflow.planner.job import Job, job_of
-from hybridflow.planner.known_models import shape_by_keys
-from hybridflow.planner.search import Found, Plan, Search
+from hybridflow.planner.model_shape import shape_by_keys
+from hybridflow.planner.pools import Job, job_of
+from hybridflow.planner.run_plan import RunPlan
+from hybridflow.planner.search import Found, Search
 
 RESULT = Path(__file__).parent / "results" / "plan_placements.md"
 MODELS = {"7B": "Llama-2-7B", "13B": "Llama-2-13B", "34B": "CodeLlama-34B", "70B": "Llama-2-70B"}
@@ -71,9 +72,9 @@ def job(model: str) -> Job:
     return job_of(config, shape_by_keys, 1024, 1024)
 
 
-def named(found: Found) -> dict[str, Plan | None]:
+def named(found: Found) -> dict[str, RunPlan | None]:
     """Return the fastest plan of each placement that the paper compares."""
-    best: dict[str, Plan | None] = dict.fromkeys(NAMES)
+    best: dict[str, RunPlan | None] = dict.fromkeys(NAMES)
     for plan in found.plans:
         sets = [{*pool.roles} for pool in plan.pools]
         names = ["best of all"]
@@ -97,19 +98,19 @@ def papers_choice(size: str, devices: int) -> str:
     return "standalone" if (size, devices) == ("13B", 128) else ""
 
 
-def shown(plan: Plan | None, *, best: bool) -> str:
+def shown(plan: RunPlan | None, *, best: bool) -> str:
     """Return a cell of the table."""
     if plan is None:
         return "–"
     return f"**{plan.seconds:.1f}**" if best else f"{plan.seconds:.1f}"
 
 
-def sharing(plan: Plan) -> str:
+def sharing(plan: RunPlan) -> str:
     """Return how a plan shares its devices out."""
     return "; ".join(f"{', '.join(pool.roles)}: {pool.devices}" for pool in plan.pools)
 
 
-def _loss(three: dict[str, Plan], choice: str, first: str) -> str:
+def _loss(three: dict[str, RunPlan], choice: str, first: str) -> str:
     """Return what the paper's choice loses here."""
     if choice not in three:
         return "does not fit here"

@@ -142,9 +142,9 @@ def resident() -> float:
 
 def estimate(config: Any) -> float:
     """Return the GiB that `hybridflow config --explain` adds up for the heaviest phase."""
-    from hybridflow.explain.run import Plan, peak_bytes, size_of_role
+    from hybridflow.explain.run import peak_bytes, placed, size_of_role
 
-    plan = Plan.of(config)
+    plan = placed(config)
     sizes = {role: size_of_role(plan, role, engine) for role, engine in plan.engines.items()}
     return peak_bytes(plan, sizes) / 2**30
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from hybridflow.config import RUNS
 from hybridflow.config.load import prepare_config
 from hybridflow.config.tree import with_values
-from hybridflow.explain.run import Plan, peak_bytes, size_of_role
+from hybridflow.explain.run import peak_bytes, placed, size_of_role
 from hybridflow.planner.model_size import ModelSize
+from hybridflow.planner.run_plan import RunPlan
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models_and_memory.md"
 GIB = 2**30
@@ -194,7 +195,7 @@ def _column(
     if work.command == "train":
         config = with_values(config, {f"{role}.model.path": str(path) for role in OTHERS})
     for setting in settings(work, shape, devices):
-        plan = Plan.of(with_values(config, setting.keys))
+        plan = placed(with_values(config, setting.keys))
         found = {role: count(plan, role) for role in plan.engines}
         needed = peak_bytes(plan, found) / GIB
         for memory, has in MEMORY.items():
@@ -217,7 +218,7 @@ def _counter() -> Callable[..., ModelSize]:
     """Return a function that counts a role's model, and remembers what it has counted."""
     known: dict[tuple[Any, ...], ModelSize] = {}
 
-    def count(plan: Plan, role: str) -> ModelSize:
+    def count(plan: RunPlan, role: str) -> ModelSize:
         engine = plan.engines[role]
         tensor = 1
         if hasattr(plan.config, "actor_rollout_ref") and role == "actor":
@@ -228,7 +229,7 @@ def _counter() -> Callable[..., ModelSize]:
             role == "critic",
             engine.trained,
             tensor,
-            plan.num_processes > 1,
+            plan.devices > 1,
         )
         if key not in known:
             known[key] = size_of_role(plan, role, engine)

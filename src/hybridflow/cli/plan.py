@@ -6,7 +6,7 @@ recipe, overrides, --devices ─► Job ─► Search ─► the best plans as a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.recipe_flags import add_recipe
@@ -14,8 +14,9 @@ from hybridflow.cli.recipe_flags import add_recipe
 if TYPE_CHECKING:
     from hybridflow.planner.costs import Costs
     from hybridflow.planner.hardware import Cluster
-    from hybridflow.planner.job import Job
-    from hybridflow.planner.search import Plan, Search
+    from hybridflow.planner.pools import Job
+    from hybridflow.planner.run_plan import RunPlan
+    from hybridflow.planner.search import Search
 
 MODEL = "model="
 GIB = 2**30
@@ -58,37 +59,37 @@ def add_plan(words: Any, recipe: str, overrides: str) -> None:
         action="append",
         help="only this schedule (sync, one_step_off, fully_async, colocated_async); may be repeated",
     )
-    plan.add_argument(
-        "--check", action="store_true", help="print published runs beside predictions instead, as Markdown"
-    )
     plan.add_argument("--best", type=int, default=5, help="plans to show (default: %(default)s)")
     plan.add_argument("overrides", nargs="*", help=overrides)
     plan.set_defaults(body=plan_run)
 
 
 def plan_run(options: argparse.Namespace) -> int:
-    """Search, and print the best plans; or the check of the cost model."""
+    """Search, and print the best plans."""
     import time
 
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.errors import ConfigError
-    from hybridflow.planner.job import job_of
-    from hybridflow.planner.known_models import shape_by_keys
+    from hybridflow.planner.model_shape import shape_by_keys
+    from hybridflow.planner.pools import job_of
     from hybridflow.planner.search import Search, first_different
 
-    if options.check:
-        from hybridflow.planner.check_page import check_page
-
-        print(check_page())
-        return 0
     if not options.devices:
         raise ConfigError("plan: say for which devices, as in --devices 16xH100")
     _check_options(options, Search.schedules)
-    given = [_written_out(word) for word in options.overrides]
-    config = prepare_config(
-        PPOConfig, given, recipe=options.recipe, runs=False, needs_model=False, needs_files=False
-    ).config
+    path = "actor_rollout_ref.model.path="
+    given = [
+        path + word.removeprefix(MODEL) if word.startswith(MODEL) else word for word in options.overrides
+    ]
+
+    def prepared(*words: str) -> PPOConfig:
+        every = [*given, *words]
+        return prepare_config(
+            PPOConfig, every, recipe=options.recipe, runs=False, needs_model=False, needs_files=False
+        ).config
+
+    config = prepared()
     prompt = _mean_tokens("prompt", options.prompt_tokens, config.data.max_prompt_length)
     response = _mean_tokens("response", options.response_tokens, config.data.max_response_length)
     if config.actor_rollout_ref.model.path is None:
@@ -101,7 +102,7 @@ def plan_run(options: argparse.Namespace) -> int:
         search.schedules = options.schedule
     found = search.run()
     seconds = time.perf_counter() - began
-    best, refused = _that_pass(first_different(found.plans), job, costs.cluster, options, given)
+    best, refused = _that_pass(first_different(found.plans), costs.cluster, options.best, prepared)
     if not best:
         raise ConfigError(f"plan: {refused or _why_none(search, options)}")
     lines = [
@@ -181,58 +182,39 @@ def _mean_tokens(of: str, given: float | None, longest: int) -> float:
     """Return the mean tokens of prompts or responses; ConfigError for none, or too many."""
     from hybridflow.errors import ConfigError
 
-    if given is None:
-        return longest / 2
-    if not 0 < given <= longest:
+    if given is not None and not 0 < given <= longest:
         raise ConfigError(
             f"--{of}-tokens {given:g}: wanted a mean above 0 and of at most data.max_{of}_length={longest}"
         )
-    return given
-
-
-def _written_out(word: str) -> str:
-    """Return an override with the full name of its key."""
-    if word.startswith(MODEL):
-        return f"actor_rollout_ref.model.path={word.removeprefix(MODEL)}"
-    return word
+    return longest / 2 if given is None else given
 
 
 def _that_pass(
-    plans: Sequence[Plan], job: Job, cluster: Cluster, options: argparse.Namespace, given: Sequence[str]
-) -> tuple[list[tuple[Plan, list[str]]], str]:
+    plans: Sequence[RunPlan], cluster: Cluster, most: int, prepared: Callable[..., Any]
+) -> tuple[list[tuple[RunPlan, list[str]]], str]:
     """Return the first plans whose overrides pass all checks of the configuration, with the overrides.
 
     The second value says why the fastest plan did not pass, and is empty if it did.
     """
-    from hybridflow.config import PPOConfig
-    from hybridflow.config.load import prepare_config
     from hybridflow.errors import ConfigError
-    from hybridflow.planner.overrides import overrides_of
 
-    passed: list[tuple[Plan, list[str]]] = []
+    passed: list[tuple[RunPlan, list[str]]] = []
     refused = ""
     for plan in plans:
-        words = overrides_of(plan, cluster, job)
+        words = plan.overrides(cluster)
         try:
-            prepare_config(
-                PPOConfig,
-                [*given, *(word.strip("'") for word in words)],
-                recipe=options.recipe,
-                runs=False,
-                needs_model=False,
-                needs_files=False,
-            )
+            prepared(*(word.strip("'") for word in words))
         except ConfigError as error:  # the recipe or a key of the user's excludes it
             refused = refused or f"keys of this run exclude all plans that fit; of the fastest, {error}"
             continue
         passed.append((plan, words))
-        if len(passed) == options.best:
+        if len(passed) == most:
             break
     return passed, refused
 
 
 def _report(
-    best: Sequence[tuple[Plan, list[str]]], job: Job, cluster: Cluster, price: float | None
+    best: Sequence[tuple[RunPlan, list[str]]], job: Job, cluster: Cluster, price: float | None
 ) -> Iterator[str]:
     """Yield the plans as a table, then the devices, seconds and overrides of each."""
     import textwrap

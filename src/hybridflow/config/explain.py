@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from hybridflow.config.needs import longest_row, responses_per_prompt, rows_per_prompt, uses_agents
@@ -35,8 +35,8 @@ def explain(
     `columns`: those of the training rows (`items_per_row`).
     """
     if isinstance(config, PPOConfig):
-        return _ppo_sizes(config, num_train_rows)
-    return _sft_sizes(config, num_train_rows, columns)
+        return list(_ppo_sizes(config, num_train_rows))
+    return list(_sft_sizes(config, num_train_rows, columns))
 
 
 def num_training_steps(
@@ -83,129 +83,82 @@ def _steps_line(
     config: PPOConfig | SFTConfig, num_train_rows: int | None, columns: Collection[str] | None = None
 ) -> Line:
     steps = num_training_steps(config, num_train_rows, columns)
-    batch = rows_per_step(config)
-    if config.trainer.total_training_steps is not None:
-        return Line("training steps", f"{steps:,}", "trainer.total_training_steps")
     if steps is None:
         return Line("training steps", "not known yet", "the number of training rows is needed")
     rows = "training rows"
     if items_per_row(config, columns) > 1:
         rows += " × 2 answers"
-    how = f"trainer.total_epochs={config.trainer.total_epochs} × ({rows} // {batch})"
+    how = f"trainer.total_epochs={config.trainer.total_epochs} × ({rows} // {rows_per_step(config)})"
+    if config.trainer.total_training_steps is not None:
+        how = "trainer.total_training_steps"
     return Line("training steps", f"{steps:,}", how)
 
 
-def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
-    data = config.data
-    actor = config.actor_rollout_ref.actor
-    rows = data.train_batch_size * rows_per_prompt(config)
-    longest, why = longest_row(config)
-    minis = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
-    per_step = minis * actor.ppo_epochs
-    lines = [
-        _sequences_line(config),
-        *_generated_lines(config),
-        *_conversation_lines(config),
-        Line(
-            "tokens per step, at most",
-            f"{rows * longest:,}",
-            f"{rows:,} × ({why})",
-        ),
-        Line(
-            "mini-batches per step",
-            f"{minis:,}",
-            f"data.train_batch_size / actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}",
-        ),
-        Line(
-            "optimizer steps per step",
-            f"{per_step:,}",
-            f"{minis} mini-batches × actor.ppo_epochs={actor.ppo_epochs}",
-        ),
-        _steps_line(config, num_train_rows),
-    ]
-    steps = num_training_steps(config, num_train_rows)
-    if steps is not None:
-        lines.append(Line("optimizer steps in all", f"{steps * per_step:,}", f"{steps:,} steps × {per_step}"))
-    return lines
-
-
-def _sequences_line(config: PPOConfig) -> Line:
+def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> Iterator[Line]:
     batch = config.data.train_batch_size
+    actor = config.actor_rollout_ref.actor
+    rows = batch * rows_per_prompt(config)
     n = config.actor_rollout_ref.rollout.n
     each = f"rollout.n={n}"
     if rows_per_prompt(config) > n:
         each = f"({each} + the data's own answer)"
-    return Line(
-        "sequences per step",
-        f"{batch * rows_per_prompt(config):,}",
-        f"data.train_batch_size={batch} × {each}",
-    )
-
-
-def _conversation_lines(config: PPOConfig) -> list[Line]:
-    """Return what a sequence is where agents play."""
-    if not uses_agents(config):
-        return []
-    turns = config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
-    value = "as many as fit"
-    if turns is not None:
-        value = f"{turns:,}"
+    yield Line("sequences per step", f"{rows:,}", f"data.train_batch_size={batch} × {each}")
+    yield from _generated_lines(config)
     longest, why = longest_row(config)
-    how = f"{why}: all that the model reads and writes, of which it learns from what it writes"
-    return [
-        Line(TURNS, value, "rollout.multi_turn.max_assistant_turns"),
-        Line(CONVERSATION, f"{longest:,}", how),
-    ]
+    if uses_agents(config):
+        turns = config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+        value = "as many as fit" if turns is None else f"{turns:,}"
+        yield Line(TURNS, value, "rollout.multi_turn.max_assistant_turns")
+        how = f"{why}: all that the model reads and writes, of which it learns from what it writes"
+        yield Line(CONVERSATION, f"{longest:,}", how)
+    yield Line("tokens per step, at most", f"{rows * longest:,}", f"{rows:,} × ({why})")
+    minis = math.ceil(batch / actor.ppo_mini_batch_size)
+    how = f"data.train_batch_size / actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}"
+    yield Line("mini-batches per step", f"{minis:,}", how)
+    per_step = minis * actor.ppo_epochs
+    how = f"{minis} mini-batches × actor.ppo_epochs={actor.ppo_epochs}"
+    yield Line("optimizer steps per step", f"{per_step:,}", how)
+    yield _steps_line(config, num_train_rows)
+    steps = num_training_steps(config, num_train_rows)
+    if steps is not None:
+        yield Line("optimizer steps in all", f"{steps * per_step:,}", f"{steps:,} steps × {per_step}")
 
 
-def _generated_lines(config: PPOConfig) -> list[Line]:
-    """Rows that are generated, where they are not those that are trained on."""
+def _generated_lines(config: PPOConfig) -> Iterator[Line]:
+    """Yield the lines on rows that are generated, where they are not those that are trained on."""
     n = config.actor_rollout_ref.rollout.n
     groups = config.algorithm.filter_groups
     generated = responses_per_prompt(config)
     prompts = rows_per_step(config)
+    label = "responses generated per step"
     each = f"rollout.n={n}"
     if generated > n:
         each = f"({each} + {generated - n} greedy)"
-    lines = []
     if groups.enable:
         batch = generation_batch(config)
-        how = f"{prompts // batch} generation batches of data.gen_batch_size={batch} × {each}"
-        lines.append(Line("responses generated per step, at least", f"{prompts * generated:,}", how))
-        if groups.max_num_gen_batches:
-            how = (
-                f"filter_groups.max_num_gen_batches={groups.max_num_gen_batches} × "
-                f"data.gen_batch_size={batch} × {each}"
-            )
-            most = groups.max_num_gen_batches * batch * generated
-            lines.append(Line("responses generated per step, at most", f"{most:,}", how))
+        each = f"data.gen_batch_size={batch} × {each}"
+        how = f"{prompts // batch} generation batches of {each}"
+        yield Line(f"{label}, at least", f"{prompts * generated:,}", how)
+        if most := groups.max_num_gen_batches:
+            how = f"filter_groups.max_num_gen_batches={most} × {each}"
+            yield Line(f"{label}, at most", f"{most * batch * generated:,}", how)
     elif generated != rows_per_prompt(config):
-        lines.append(
-            Line(
-                "responses generated per step",
-                f"{prompts * generated:,}",
-                f"data.train_batch_size={prompts} × {each}",
-            )
-        )
-    return lines
+        yield Line(label, f"{prompts * generated:,}", f"data.train_batch_size={prompts} × {each}")
 
 
-def _sft_sizes(config: SFTConfig, num_train_rows: int | None, columns: Collection[str] | None) -> list[Line]:
+def _sft_sizes(
+    config: SFTConfig, num_train_rows: int | None, columns: Collection[str] | None
+) -> Iterator[Line]:
     data = config.data
     each = rows_per_item(config)
     rows = data.train_batch_size * each
     how = "data.train_batch_size"
     if each > 1:
         how += f" × {each} answers"
-    return [
-        Line("conversations per step", f"{rows:,}", how),
-        Line(
-            "tokens per step, at most",
-            f"{rows * data.max_length:,}",
-            f"× data.max_length={data.max_length:,}",
-        ),
-        _steps_line(config, num_train_rows, columns),
-    ]
+    yield Line("conversations per step", f"{rows:,}", how)
+    how = f"× data.max_length={data.max_length:,}"
+    yield Line("tokens per step, at most", f"{rows * data.max_length:,}", how)
+    yield _steps_line(config, num_train_rows, columns)
 
 
 def format_bytes(size: float) -> str:

@@ -8,48 +8,40 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
-from hybridflow.config.needs import longest_row, responses_per_prompt
+from hybridflow.config.needs import replayed_steps, responses_per_prompt, rows_per_prompt
 from hybridflow.config.preference import rows_per_item
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.controller import Placement
-from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.device import resolve_device
-from hybridflow.explain.schedule import schedule_lines
 from hybridflow.models.build import resolve_dtype, shape_of
-from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.override import in_force
 from hybridflow.models.size import size_of
 from hybridflow.models.stages import layers_of_parts
-from hybridflow.planner.job import engine_of
-from hybridflow.planner.memory import (
-    Engine,
-    Needs,
-    Part,
-    compute_dtype,
-    engine_needs,
-    generation_needs,
-    phases_of_pool,
-    rounded_to,
-)
+from hybridflow.planner.memory import Needs, RoleEngine, phases_of_pool
 from hybridflow.planner.model_size import ModelSize
-from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
-from hybridflow.trainer.ppo.roles import needed_roles
+from hybridflow.planner.run_plan import PoolPlan, RunPlan
+from hybridflow.trainer.ppo.run_plan import plan_of
+from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.sft.build import roles_of
 from hybridflow.trainer.sft.build import sizes as sft_sizes
 
 MOST_RANKS = 16
 """Ranks that are drawn; the others go on in the same way."""
+PROMPT_BYTES = 17
+"""Bytes of a prompt token in a row: `prompts`, `input_ids` and `attention_mask`."""
+RESPONSE_BYTES = 35
+"""Bytes of a response token in a row: these, two masks, log-prob, version, call and score."""
 
 
-def layout_lines(engine: Engine, role: str) -> Iterator[Line]:
+def layout_lines(engine: RoleEngine, role: str) -> Iterator[Line]:
     """Yield a line for each rank of a model that is divided otherwise than into shards alone."""
     layout = engine.layout
     if layout.world_size == layout.dp_shard and layout.cp == layout.ep == 1:
@@ -67,7 +59,7 @@ def layout_lines(engine: Engine, role: str) -> Iterator[Line]:
         yield Line(rest, "go on in the same way", "")
 
 
-def _layers(engine: Engine, role: str) -> list[str]:
+def _layers(engine: RoleEngine, role: str) -> list[str]:
     """Return the layers of each stage, in words."""
     layout = engine.layout
     if layout.pp == 1:
@@ -79,19 +71,16 @@ def _layers(engine: Engine, role: str) -> list[str]:
     ranges = layers_of_parts(engine.model, parts, is_value=is_value)
     words = []
     for stage in range(layout.pp):
-        some = [_named(each) for each in ranges[stage :: layout.pp]]
+        some = [
+            f"layer {each[0]}" if len(each) == 1 else f"layers {each[0]} to {each[-1]}"
+            for each in ranges[stage :: layout.pp]
+        ]
         if stage == 0:
             some.insert(0, "embeddings")
         if stage == layout.pp - 1:
             some.append("last norm and head")
         words.append(", ".join(some))
     return words
-
-
-def _named(layers: range) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    return f"layers {layers[0]} to {layers[-1]}"
 
 
 def explain_run(
@@ -102,85 +91,27 @@ def explain_run(
 
     Raises ConfigError and ModelError as the run would, for a placement or a layout that cannot be.
     """
-    plan = Plan.of(config)
-    schedule: list[Line] = []
-    if isinstance(config, PPOConfig):
-        schedule = list(schedule_lines(config))
+    plan = placed(config)
     return [
         _device_line(plan),
         *explain(config, num_train_rows, columns),
-        *schedule,
+        *(schedule_lines(config) if isinstance(config, PPOConfig) else ()),
         *_processes(plan),
         *_rows(plan),
         *_memory(plan),
     ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Placement of a run: which process will hold what."""
-
-    config: PPOConfig | SFTConfig
-    placement: Placement
-    engines: Mapping[str, Engine]
-    """By role; the rollout has none, and neither has a LoRA run's reference, which is the actor's module."""
-
-    @classmethod
-    def of(cls, config: PPOConfig | SFTConfig) -> Plan:
-        """Plan a run as `build` of its trainer would build it."""
-        if isinstance(config, PPOConfig):
-            names = needed_roles(config)
-        else:
-            names = list(roles_of(config))
-        placement = Placement.from_config(config.trainer, names)
-        engines = {}
-        for role in names:
-            if role == "rollout" or (
-                isinstance(config, PPOConfig) and role == "reference" and is_actors_module(config, placement)
-            ):
-                continue
-            world = sum(pool.world_size for pool in placement.pools_of(role))
-            if isinstance(config, PPOConfig):
-                engines[role] = engine_of(config, role, sizes(config, role, world))
-            else:
-                engines[role] = _sft_engine(config, world)
-        return cls(config, placement, engines)
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes of all pools."""
-        return self.placement.num_devices
-
-    @property
-    def device(self) -> torch.device:
-        """Device that the run computes on; one that torch itself names may be planned for where it is not."""
-        named = self.config.trainer.device
-        if is_accelerator(named) and features(named).package is None:
-            with suppress(RuntimeError):  # torch does not know the name
-                return torch.device(named)
-        return resolve_device(named)
-
-
-def _device_line(plan: Plan) -> Line:
-    """Give the line on the device and the dtype that the estimate of memory is for."""
-    dtypes = {
-        engine.role: str(resolve_dtype(compute_dtype(engine.fsdp, engine.model), plan.device))
-        for engine in plan.engines.values()
-    }
-    shown = ", ".join(f"{role} {dtype}" for role, dtype in dtypes.items())
-    if len(set(dtypes.values())) == 1:
-        shown = next(iter(dtypes.values()))
-    how = f"trainer.device={plan.config.trainer.device}: memory is estimated for it"
-    if plan.device.type == "cpu":
-        how += "; set trainer.device=cuda to plan for a GPU, which need not be in this machine"
-    return Line("device and dtype", f"{plan.device.type}, {shown.replace('torch.', '')}", how)
-
-
-def _sft_engine(config: SFTConfig, world: int) -> Engine:
+def placed(config: PPOConfig | SFTConfig) -> RunPlan:
+    """Return the plan of a run, as `build` of its trainer would build it."""
+    if isinstance(config, PPOConfig):
+        return plan_of(config)
+    role, *_ = names = roles_of(config)
+    (pool,) = Placement.from_config(config.trainer, names).pools
     data = config.data
-    return Engine(
+    engine = RoleEngine(
         "model",
-        sft_sizes(config, world),
+        sft_sizes(config, pool.world_size),
         config.engine,
         config.model,
         rows=data.train_batch_size * rows_per_item(config),
@@ -190,28 +121,56 @@ def _sft_engine(config: SFTConfig, world: int) -> Engine:
         optimizer=config.optim.optimizer,
         keys="data.",
     )
+    return RunPlan(config, (PoolPlan(pool.name, tuple(names), pool.devices_per_node, {role: engine}),))
 
 
-def _processes(plan: Plan) -> Iterator[Line]:
+def device_of(plan: RunPlan) -> torch.device:
+    """Return the device that a run computes on; one that torch itself names may be planned for where it is
+    not.
+    """
+    named = plan.config.trainer.device
+    if is_accelerator(named) and features(named).package is None:
+        with suppress(RuntimeError):  # torch does not know the name
+            return torch.device(named)
+    return resolve_device(named)
+
+
+def compute_dtype(engine: RoleEngine) -> str:
+    """Return the dtype in which an engine computes, as its keys name it."""
+    if engine.fsdp.mixed_precision.param_dtype == "auto":
+        return engine.model.dtype
+    return engine.fsdp.mixed_precision.param_dtype
+
+
+def _device_line(plan: RunPlan) -> Line:
+    """Give the line on the device and the dtype that the estimate of memory is for."""
+    dtypes = {
+        engine.role: str(resolve_dtype(compute_dtype(engine), device_of(plan)))
+        for engine in plan.engines.values()
+    }
+    shown = ", ".join(f"{role} {dtype}" for role, dtype in dtypes.items())
+    if len(set(dtypes.values())) == 1:
+        shown = next(iter(dtypes.values()))
+    how = f"trainer.device={plan.config.trainer.device}: memory is estimated for it"
+    if device_of(plan).type == "cpu":
+        how += "; set trainer.device=cuda to plan for a GPU, which need not be in this machine"
+    return Line("device and dtype", f"{device_of(plan).type}, {shown.replace('torch.', '')}", how)
+
+
+def _processes(plan: RunPlan) -> Iterator[Line]:
     """Give the lines on where each role is and how its model is spread over the processes there."""
     trainer = plan.config.trainer
-    where = plan.placement
     if trainer.controller == "local":
         yield Line("processes", "1", "trainer.controller=local: all roles in the process that you start")
         return
     how = f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if getattr(trainer, "resource_pools", {}):
         how = "trainer.resource_pools"
-    yield Line(
-        "worker processes", f"{plan.num_processes:,}", f"{how}, started by Ray; the driver is one more"
-    )
-    for pool in where.pools:
-        nodes = ", ".join(map(str, pool.devices_per_node))
-        yield Line(
-            f"pool {pool.name}",
-            f"{pool.world_size:,} processes",
-            f"{', '.join(where.roles(pool.name))}; on its nodes: {nodes}",
-        )
+    yield Line("worker processes", f"{plan.devices:,}", f"{how}, started by Ray; the driver is one more")
+    for pool in plan.pools:
+        nodes = ", ".join(map(str, pool.nodes))
+        how = f"{', '.join(pool.roles)}; on its nodes: {nodes}"
+        yield Line(f"pool {pool.name}", f"{pool.devices:,} processes", how)
     for role, engine in plan.engines.items():
         spread = engine.layout
         keys = f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.cp}, tensor_parallel_size={spread.tp}"
@@ -219,25 +178,23 @@ def _processes(plan: Plan) -> Iterator[Line]:
             keys += f", pipeline_parallel_size={spread.pp}"
         yield Line(f"{engine.role} is spread over", str(spread), keys)
         yield from layout_lines(engine, role)
-    if "reference" not in plan.engines and "reference" in where.pools_of_role:
-        yield Line(
-            "reference is",
-            "the actor's module",
-            "LoRA: the actor with its adapters off, in the same processes",
-        )
-    if isinstance(plan.config, PPOConfig):
-        for pool in where.pools_of("rollout"):
-            (_, apart), (_, tensor) = rollout_axes(plan.config, pool.world_size)
-            how = f"groups that generate apart × rollout.tensor_model_parallel_size={tensor}"
-            yield Line(f"generation on pool {pool.name}", f"{apart:,} × {tensor} processes", how)
+    if "reference" not in plan.engines and plan.pools_of("reference"):
+        how = "LoRA: the actor with its adapters off, in the same processes"
+        yield Line("reference is", "the actor's module", how)
+    for pool in plan.pools:
+        if pool.replica is not None:
+            ranks = pool.replica.ranks
+            how = f"groups that generate apart × rollout.tensor_model_parallel_size={ranks}"
+            value = f"{pool.devices // ranks:,} × {ranks} processes"
+            yield Line(f"generation on pool {pool.name}", value, how)
 
 
-def _rows(plan: Plan) -> Iterator[Line]:
+def _rows(plan: RunPlan) -> Iterator[Line]:
     """Give the lines on the rows and micro-batches that one process gets."""
-    many = plan.num_processes > 1
+    many = plan.devices > 1
     if many and isinstance(plan.config, PPOConfig):
-        rows = _generated(plan.config)
-        parts = _generating(plan)
+        rows = generation_batch(plan.config) * responses_per_prompt(plan.config)
+        parts = plan.generating // plan.ranks_of_replica
         yield Line(
             "responses generated per process, about",
             f"{math.ceil(rows / parts):,}",
@@ -264,18 +221,7 @@ def _rows(plan: Plan) -> Iterator[Line]:
         yield Line(f"{shown} micro-batches per mini-batch, at most", f"{count:,}", how)
 
 
-def _generated(config: PPOConfig) -> int:
-    """Return the number of responses that are generated at once."""
-    return generation_batch(config) * responses_per_prompt(config)
-
-
-def _generating(plan: Plan) -> int:
-    """Return how many groups of ranks generate apart from each other, over all pools of the rollout."""
-    assert isinstance(plan.config, PPOConfig)
-    return rollout_axes(plan.config, len(plan.placement.ranks("rollout")))[0][1]
-
-
-def _memory(plan: Plan) -> Iterator[Line]:
+def _memory(plan: RunPlan) -> Iterator[Line]:
     """Give the lines on how much memory a process of each pool needs."""
     models = {str(engine.model.path): engine.model for engine in plan.engines.values()}
     missing = [path for path in models if not Path(path).expanduser().is_dir()]
@@ -283,7 +229,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
         yield Line("memory", "not estimated", f"{missing[0]} is no folder on this machine")
         return
     for engine in plan.engines.values():
-        dtype = resolve_dtype(compute_dtype(engine.fsdp, engine.model), plan.device)
+        dtype = resolve_dtype(compute_dtype(engine), device_of(plan))
         yield Line(f"{engine.role} model", in_force(shape_of(engine.model), dtype), str(engine.model.path))
     found = {role: size_of_role(plan, role, engine) for role, engine in plan.engines.items()}
     for role, size in found.items():
@@ -312,36 +258,27 @@ def _memory(plan: Plan) -> Iterator[Line]:
                 f"{size.experts_per_token} of {size.experts} experts in each sparse layer",
             )
     totals = []
-    for pool in plan.placement.pools:
-        lines, peak = _pool_lines(plan, pool, _pool_needs(plan, pool, found))
-        totals.append(peak * pool.world_size)
-        yield from lines
-    if plan.device.type == "cpu" and plan.num_processes > 1:
+    device = device_of(plan).type
+    for pool in plan.pools:
+        needs = pool.needs(found, device)
+        totals.append(max(phases_of_pool(needs, pool.devices).values()) * pool.devices)
+        yield from _pool_lines(plan, pool, needs)
+    if device == "cpu" and plan.devices > 1:
         yield Line(
-            f"memory of all {plan.num_processes} processes, at most",
+            f"memory of all {plan.devices} processes, at most",
             format_bytes(sum(totals)),
             "on one machine they share it; the libraries take some 0.4 GiB each besides",
         )
 
 
-def peak_bytes(plan: Plan, found: Mapping[str, ModelSize]) -> int:
+def peak_bytes(plan: RunPlan, found: Mapping[str, ModelSize]) -> int:
     """Return the bytes of the heaviest phase of a process, of all pools; `found` has each role's size."""
-    return max(_pool_lines(plan, pool, _pool_needs(plan, pool, found))[1] for pool in plan.placement.pools)
+    device = device_of(plan).type
+    phases = [phases_of_pool(pool.needs(found, device), pool.devices) for pool in plan.pools]
+    return max(size for pool in phases for size in pool.values())
 
 
-def _pool_needs(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) -> dict[str, Needs]:
-    """Estimate what each role of a pool needs in one of its processes."""
-    needs = {
-        engine.role: engine_needs(engine, found[role], device=plan.device.type)
-        for role, engine in plan.engines.items()
-        if role in plan.placement.roles(pool.name)
-    }
-    if isinstance(plan.config, PPOConfig) and "rollout" in plan.placement.roles(pool.name):
-        needs["generation"] = _generation(plan, pool, found)
-    return needs
-
-
-def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
+def size_of_role(plan: RunPlan, role: str, engine: RoleEngine) -> ModelSize:
     """Count the model of a role as its engine will build it; no weights are read."""
     lora = None
     if engine.trained:
@@ -356,8 +293,8 @@ def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
     return size_of(
         "value" if role in ("critic", "reward_model") else "policy",
         engine.model,
-        dtype=compute_dtype(engine.fsdp, engine.model),
-        device=plan.device,
+        dtype=compute_dtype(engine),
+        device=device_of(plan),
         lora=lora,
         trained=engine.trained,
         tensor=tensor,
@@ -366,58 +303,112 @@ def size_of_role(plan: Plan, role: str, engine: Engine) -> ModelSize:
     )
 
 
-def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) -> Needs:
-    config = plan.config
-    alone = "actor" not in plan.placement.roles(pool.name)
-    assert isinstance(config, PPOConfig)
-    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    why = ""
-    if alone:
-        why = "it is sent the actor's"
-    elif pool.world_size > 1:
-        why = "gathered from the shards while it generates"
-    return generation_needs(
-        found["actor"],
-        tensor=tensor,
-        rows=min(
-            math.ceil(_generated(config) / _generating(plan)), config.actor_rollout_ref.rollout.max_num_seqs
-        ),
-        slot=slot_capacity(longest_row(config)[0]),
-        own_weights=why,
-        standing=alone,
-        rounded=rounded_to(config.actor_rollout_ref.rollout),
-    )
-
-
-def _pool_lines(plan: Plan, pool: ResourcePool, needs: Mapping[str, Needs]) -> tuple[list[Line], int]:
-    """Return the lines on a process of a pool, and the bytes of its heaviest phase."""
+def _pool_lines(plan: RunPlan, pool: PoolPlan, needs: Mapping[str, Needs]) -> Iterator[Line]:
+    """Yield the lines on a process of a pool."""
     of = ""
-    if plan.num_processes > 1:
+    if plan.devices > 1:
         of += " of each process"
-    if len(plan.placement.pools) > 1:
+    if len(plan.pools) > 1:
         of += f" of {pool.name}"
-    lines = []
+    named = {role: plan.engines[role].role if role in plan.engines else role for role in needs}
     for role, need in needs.items():
-        lines += [_part_line(f"memory{of}", role, part) for part in need.parts if part.size]
-    host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
-    phases = phases_of_pool(needs, pool.world_size)
+        for part in need.parts:
+            if part.size:
+                shown = part.label
+                if not (role == "generation" and part.label.startswith("KV")):
+                    shown = f"{named[role]}: {part.label}"
+                how = part.how + (" (in CPU memory)" if part.on_host else "")
+                yield Line(f"memory{of}, {shown}", format_bytes(part.size), how)
     working = {role: need.update for role, need in needs.items() if role != "generation" and need.update}
-    heaviest = f", of the {max(working, key=lambda role: working[role])}" if len(working) > 1 else ""
-    for phase, size in phases.items():
-        how = f"estimate{heaviest if phase == 'updating' else ''}, without the libraries"
-        lines.append(Line(f"memory{of} while {phase}", format_bytes(size), how))
+    for phase, size in phases_of_pool(needs, pool.devices).items():
+        how = "estimate, without the libraries"
+        if phase == "updating" and len(working) > 1:
+            heaviest = named[max(working, key=lambda role: working[role])]
+            how = f"estimate, of the {heaviest}, without the libraries"
+        yield Line(f"memory{of} while {phase}", format_bytes(size), how)
+    host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
     if host:
-        lines.append(
-            Line(f"CPU memory{of}, offloaded", format_bytes(host), "estimate: what is offloaded of all roles")
+        how = "estimate: what is offloaded of all roles"
+        yield Line(f"CPU memory{of}, offloaded", format_bytes(host), how)
+
+
+def schedule_lines(config: PPOConfig) -> Iterator[Line]:
+    """Give the lines on `trainer.schedule`, on collectors, and on rows that are trained again."""
+    name = config.trainer.schedule
+    keys = config.trainer.async_
+    batch = config.data.train_batch_size
+    generated = {
+        "sync": "a batch is generated between two updates, by the newest weights",
+        "one_step_off": "the next batch is generated whole beside training, by the weights before the update",
+        "exact_async": f"batches are generated whole beside training, each by the weights of "
+        f"{keys.run_ahead:g} training steps before, whatever the timing",
+        "fully_async": "groups are generated without a pause beside training, and change to new weights "
+        "when they come",
+        "colocated_async": "one set of devices takes turns: groups of the next steps are generated while "
+        "rewards and environments are waited for",
+    }
+    yield Line("schedule", name, generated[name])
+    if collectors := config.trainer.num_collectors:
+        how = "trainer.num_collectors: processes whose tokens go to the workers past the trainer's process"
+        yield Line("groups are played by", f"{collectors:,} collectors", how)
+    if age := replayed_steps(config):  # rows that later steps may draw again (PF-PPO)
+        held = age * batch * rows_per_prompt(config)
+        how = (
+            f"algorithm.pf_ppo.max_age={age} batches: every pass reads {age + 1} batches, an update one; "
+            "more rows where a trajectory has several"
         )
-    return lines, max(phases.values())
+        yield Line("rows of earlier steps that a step may draw, at most", f"{held:,}", how)
+        data = config.data
+        size = held * (PROMPT_BYTES * data.max_prompt_length + RESPONSE_BYTES * data.max_response_length)
+        how = (
+            f"estimate: rows × ({PROMPT_BYTES} B a prompt token + {RESPONSE_BYTES} B a response token); "
+            "a checkpoint has it too"
+        )
+        yield Line("replay buffer in the driver's memory, at most", format_bytes(size), how)
+        yield Line("the loss corrects rows of earlier steps by", *_correction(config))
+    if name == "sync":
+        return
+    bound = keys.max_staleness or 0
+    how = "every token was sampled by the weights that it trains"
+    if bound:
+        how = "training steps between the weights that sampled a token and those that it trains"
+    yield Line("staleness of a token, at most", f"{bound:,}", f"trainer.async.max_staleness: {how}")
+    ahead = Schedule(batch, keys.run_ahead, bound, total_steps=1).groups_ahead
+    how = f"data.train_batch_size={batch} × (1 + trainer.async.run_ahead={keys.run_ahead:g})"
+    yield Line("groups generated and not yet trained, at most", f"{batch + ahead:,}", how)
+    if keys.max_concurrent_groups is not None:
+        key = "trainer.async.max_concurrent_groups"
+        yield Line("groups generated at once, at most", f"{keys.max_concurrent_groups:,}", key)
+    waits = f"{batch:,} scored groups, and for any group that would be too stale in a later step"
+    ended = "all responses that were begun"
+    how = f"trainer.async.partial_rollout={str(keys.partial_rollout).lower()}"
+    if name in EXACT_SCHEDULES:
+        waits = f"the {batch:,} groups of its own batch"
+        ended = "the groups of their batch"
+        how = "a response is generated whole under one version"
+    elif keys.partial_rollout:
+        ended = "the next token"
+        how += ": responses go on, and each token carries its version"
+    yield Line("a training step waits for", waits, "nothing is dropped for its age")
+    yield Line("generation waits for", "a published step", "once as many groups as above are not yet trained")
+    yield Line("new weights wait for", ended, how)
+    if bound:
+        yield Line("the loss corrects stale tokens by", *_correction(config))
 
 
-def _part_line(memory: str, role: str, part: Part) -> Line:
-    shown = f"{role}: {part.label}"
-    if role == "generation" and part.label.startswith("KV"):
-        shown = part.label
-    how = part.how
-    if part.on_host:
-        how += " (in CPU memory)"
-    return Line(f"{memory}, {shown}", format_bytes(part.size), how)
+def _correction(config: PPOConfig) -> tuple[str, str]:
+    """Return what the loss does about stale tokens, and the keys that ask for it."""
+    correction = config.algorithm.rollout_correction
+    keys = []
+    found = []
+    if correction.bypass_mode:
+        keys.append("bypass_mode=true")
+        found.append("the ratio of the policy to the one that sampled")
+    elif correction.rollout_is:
+        found.append("weights: the policy at the start of the step over the one that sampled")
+    if correction.rollout_is:
+        keys.append(f"rollout_is={correction.rollout_is}")
+    if correction.rollout_rs:
+        keys.append(f"rollout_rs={correction.rollout_rs}")
+        found.append("rejection of tokens or rows whose ratio is off")
+    return "; ".join(found), f"algorithm.rollout_correction.{', '.join(keys)}"

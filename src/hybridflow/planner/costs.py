@@ -3,8 +3,8 @@
     ModelShape, Rows, layout ──Costs──► generation · a pass over the rows · an update · moved weights
 
 A phase takes the time of its slowest resource: FLOPs over peak × MFU, bytes over bandwidth, bytes over links.
-What no such count explains is in `Efficiency`, the only fitted numbers (`check.py` fits them, and a test fits
-them again and compares).
+What no such count explains is in `Efficiency`, the only fitted numbers: `benchmarks/plan_check.py` fits them
+to published runs, and a test fits them again and compares.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.hardware import CPU, Cluster
+from hybridflow.planner.hardware import Cluster
 from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.memory import RoleEngine
 from hybridflow.planner.model_shape import ModelShape
 
 STATE_BYTES = 16
@@ -41,8 +41,6 @@ class Efficiency:
     """Part of the memory bandwidth with which a decode step reads weights and cache."""
     decode_layer: float = 60e-6
     """Seconds of a layer in a decode step beside that: launches, scheduling, sampling."""
-    eager_layer: float = 4.5e-4
-    """The same where steps are not recorded as graphs, and the host launches every kernel."""
     update: float = 3.0
     """Seconds of an optimizer step that do not depend on its rows."""
     pass_layer: float = 2e-4
@@ -82,27 +80,6 @@ class Rows:
         mean = self.lengths.mean
         return self.count * (self.prompt**2 + 2 * self.prompt * mean + self.lengths.square)
 
-    @property
-    def longest(self) -> float:
-        """Tokens of the longest row."""
-        return self.prompt + self.lengths.longest(self.count)
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model passes over rows."""
-
-    layout: ParallelLayout
-    max_tokens: float = 16384
-    """Tokens of a micro-batch on one data rank."""
-    recomputes: bool = True
-    """Activation checkpointing."""
-    offloads: bool = False
-    """Parameters and optimizer rest in the host's memory between phases."""
-    lora: bool = False
-    reshards: bool = True
-    """Gather sharded parameters for each pass of a micro-batch; False: once for an optimizer step."""
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -112,16 +89,6 @@ class Costs:
     efficiency: Efficiency = Efficiency()
     itemsize: int = 2
     """Bytes of a number in computation."""
-    eager: bool = False
-    """Decode steps are not recorded as graphs."""
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the run computes on a CPU, in whose memory all is at hand."""
-        return self.cluster.hardware.name == CPU
-
-    def _slowest(self, *seconds: float) -> float:
-        return max(seconds) if self.cluster.hardware.overlaps else sum(seconds)
 
     def computing(self, shape: ModelShape, tokens: float, square: float) -> float:
         """Return the seconds in which one device computes a forward pass over rows of so many tokens, and
@@ -154,7 +121,7 @@ class Costs:
             experts *= 1 - (1 - shape.experts_per_token / shape.experts) ** rows
         table = 0 if shape.tied else shape.vocab * shape.hidden  # embeddings are looked up, not read
         weights = (shape.parameters - shape.expert_parameters - table + experts) * self.itemsize
-        cache = rows * context * shape.kv_bytes(self.itemsize)
+        cache = rows * context * (self.itemsize * shape.kv_numbers)
         sampling = rows * shape.vocab * SAMPLING_BYTES / hardware.bandwidth
         reading = (weights + cache) / tensor / hardware.bandwidth / self.efficiency.decode_bandwidth
         flops = rows * (2.0 * shape.active + shape.pair_flops(context))
@@ -162,8 +129,9 @@ class Costs:
         layers = len(shape.layers)
         sent = 2 * layers * rows * shape.hidden * self.itemsize * 2 * (tensor - 1) / tensor
         talking = 2 * layers * self.cluster.latency(tensor) + sent / self.cluster.rate(tensor)
-        launching = layers * (self.efficiency.eager_layer if self.eager else self.efficiency.decode_layer)
-        return self._slowest(reading, computing) + sampling + launching + talking
+        launching = layers * self.efficiency.decode_layer
+        slowest = max if hardware.overlaps else sum
+        return slowest((reading, computing)) + sampling + launching + talking
 
     def generation(
         self,
@@ -195,31 +163,28 @@ class Costs:
             seconds += (ends - begins) * self.decode_step(shape, left, context, tensor)
         return seconds
 
-    def forward(self, shape: ModelShape, rows: Rows, training: Training) -> float:
+    def forward(self, shape: ModelShape, rows: Rows, engine: RoleEngine) -> float:
         """Return the seconds of a forward pass over all rows."""
-        passing = self._passes(shape, rows.tokens, rows.square, training, 1.0, 1.0)
-        return passing + self._host(shape, training, self.itemsize)
+        passing = self._passes(shape, rows.tokens, rows.square, engine, 1.0, 1.0)
+        return passing + self._host(shape, engine, self.itemsize)
 
-    def update(
-        self, shape: ModelShape, rows: Rows, training: Training, optimizer_steps: int, epochs: int = 1
-    ) -> float:
-        """Return the seconds of `epochs` passes over the rows with gradients, and of the optimizer steps."""
-        forwards = 3.0 if not training.lora else 2.0
-        forwards += 1.0 if training.recomputes else 0.0
-        parts = max(optimizer_steps / epochs, 1.0)
-        share = 1 / parts
-        one = self._passes(shape, rows.tokens * share, rows.square * share, training, forwards, 2.0)
-        trained = 0.02 if training.lora else 1.0
-        held = shape.parameters / training.layout.world_size * training.layout.dp_replicate * trained
+    def update(self, shape: ModelShape, rows: Rows, engine: RoleEngine) -> float:
+        """Return the seconds of the engine's passes over the rows with gradients, and its optimizer steps."""
+        adapters = engine.trains_adapters
+        forwards = 3.0 if not adapters else 2.0
+        forwards += 1.0 if engine.model.enable_gradient_checkpointing else 0.0
+        share = 1 / max(engine.optimizer_steps / engine.epochs, 1.0)
+        one = self._passes(shape, rows.tokens * share, rows.square * share, engine, forwards, 2.0)
+        trained = 0.02 if adapters else 1.0
+        held = shape.parameters / engine.layout.world_size * engine.layout.dp_replicate * trained
         stepping = held * STEP_BYTES / self.cluster.hardware.bandwidth + self.efficiency.update
-        return optimizer_steps * (one + stepping) + self._host(shape, training, STATE_BYTES)
+        return engine.optimizer_steps * (one + stepping) + self._host(shape, engine, STATE_BYTES)
 
-    def _host(self, shape: ModelShape, training: Training, each: int) -> float:
+    def _host(self, shape: ModelShape, engine: RoleEngine, each: int) -> float:
         """Return the seconds in which what is offloaded comes to the device and goes back."""
-        if not training.offloads:
+        if not (engine.fsdp.param_offload or engine.fsdp.offload_policy):
             return 0.0
-        layout = training.layout
-        held = shape.parameters / layout.world_size * layout.dp_replicate * each
+        held = shape.parameters / engine.layout.world_size * engine.layout.dp_replicate * each
         return 2 * held / (self.cluster.hardware.host * self.efficiency.links)
 
     def _passes(
@@ -227,90 +192,73 @@ class Costs:
         shape: ModelShape,
         tokens: float,
         square: float,
-        training: Training,
+        engine: RoleEngine,
         forwards: float,
         gathers: float,
     ) -> float:
         """Return the seconds of passes that compute `forwards` times a forward pass, and gather sharded
         parameters `gathers` times.
         """
-        layout = training.layout
+        layout = engine.layout
         hardware = self.cluster.hardware
+        links = self.efficiency.links
         layers = len(shape.layers) / layout.pp
         here = tokens / layout.data
-        micros = max(1.0, math.ceil(here / (training.max_tokens * layout.cp)))
+        micros = max(1.0, math.ceil(here / (engine.max_tokens * layout.cp)))
         computing = self.computing(shape, tokens, square) * forwards / layout.world_size
-        dense, experts = self._stage_bytes(shape, layout)
-        reading = micros * (dense + experts) * forwards / hardware.bandwidth
-        sharing = self._sharing(dense, experts, training, micros, gathers)
-        fixed = micros * layers * forwards * self.efficiency.pass_layer
-        fixed += self._talking(shape, layout, here, micros, forwards)
-        bubble = (micros + layout.pp - 1) / micros
-        return (self._slowest(computing, reading, sharing) + fixed) * bubble
 
-    def _sharing(
-        self, dense: float, experts: float, training: Training, micros: float, gathers: float
-    ) -> float:
-        """Return the seconds in which ranks gather parameters of so many bytes, and sum their gradients."""
-        layout = training.layout
+        # bytes of the weights that one rank computes with
+        stage = self.itemsize / layout.pp
+        dense = (shape.parameters - shape.expert_parameters) / layout.tp * stage
+        experts = shape.expert_parameters / layout.ep * stage
+        reading = micros * (dense + experts) * forwards / hardware.bandwidth
+
+        # ranks gather parameters, and sum their gradients in float32
         ranks = layout.dp_shard * layout.tp
-        shared = 0.0
-        if layout.dp_shard > 1:
-            shared += dense
+        shared = dense if layout.dp_shard > 1 else 0.0
         if ranks > layout.ep:  # else each rank has a part of the experts to itself, and nothing is sent
             shared += experts
-        learns = gathers > 1 and not training.lora
-        summed = 4 / self.itemsize  # gradients are summed in float32
-        sent = shared * (gathers if training.reshards else 1.0)
+        learns = gathers > 1 and not engine.trains_adapters
+        summed = 4 / self.itemsize
+        reshards = engine.fsdp.reshard_after_forward
+        sent = shared * (gathers if reshards else 1.0)
         if learns:
             sent += shared * summed
-        if training.reshards:
+        if reshards:
             sent *= micros
-        seconds = sent / self.cluster.rate(ranks)
+        sharing = sent / self.cluster.rate(ranks)
         if learns and layout.dp_replicate > 1:  # copies sum their shards once for an optimizer step
             shard = dense / layout.dp_shard + experts * layout.ep / ranks
-            seconds += 2 * shard * summed / self.cluster.rate(ranks * layout.dp_replicate)
-        return seconds / self.efficiency.links
+            sharing += 2 * shard * summed / self.cluster.rate(ranks * layout.dp_replicate)
+        sharing /= links
 
-    def _stage_bytes(self, shape: ModelShape, layout: ParallelLayout) -> tuple[float, float]:
-        """Return the bytes of the weights that one rank computes with in a pass: dense ones, and experts."""
-        stage = self.itemsize / layout.pp
-        dense = shape.parameters - shape.expert_parameters
-        return dense / layout.tp * stage, shape.expert_parameters / layout.ep * stage
-
-    def _talking(
-        self, shape: ModelShape, layout: ParallelLayout, here: float, micros: float, forwards: float
-    ) -> float:
-        """Return the seconds in which ranks of a pass wait for activations of each other."""
-        layers = len(shape.layers) / layout.pp
-        bytes_of = here / layout.cp * shape.hidden * self.itemsize
-        rate = self.efficiency.links
-        seconds = 0.0
+        # ranks wait for activations of each other
+        activations = here / layout.cp * shape.hidden * self.itemsize
+        talking = 0.0
         if layout.tp > 1:
-            sent = 2 * 2 * bytes_of * (layout.tp - 1) / layout.tp
-            seconds += layers * forwards * sent / (self.cluster.rate(layout.tp) * rate)
-            seconds += micros * layers * forwards * 2 * self.cluster.latency(layout.tp)
+            sent = 2 * 2 * activations * (layout.tp - 1) / layout.tp
+            talking += layers * forwards * sent / (self.cluster.rate(layout.tp) * links)
+            talking += micros * layers * forwards * 2 * self.cluster.latency(layout.tp)
         if layout.cp > 1:
-            seconds += layers * forwards * 4 * bytes_of / (self.cluster.rate(layout.cp) * rate)
+            talking += layers * forwards * 4 * activations / (self.cluster.rate(layout.cp) * links)
         if layout.ep > 1:
-            sent = 2 * bytes_of * shape.experts_per_token * (layout.ep - 1) / layout.ep / layout.tp
-            seconds += layers * forwards * sent / (self.cluster.rate(layout.ep) * rate)
-            seconds += micros * layers * forwards * 2 * self.cluster.latency(layout.ep)
-        return seconds
+            sent = 2 * activations * shape.experts_per_token * (layout.ep - 1) / layout.ep / layout.tp
+            talking += layers * forwards * sent / (self.cluster.rate(layout.ep) * links)
+            talking += micros * layers * forwards * 2 * self.cluster.latency(layout.ep)
 
-    def sync(
-        self, shape: ModelShape, trainers: int, tensor: int, *, apart: bool, whole: bool = False
-    ) -> float:
-        """Return the seconds in which generation gets the weights of an update.
+        fixed = micros * layers * forwards * self.efficiency.pass_layer + talking
+        bubble = (micros + layout.pp - 1) / micros
+        slowest = max if hardware.overlaps else sum
+        return (slowest((computing, reading, sharing)) + fixed) * bubble
 
-        Each rank receives its slice, or with `whole` all of the model. `apart`: generation has devices of its
-        own. One device that trains and generates moves nothing.
+    def sync(self, shape: ModelShape, trainers: int, tensor: int, *, apart: bool) -> float:
+        """Return the seconds in which each rank of generation gets its slice of the weights of an update.
+
+        `apart`: generation has devices of its own. One device that trains and generates moves nothing.
         """
         if trainers == 1 and not apart:
             return 0.0
-        received = float(shape.parameters * self.itemsize)
-        if not whole:
-            received /= tensor
+        received = shape.parameters * self.itemsize / tensor
         group = self.cluster.devices if apart else trainers
         return received / (self.cluster.rate(group) * self.efficiency.links)
 
@@ -320,4 +268,4 @@ class Costs:
 
 
 FITTED = Efficiency(mfu=0.458, sparse_mfu=0.0528, decode_bandwidth=0.92, decode_layer=1.15e-4, update=3.26)
-"""Fitted to rows 10, 11 (on-policy), 22 and 26 of `published.yaml`."""
+"""Fitted to rows 10, 11 (on-policy), 22 and 26 of `benchmarks/published_runs.yaml`."""

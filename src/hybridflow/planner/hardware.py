@@ -92,13 +92,17 @@ class Cluster:
     hardware: Hardware
     devices: int
 
+    def split(self, devices: int) -> list[int]:
+        """Return the devices of each node where so many are neighbours."""
+        node = self.hardware.node
+        whole = [node] * (devices // node)
+        rest = devices % node
+        return [*whole, rest] if rest else whole
+
     @property
     def nodes(self) -> list[int]:
         """Devices of each node."""
-        node = self.hardware.node
-        whole = [node] * (self.devices // node)
-        rest = self.devices % node
-        return [*whole, rest] if rest else whole
+        return self.split(self.devices)
 
     def holds(self, pools: Sequence[int]) -> bool:
         """Return whether the nodes have room for pools of these sizes, each on whole nodes and one part of a

@@ -75,10 +75,6 @@ class Lengths:
         points = self.seen or tuple(self.quantile(point) for point in _POINTS)
         return sum(point * point for point in points) / len(points)
 
-    def longest(self, rows: float) -> float:
-        """Return the length that the longest of `rows` rows has in the middle."""
-        return self.quantile(1 - 0.5 / max(rows, 1.0))
-
     def segments(self, rows: float) -> Iterator[Segment]:
         """Yield stretches in which the `rows` rows that begin together run, by about a fifth fewer each."""
         begins = 0.0

@@ -1,7 +1,7 @@
 """How much memory a process needs for training and generation, as `hybridflow config --explain` adds it up.
 
-    Engine (how a role is spread), ModelSize ──engine_needs──► parts ──► between phases · during an update
-    rollout keys, ModelSize ──generation_needs──► weights of its own, KV cache
+    RoleEngine, ModelSize ──engine_needs──► parts ──► between phases · during an update
+    PlannedReplica, ModelSize ──generation_needs──► weights of its own, KV cache
 
 An estimate to plan with: it counts what grows with the model and the batch, not the libraries themselves.
 """
@@ -13,9 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import SCALE_BLOCK, ModelConfig
+from hybridflow.config.needs import longest_row, rows_per_prompt
+from hybridflow.config.roles import ROLE_KEYS, engine_keys
+from hybridflow.config.tree import get_value
 from hybridflow.distributed.accelerators import KEPT_BYTES, features, is_accelerator
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.model_size import ModelSize
@@ -26,7 +30,7 @@ BYTES_ROUNDED = {"int8": 1, "fp8": 1, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Engine:
+class RoleEngine:
     """A role's engine, as the run will build it."""
 
     role: str
@@ -38,12 +42,42 @@ class Engine:
     """Rows of a mini-batch, those of all processes."""
     longest: int = 0
     """Tokens of the longest row."""
-    max_tokens: int = 0
-    """Tokens of a forward."""
+    max_tokens: int = 16384
+    """Tokens of a forward on one data rank."""
     max_rows: int | None = None
     optimizer: str = "AdamW"
     keys: str = ""
     """Beginning of the keys of the two limits."""
+    epochs: int = 1
+    """Passes over the rows of a step."""
+    optimizer_steps: int = 0
+    """Optimizer steps of a step of the run."""
+
+    @classmethod
+    def of(cls, config: PPOConfig, role: str, layout: ParallelLayout) -> RoleEngine:
+        """Return the engine of a role with this layout."""
+        fsdp, _, model = engine_keys(config, role)
+        path = ROLE_KEYS[role].updates
+        if not path:
+            max_tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+            return cls(role, layout, fsdp, model, trained=False, max_tokens=max_tokens)
+        block = get_value(config, path)
+        mini = block.ppo_mini_batch_size
+        epochs = getattr(block, "ppo_epochs", 1)
+        return cls(
+            role.replace("_reward", " reward model"),
+            layout,
+            fsdp,
+            model,
+            rows=mini * rows_per_prompt(config),
+            longest=longest_row(config)[0],
+            max_tokens=block.ppo_max_token_len_per_gpu,
+            max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
+            optimizer=block.optim.optimizer,
+            keys=f"{path.rpartition('.')[2]}.ppo_",
+            epochs=epochs,
+            optimizer_steps=math.ceil(config.data.train_batch_size / mini) * epochs,
+        )
 
     @property
     def rows_here(self) -> int:
@@ -56,6 +90,26 @@ class Engine:
         by_tokens = max(1, self.max_tokens // self.longest)
         return min(by_tokens, self.max_rows or by_tokens)
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether only adapters of LoRA are trained."""
+        return self.trained and bool(self.model.lora_rank)
+
+
+class PlannedReplica(NamedTuple):
+    """How ranks of the rollout generate together."""
+
+    tensor: int
+    """Devices that split each layer."""
+    rows: int
+    """Rows that run at once."""
+    slot: int
+    """Tokens for which a row has memory."""
+    rounded: str | None
+    """The kind to which the native engine rounds weights (`rollout.quantization`); None where it does not."""
+    ranks: int
+    """Ranks of the rollout that serve requests together."""
+
 
 class Part(NamedTuple):
     """Something that takes memory in one process: bytes, and where the number is from."""
@@ -63,8 +117,6 @@ class Part(NamedTuple):
     label: str
     size: int
     how: str
-    resting: bool = True
-    """True: it is there all through the run; False: only while its role is at work."""
     on_host: bool = False
     """True: it is in CPU memory although the run computes on a GPU."""
 
@@ -81,7 +133,7 @@ class Needs(NamedTuple):
     """Bytes of weights that are on the device only while the role works, else in CPU memory."""
 
 
-def engine_needs(engine: Engine, size: ModelSize, *, device: str) -> Needs:
+def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     """Estimate weights, masters, gradients, moments and activations; on a CPU offload moves nothing."""
     fsdp = engine.fsdp
     layout = engine.layout
@@ -95,43 +147,27 @@ def engine_needs(engine: Engine, size: ModelSize, *, device: str) -> Needs:
     share = _share(layout)
     trained_bytes = wide if many else size.itemsize
     weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
-    parts = [
-        Part("weights", weights, _weights_how(size, trained_bytes, share), not weights_away, weights_away)
-    ]
+    parts = [Part("weights", weights, _weights_how(size, trained_bytes, share), weights_away)]
     gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
     if gathered:
-        parts.append(Part("weights gathered for a pass", gathered, how, False))
+        parts.append(Part("weights gathered for a pass", gathered, how))
     if not engine.trained:
         between = 0 if weights_away else weights
         return Needs(parts, between, fetched=0 if live else weights - between)
+    trained = f"{size.whole.trained:,} trained"
     masters = 0 if many or size.itemsize >= 4 else 4 * own.trained
     if masters:
-        parts.append(
-            Part(
-                "float32 masters",
-                masters,
-                f"{size.whole.trained:,} trained × 4 bytes",
-                not state_away,
-                state_away,
-            )
-        )
+        parts.append(Part("float32 masters", masters, f"{trained} × 4 bytes", state_away))
     kept = many and not fsdp.reshard_after_forward
     grads = at_once if kept else own.trained * wide
-    grads_how = f"{size.whole.trained:,} trained × {wide} bytes{share}"
+    how = f"{trained} × {wide} bytes{share}"
     if kept:
-        grads_how = "whole on each process (reshard_after_forward=false)"
-    parts.append(Part("gradients", grads, grads_how, False, live))
+        how = "whole on each process (reshard_after_forward=false)"
+    parts.append(Part("gradients", grads, how, live))
+    label = "Adam moments" if engine.optimizer == "AdamW" else f"state of {engine.optimizer}"
     each, how = _moments(engine.optimizer, wide)
     moments = math.ceil(own.trained * each)
-    parts.append(
-        Part(
-            "Adam moments" if engine.optimizer == "AdamW" else f"state of {engine.optimizer}",
-            moments,
-            f"{size.whole.trained:,} trained × {how}{share}",
-            not state_away,
-            state_away,
-        )
-    )
+    parts.append(Part(label, moments, f"{trained} × {how}{share}", state_away))
     passing, passing_parts = _pass(engine, size, device)
     parts += passing_parts
     between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
@@ -177,7 +213,7 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
     return f"({frozen:,} frozen × {size.itemsize} bytes + {trained:,} trained × {trained_bytes} bytes){share}"
 
 
-def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
+def _gathered(engine: RoleEngine, size: ModelSize) -> tuple[int, int, str]:
     """Return the bytes that a pass of a sharded model gathers, those of their whole gradients, and how."""
     tensor = engine.layout.tp
     parts = engine.layout.ep
@@ -197,7 +233,7 @@ def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     return (root.all + 2 * block.all) * size.itemsize, (root.trained + block.trained) * reduce, how
 
 
-def _pass(engine: Engine, size: ModelSize, device: str) -> tuple[int, list[Part]]:
+def _pass(engine: RoleEngine, size: ModelSize, device: str) -> tuple[int, list[Part]]:
     """Estimate what the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
     sequence = engine.layout.cp
     tensor = engine.layout.tp
@@ -224,86 +260,57 @@ def _pass(engine: Engine, size: ModelSize, device: str) -> tuple[int, list[Part]
     # logits, log-probs and their gradient
     logits = 3 * min(chunk, whole) + min(KEPT_BYTES, whole)
     limits = f"three chunks of at most {chunk // 2**20} MiB, and at most {KEPT_BYTES // 2**20} MiB kept"
-    parts = [Part("logits", logits, limits, False)]
+    parts = [Part("logits", logits, limits)]
     if model.enable_activation_offload and is_accelerator(device):
-        moved = Part("activations of a micro-batch", kept, how, False, True)
-        here = Part("activations of the layer at work", layer, f"{shared} × ({one_layer})", False)
+        moved = Part("activations of a micro-batch", kept, how, on_host=True)
+        here = Part("activations of the layer at work", layer, f"{shared} × ({one_layer})")
         return layer + logits, [moved, here, *parts]
-    return kept + one + logits, [Part("activations of a micro-batch", kept + one, how, False), *parts]
+    return kept + one + logits, [Part("activations of a micro-batch", kept + one, how), *parts]
 
 
-def generation_needs(
-    size: ModelSize,
-    *,
-    tensor: int,
-    rows: int,
-    slot: int,
-    own_weights: str,
-    standing: bool,
-    rounded: str | None = None,
-) -> Needs:
-    """Estimate the memory of a process in which the native engine generates `rows` rows at once, each with
-    memory for `slot` tokens.
+def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, devices: int) -> Needs:
+    """Estimate the memory of one of `devices` processes that generate with the native engine.
 
-    `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
-    are there all the time. `rounded`: the kind to which weights are rounded (`rollout.quantization`).
+    `alone`: they are not the actor's, so that the weights that they are sent are there all the time.
     """
-    cache = _cache(size, tensor=tensor, rows=rows, slot=slot)
-    if rounded is not None:
-        return _rounded_needs(size, rounded, cache, tensor=tensor, own_weights=own_weights, standing=standing)
-    parts = []
-    weights = 0
-    if own_weights:
-        weights = size.whole.on_rank(tensor).all * size.itemsize
-    cut = ""
-    if tensor > 1:
-        cut = f", layers / {tensor}"
-    if weights:
-        parts.append(
-            Part(
-                "weights",
-                weights,
-                f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {own_weights}",
-                standing,
-            )
-        )
-    parts.append(cache)
-    between = weights if standing else 0
-    return Needs(parts, between, weights - between + cache.size)
-
-
-def _rounded_needs(
-    size: ModelSize, kind: str, cache: Part, *, tensor: int, own_weights: str, standing: bool
-) -> Needs:
-    """Estimate the same for an engine that generates with rounded copies, made from the whole weights."""
-    outside = size.root.all
-    whole = size.whole.on_rank(tensor).all
-    itemsize = BYTES_ROUNDED[kind]
-    of_each = "1 byte" if itemsize == 1 else f"{itemsize} bytes"
-    copies = (whole - outside) * itemsize
-    how = f"{whole - outside:,} parameters of layers × {of_each}, rounded to {kind}"
-    parts = [Part("rounded weights", copies, how, False)]
-    rest = 0
-    at_once = 0
-    if own_weights:
-        rest = outside * size.itemsize
-        how = f"{outside:,} parameters of embeddings, head and tower × {size.itemsize} bytes: {own_weights}"
-        parts.append(Part("weights that stay whole", rest, how, False))
-        how = f"{whole:,} parameters × {size.itemsize} bytes, from which copies are made"
-        parts.append(Part("whole weights", whole * size.itemsize, how, standing, on_host=standing))
-        at_once = 0 if standing else whole * size.itemsize
-    return Needs([*parts, cache], 0, copies + max(at_once, rest + cache.size))
-
-
-def _cache(size: ModelSize, *, tensor: int, rows: int, slot: int) -> Part:
-    """Return the memory of keys and values of `rows` rows of `slot` tokens."""
+    tensor, rows, slot, kind, _ = replica
     heads = max(1, size.num_kv_heads // tensor)
     cache = rows * slot * (2 * size.num_layers + 1) * heads * size.head_dim * size.itemsize
     how = (
         f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × "
         f"{size.head_dim} × {size.itemsize} bytes"
     )
-    return Part("KV cache, at most", cache, how, False)
+    cache_part = Part("KV cache, at most", cache, how)
+    source = ""  # of weights beside the actor's
+    if alone:
+        source = "it is sent the actor's"
+    elif devices > 1:
+        source = "gathered from the shards while it generates"
+    whole = size.whole.on_rank(tensor).all
+    weights = whole * size.itemsize if source else 0
+    between = weights if alone else 0
+    if kind is None:
+        parts = [cache_part]
+        if weights:
+            cut = f", layers / {tensor}" if tensor > 1 else ""
+            how = f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {source}"
+            parts.insert(0, Part("weights", weights, how))
+        return Needs(parts, between, weights - between + cache)
+    # rounded copies are made from the whole weights
+    outside = size.root.all
+    itemsize = BYTES_ROUNDED[kind]
+    copies = (whole - outside) * itemsize
+    of_each = "1 byte" if itemsize == 1 else f"{itemsize} bytes"
+    how = f"{whole - outside:,} parameters of layers × {of_each}, rounded to {kind}"
+    parts = [Part("rounded weights", copies, how)]
+    rest = 0
+    if source:
+        rest = outside * size.itemsize
+        how = f"{outside:,} parameters of embeddings, head and tower × {size.itemsize} bytes: {source}"
+        parts.append(Part("weights that stay whole", rest, how))
+        how = f"{whole:,} parameters × {size.itemsize} bytes, from which copies are made"
+        parts.append(Part("whole weights", weights, how, on_host=alone))
+    return Needs([*parts, cache_part], 0, copies + max(weights - between, rest + cache))
 
 
 def rounded_to(rollout: RolloutConfig) -> str | None:
@@ -311,13 +318,6 @@ def rounded_to(rollout: RolloutConfig) -> str | None:
     if rollout.name != "native" or rollout.quantization not in BYTES_ROUNDED:
         return None
     return rollout.quantization
-
-
-def compute_dtype(fsdp: FSDPConfig, model: ModelConfig) -> str:
-    """Return the dtype in which an engine computes, as its keys name it."""
-    if fsdp.mixed_precision.param_dtype == "auto":
-        return model.dtype
-    return fsdp.mixed_precision.param_dtype
 
 
 def phases_of_pool(needs: Mapping[str, Needs], processes: int) -> dict[str, int]:

@@ -1,19 +1,21 @@
 """A model's sizes from its config.json alone, without torch: parameters, FLOPs and bytes of a token.
 
-config.json ──read_shape──► ModelShape ──► size (ModelSize), kv_bytes, forward FLOPs
+config.json ──read_shape──► ModelShape ──► size (ModelSize), numbers in the cache, forward FLOPs
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
+from hybridflow.config.model import ModelConfig
 from hybridflow.errors import ModelError
 from hybridflow.planner.model_size import Count, ModelSize
 
@@ -52,6 +54,16 @@ class Linear(NamedTuple):
         """Parameters of all copies."""
         return self.inputs * self.outputs * self.copies
 
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with."""
+        return self.inputs * self.outputs * self.used
+
+    @property
+    def cut(self) -> bool:
+        """Whether tensor parallelism cuts it; experts are dealt out."""
+        return self.copies == 1 and not self.whole
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -76,19 +88,9 @@ class Layer:
         return sum(linear.size for linear in self.linears if linear.copies > 1)
 
     @property
-    def cut(self) -> list[Linear]:
-        """Matrices that tensor parallelism cuts."""
-        return [linear for linear in self.linears if linear.copies == 1 and not linear.whole]
-
-    @property
     def cut_parameters(self) -> int:
         """Parameters that tensor parallelism cuts."""
-        return sum(linear.size for linear in self.cut)
-
-    @property
-    def active(self) -> int:
-        """Parameters that a token is multiplied with."""
-        return sum(linear.inputs * linear.outputs * linear.used for linear in self.linears)
+        return sum(linear.size for linear in self.linears if linear.cut)
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,18 @@ class ModelShape:
         return parts == 1 or (self.can_deal and self.experts % parts == 0 == self._shared_by % ranks)
 
     @cached_property
+    def _linears(self) -> list[Linear]:
+        return [linear for layer in self.layers for linear in layer.linears]
+
+    @cached_property
     def _cut_by(self) -> int:
         """The largest number that divides the heads and the widths of all matrices that are cut."""
-        linears = {linear for layer in self.layers for linear in layer.cut}
-        return math.gcd(self.kv_heads, *(linear.inputs for linear in linears))
+        return math.gcd(self.kv_heads, *(linear.inputs for linear in self._linears if linear.cut))
 
     @cached_property
     def _shared_by(self) -> int:
         """The largest number that divides the widths of all matrices of experts."""
-        linears = {linear for layer in self.layers for linear in layer.linears if linear.copies > 1}
+        linears = {linear for linear in self._linears if linear.copies > 1}
         return math.gcd(*(size for linear in linears for size in (linear.inputs, linear.outputs)))
 
     @cached_property
@@ -147,11 +152,7 @@ class ModelShape:
     @cached_property
     def active(self) -> int:
         """Parameters that a token is multiplied with, those of the head among them."""
-        return self.vocab * self.hidden + sum(layer.active for layer in self.layers)
-
-    def kv_bytes(self, itemsize: int = 2) -> int:
-        """Return the bytes that the cache keeps of a token."""
-        return itemsize * self.kv_numbers
+        return self.vocab * self.hidden + sum(linear.active for linear in self._linears)
 
     @cached_property
     def kv_numbers(self) -> int:
@@ -169,30 +170,24 @@ class ModelShape:
     @cached_property
     def active_experts(self) -> int:
         """Parameters of routed experts that a token is multiplied with."""
-        return sum(
-            linear.inputs * linear.outputs * linear.used
-            for layer in self.layers
-            for linear in layer.linears
-            if linear.copies > 1
-        )
+        return sum(linear.active for linear in self._linears if linear.copies > 1)
 
     def pair_flops(self, length: float) -> float:
         """Return the FLOPs of attention of one token over `length` tokens before it, in all layers."""
-        return sum(2.0 * pair * min(length, window or length) for window, pair in self._pairs)
+        flops = 0.0
+        for window, pair in self._pairs:
+            flops += 2.0 * pair * min(length, window or length)
+        return flops
 
     def causal_flops(self, tokens: float, square: float) -> float:
         """Return the FLOPs of causal attention in a forward pass over rows of `tokens` tokens and `square`
         squared tokens in all: half of each square.
         """
         halves = square / 2
-        return sum(
-            2.0 * pair * min(halves, tokens * window if window else halves) for window, pair in self._pairs
-        )
-
-    def lora_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters of `rank` on all linear layers of attention and dense MLPs."""
-        linears = (linear for layer in self.layers for linear in layer.linears if linear.copies == 1)
-        return sum(rank * (linear.inputs + linear.outputs) for linear in linears)
+        flops = 0.0
+        for window, pair in self._pairs:
+            flops += 2.0 * pair * min(halves, tokens * window if window else halves)
+        return flops
 
     def size(self, *, trained: bool = True, lora_rank: int = 0, itemsize: int = 2) -> ModelSize:
         """Return the sizes that the estimate of memory reads."""
@@ -206,7 +201,8 @@ class ModelShape:
 
         largest = max(self.layers, key=lambda layer: layer.parameters)
         cut = sum(layer.cut_parameters for layer in self.layers)
-        adapters = self.lora_parameters(lora_rank)
+        # adapters are on all linear layers of attention and of dense MLPs
+        adapters = sum(lora_rank * (each.inputs + each.outputs) for each in self._linears if each.copies == 1)
         tables = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         norms = 2 * self.hidden
         return ModelSize(
@@ -384,3 +380,43 @@ def _feed_forward(
         # Qwen's shared expert is not in the plans that transformers publishes
         whole = bool(text.get("shared_expert_intermediate_size"))
         yield from (Linear(hidden, 2 * shared, whole=whole), Linear(shared, hidden, whole=whole))
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return what config.json says of the sizes of well-known models, by name without the owner, so that a
+    plan needs no download.
+    """
+    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text())
+    return found
+
+
+@cache
+def shape_of(path: str) -> ModelShape:
+    """Return the shape of a model that is a folder, a config.json, or a known name. Raises ModelError."""
+    if Path(path).expanduser().exists():
+        return load_shape(path)
+    name = path.rstrip("/").rpartition("/")[2]
+    known = known_models()
+    for ending in ("", "-Instruct", "-Base"):
+        if name.endswith(ending) and name.removesuffix(ending) in known:
+            base = name.removesuffix(ending)
+            return read_shape(known[base], base)
+    near = difflib.get_close_matches(name, known, n=3)
+    raise ModelError(
+        f"{path} is no folder and no config.json, and no model whose sizes are known"
+        + (f"; did you mean {', '.join(near)}?" if near else "")
+        + ": give the path of its config.json, which is all that a plan reads"
+    )
+
+
+def shape_by_keys(model: ModelConfig) -> ModelShape:
+    """Return the shape of the model that these keys name. Raises ModelError, also if it cannot be trained."""
+    shape = shape_of(str(model.path))
+    recurrent = sum(layer.kv_numbers == 0 for layer in shape.layers)
+    if recurrent:
+        raise ModelError(
+            f"{model.path} has linear attention in {recurrent} of its {len(shape.layers)} layers, and such "
+            "models cannot be trained here: plan for one whose layers all attend to tokens"
+        )
+    return shape

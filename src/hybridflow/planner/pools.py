@@ -1,26 +1,45 @@
 """One set of roles on common devices: the layout of each that fits into memory and takes the least time.
 
-roles, devices ──PoolPlanner.plan──► Pool: settings of each role, bytes of each phase, seconds of each call
+resolved PPOConfig, config.json of its models ──job_of──► Job
+roles, devices ──PoolPlanner.plan──► PoolPlan: engine of each role, bytes of each phase, seconds of each call
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from hybridflow.config import PPOConfig
+from hybridflow.config.explain import generation_batch
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.needs import has_own_reference
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.needs import (
+    has_own_reference,
+    longest_row,
+    needs_reference,
+    responses_per_prompt,
+    rows_per_prompt,
+)
 from hybridflow.config.roles import engine_keys
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs
-from hybridflow.planner.hardware import sizes_of_pools
-from hybridflow.planner.job import Job, calls_of, engine_of, training_of
-from hybridflow.planner.memory import Needs, engine_needs, generation_needs, phases_of_pool, rounded_to
+from hybridflow.planner.costs import Costs, Rows
+from hybridflow.planner.hardware import CPU, sizes_of_pools
+from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.memory import (
+    Needs,
+    PlannedReplica,
+    RoleEngine,
+    engine_needs,
+    generation_needs,
+    phases_of_pool,
+    rounded_to,
+)
 from hybridflow.planner.model_shape import ModelShape
+from hybridflow.planner.run_plan import PoolPlan, calls_of
 
 RESERVED = 1.5 * 2**30
 """Bytes of a device that the estimate leaves out: context, libraries, buffers of communication."""
@@ -34,24 +53,10 @@ FEWEST_ROWS = 8
 """Rows that a replica must have room for at once."""
 
 
-class Setting(NamedTuple):
-    """How one role uses the devices of its pool."""
-
-    tensor: int = 1
-    shards: int = -1
-    """fsdp_size; -1: all."""
-    offloads: bool = False
-    stages: int = 1
-    experts: int = 1
-    """expert_parallel_size."""
-    rows: int = 0
-    """Rows that a replica of the rollout runs at once."""
-
-
 class Option(NamedTuple):
-    """A setting of a role with its bytes and seconds."""
+    """A layout of a role with its bytes and seconds."""
 
-    setting: Setting
+    engine: RoleEngine
     needs: Needs
     seconds: dict[str, float]
 
@@ -62,18 +67,57 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Devices, and the roles that share them."""
+class Job:
+    """A step of a run, whatever devices compute it."""
 
-    roles: tuple[str, ...]
-    devices: int
-    settings: Mapping[str, Setting]
-    memory: Mapping[str, float]
-    """Bytes of one device in each phase."""
-    seconds: Mapping[str, float]
-    """Seconds of each call."""
-    refilled: float = field(default=0.0)
-    """Seconds of generation where the next batch's rows take the places of those that end."""
+    config: PPOConfig
+    shapes: dict[str, ModelShape]
+    """The model of each role: actor, and those of reference, critic and reward_model that the run has."""
+    generated: Rows
+    trained: Rows
+    rewarding: float = 0.0
+    """Seconds in which the reward processes score all responses; they begin with the first one."""
+
+    @property
+    def roles(self) -> list[str]:
+        """All roles that have a place, the rollout among them."""
+        return ["actor", "rollout", *(role for role in self.shapes if role != "actor")]
+
+
+def shapes_of(config: PPOConfig, load: Callable[[ModelConfig], ModelShape]) -> dict[str, ModelShape]:
+    """Return the model of each role that has a place in plans, without the rollout. Raises ModelError.
+
+    `load` reads the shape of a model by its keys.
+    """
+    there = {
+        "actor": True,
+        "reference": needs_reference(config),
+        "critic": bool(config.critic.enable),
+        "reward_model": config.reward.reward_model.enable,
+    }
+    return {role: load(engine_keys(config, role)[2]) for role in there if there[role]}
+
+
+def job_of(
+    config: PPOConfig,
+    load: Callable[[ModelConfig], ModelShape],
+    prompt: float,
+    response: float,
+    reward_seconds: float = 0.0,
+) -> Job:
+    """Return the job of a resolved configuration whose prompts and responses have so many tokens on the mean,
+    and whose reward takes so many seconds for a response. `load` is that of `shapes_of`.
+    """
+    rows = config.data.train_batch_size * rows_per_prompt(config)
+    lengths = Lengths(response, config.data.max_response_length)
+    each = responses_per_prompt(config)
+    return Job(
+        config,
+        shapes_of(config, load),
+        generated=Rows(generation_batch(config) * each, prompt, lengths, each),
+        trained=Rows(rows, prompt, lengths),
+        rewarding=rows * reward_seconds / max(config.reward.num_workers, 1),
+    )
 
 
 class PoolPlanner:
@@ -111,7 +155,7 @@ class PoolPlanner:
                 return size
         return None
 
-    def _plan(self, roles: tuple[str, ...], devices: int) -> Pool | None:
+    def _plan(self, roles: tuple[str, ...], devices: int) -> PoolPlan | None:
         models = [role for role in roles if role != "rollout"]
         options = {role: self.options(role, devices) for role in models}
         if any(not found for found in options.values()):
@@ -144,8 +188,8 @@ class PoolPlanner:
         return best
 
     def _options(self, role: str, devices: int) -> list[Option]:
-        """Return a role's settings on so many devices, each smaller and slower than the one before."""
-        found = [self._option(role, devices, setting) for setting in self.settings(role, devices)]
+        """Return a role's layouts on so many devices, each smaller and slower than the one before."""
+        found = [self._option(role, devices, fsdp) for fsdp in self.layouts(role, devices)]
         found.sort(key=lambda option: option.total)
         kept: list[Option] = []
         for option in found:
@@ -153,7 +197,7 @@ class PoolPlanner:
                 kept.append(option)
         return kept
 
-    def settings(self, role: str, devices: int) -> Iterator[Setting]:
+    def layouts(self, role: str, devices: int) -> Iterator[FSDPConfig]:
         """Yield the layouts of a role that its keys can say and that its model allows."""
         fsdp, _, model = engine_keys(self.job.config, role)
         adapters = model.lora_rank or model.lora_adapter_path
@@ -167,35 +211,42 @@ class PoolPlanner:
             shards = [-1]
             if sharers * tensor > self.node:  # copies of the model, none of which is on two nodes
                 shards.append(math.gcd(sharers, self.node // tensor))
-            ways = (False,) if self.costs.on_cpu else (False, True)
+            on_cpu = self.costs.cluster.hardware.name == CPU  # in whose memory all is at hand
+            ways = (False,) if on_cpu else (False, True)
             for each, offloads in itertools.product(shards, ways):
                 ranks = tensor * (sharers if each == -1 else each)
                 for experts in _parts_of_experts(shape, ranks, tensor, fsdp):
-                    yield Setting(tensor, each, offloads, stages, experts)
+                    yield replace(
+                        fsdp,
+                        fsdp_size=each,
+                        tensor_parallel_size=tensor,
+                        pipeline_parallel_size=stages,
+                        expert_parallel_size=experts,
+                        param_offload=offloads,
+                        optimizer_offload=offloads,
+                    )
 
-    def _option(self, role: str, devices: int, setting: Setting) -> Option:
+    def _option(self, role: str, devices: int, fsdp: FSDPConfig) -> Option:
         job = self.job
         layout = ParallelLayout.from_keys(
-            devices, setting.shards, 1, setting.tensor, setting.stages, setting.experts
+            devices,
+            fsdp.fsdp_size,
+            1,
+            fsdp.tensor_parallel_size,
+            fsdp.pipeline_parallel_size,
+            fsdp.expert_parallel_size,
         )
-        engine = engine_of(job.config, role, layout)
-        keys = replace(
-            engine.fsdp,
-            fsdp_size=setting.shards,
-            tensor_parallel_size=setting.tensor,
-            pipeline_parallel_size=setting.stages,
-            expert_parallel_size=setting.experts,
-            param_offload=setting.offloads,
-            optimizer_offload=setting.offloads,
-        )
-        engine = replace(engine, role=role, fsdp=keys)
-        seconds = calls_of(job, self.costs, role, training_of(engine, job.config), job.trained)
+        engine = replace(RoleEngine.of(job.config, role, layout), fsdp=fsdp)
+        shape = job.shapes[role]
+        seconds = calls_of(job.config, role, engine, shape, job.trained, self.costs)
         lora = engine.model.lora_rank if engine.trained else 0
-        size = job.shapes[role].size(trained=engine.trained, lora_rank=lora, itemsize=self.costs.itemsize)
-        return Option(setting, engine_needs(engine, size, device=self.costs.cluster.hardware.device), seconds)
+        size = shape.size(trained=engine.trained, lora_rank=lora, itemsize=self.costs.itemsize)
+        return Option(engine, engine_needs(engine, size, device=self.costs.cluster.hardware.device), seconds)
 
-    def _with_rollout(self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]) -> Pool | None:
-        """Return the pool with these settings and the rollout's best, or None if they do not fit."""
+    def _with_rollout(
+        self, roles: tuple[str, ...], devices: int, taken: Mapping[str, Option]
+    ) -> PoolPlan | None:
+        """Return the pool with these layouts and the rollout's best, or None if they do not fit."""
         needs = {role: option.needs for role, option in taken.items()}
         # whether the reference is the actor without its adapters, and has no weights of its own
         config = self.job.config
@@ -203,62 +254,63 @@ class PoolPlanner:
         adapters = bool(model.lora_rank or model.lora_adapter_path)
         if adapters and {"actor", "reference"} <= {*roles} and not has_own_reference(config):
             needs.pop("reference")
-        settings = {role: option.setting for role, option in taken.items()}
-        seconds = {name: value for option in taken.values() for name, value in option.seconds.items()}
-        if needs and max(phases_of_pool(needs, devices).values()) > self.room:
+        memory = phases_of_pool(needs, devices) if needs else {}
+        if needs and max(memory.values()) > self.room:
             return None
+        seconds = {name: value for option in taken.values() for name, value in option.seconds.items()}
+        name = roles[0]
+        if "actor" in roles:
+            name = "train"
+        elif roles == ("rollout",):
+            name = "gen"
+        pool = PoolPlan(
+            name,
+            roles,
+            tuple(self.costs.cluster.split(devices)),
+            {role: option.engine for role, option in taken.items()},
+            memory=memory,
+            seconds=seconds,
+        )
         if "rollout" not in roles:
-            return Pool(roles, devices, settings, phases_of_pool(needs, devices), seconds)
-        best: Pool | None = None
-        for tensor in PARTS:
-            found = self._rollout(roles, devices, tensor, needs)
-            if found is None:
-                continue
-            setting, memory, generating, refilled = found
-            if best is None or generating < best.seconds["gen"]:
-                together = {**settings, "rollout": setting}
-                best = Pool(roles, devices, together, memory, {**seconds, "gen": generating}, refilled)
-        return best
+            return pool
+        found = [self._rollout(pool, tensor, needs) for tensor in PARTS]
+        return min(
+            (each for each in found if each is not None), key=lambda each: each.seconds["gen"], default=None
+        )
 
-    def _rollout(
-        self, roles: tuple[str, ...], devices: int, tensor: int, needs: dict[str, Needs]
-    ) -> tuple[Setting, Mapping[str, float], float, float] | None:
+    def _rollout(self, pool: PoolPlan, tensor: int, needs: Mapping[str, Needs]) -> PoolPlan | None:
+        """Return the pool with replicas of so many devices, or None if they do not fit beside these needs."""
         job = self.job
+        devices = pool.devices
         shape = job.shapes["actor"]
         if devices % tensor or self.node % tensor or not self.generates_by(tensor):
             return None
+        rollout = job.config.actor_rollout_ref.rollout
         here = max(1, round(job.generated.count / (devices // tensor)))
-        most = job.config.actor_rollout_ref.rollout.max_num_seqs
-        apart = "actor" not in roles
-        why = ""
-        if apart or devices > 1:
-            why = "of the rollout"
+        mean = job.generated.prompt + job.generated.lengths.mean
         size = shape.size(trained=False, itemsize=self.costs.itemsize)
+        alone = "actor" not in pool.roles
+
+        def replica(rows: int) -> PlannedReplica:
+            return PlannedReplica(tensor, rows, round(mean), rounded_to(rollout), tensor)
 
         def generation(rows: int) -> Needs:
-            return generation_needs(
-                size,
-                tensor=tensor,
-                rows=rows,
-                slot=round(mean),
-                own_weights=why,
-                standing=apart,
-                rounded=rounded_to(job.config.actor_rollout_ref.rollout),
-            )
+            return generation_needs(size, replica(rows), alone=alone, devices=devices)
 
-        mean = job.generated.prompt + job.generated.lengths.mean
         none = phases_of_pool({**needs, "generation": generation(0)}, devices)["generating"]
         each = generation(1).update - generation(0).update
-        fits = int((self.room - none) // each)
-        rows = min(here, most, fits)
-        if rows < min(FEWEST_ROWS, here) or (self.room - none) < each * job.longest / mean:
+        rows = min(here, rollout.max_num_seqs, int((self.room - none) // each))
+        longest = longest_row(job.config)[0]
+        if rows < min(FEWEST_ROWS, here) or (self.room - none) < each * longest / mean:
             return None
-        setting = Setting(tensor, rows=rows)
-        memory = phases_of_pool({**needs, "generation": generation(rows)}, devices)
         generate = self.costs.generation
-        seconds = generate(shape, job.generated, devices, tensor, rows)
-        refilled = generate(shape, job.generated, devices, tensor, rows, refilled=True)
-        return setting, memory, seconds, refilled
+        return replace(
+            pool,
+            replica=replica(rows),
+            memory=phases_of_pool({**needs, "generation": generation(rows)}, devices),
+            seconds={**pool.seconds, "gen": generate(shape, job.generated, devices, tensor, rows)},
+            refilled=generate(shape, job.generated, devices, tensor, rows, refilled=True),
+        )
 
 
 def _parts_of_experts(shape: ModelShape, ranks: int, tensor: int, fsdp: FSDPConfig) -> Iterator[int]:

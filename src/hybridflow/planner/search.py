@@ -1,6 +1,6 @@
 """The mapping of roles to devices that takes the least time: algorithm 1 of HybridFlow (arXiv 2409.19256).
 
-    partitions of the roles ─► devices of each set ─► layouts that fit ─► Plan, by seconds of a step
+    partitions of the roles ─► devices of each set ─► layouts that fit ─► RunPlan, by seconds of a step
 
 As in the paper, every way to put roles on common devices is tried, each set gets at least the fewest devices
 in whose memory its roles fit, each role has its best layout by simulation, and a step takes, in each of its
@@ -11,14 +11,14 @@ its own, so that schedules that generate ahead can be compared, and layouts are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from hybridflow.planner.costs import Costs
 from hybridflow.planner.hardware import MOST_DEVICES, Cluster, sizes_of_pools
-from hybridflow.planner.job import Job
-from hybridflow.planner.pools import Pool, PoolPlanner
+from hybridflow.planner.pools import Job, PoolPlanner
+from hybridflow.planner.run_plan import REFILLING, PoolPlan, RunPlan
 
 GENERATING = "gen"
 PREPARING = ("old_log_prob", "ref", "values", "reward_model")
@@ -28,28 +28,10 @@ STANDALONE_SCHEDULES = ("sync", "one_step_off", "fully_async")
 SHARED_SCHEDULES = ("sync", "colocated_async")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One way to run a job."""
-
-    placement: str
-    schedule: str
-    pools: tuple[Pool, ...]
-    phases: dict[str, float] = field(compare=False)
-    """Seconds of each phase, named as its `timing_s/` metric; those of different pools may overlap."""
-    seconds: float
-    """Seconds of a step."""
-
-    @property
-    def devices(self) -> int:
-        """Devices of all pools."""
-        return sum(pool.devices for pool in self.pools)
-
-
 class Found(NamedTuple):
     """The outcome of a search."""
 
-    plans: list[Plan]
+    plans: list[RunPlan]
     """All that fit, the fastest first."""
     placements: int
     """Ways of sharing devices that were tried."""
@@ -72,7 +54,7 @@ class Search:
 
     def run(self) -> Found:
         """Return all plans that fit into memory, the fastest first."""
-        plans: list[Plan] = []
+        plans: list[RunPlan] = []
         placements = 0
         tried = 0
         for sets in partitions(self.job.roles):
@@ -85,7 +67,7 @@ class Search:
                 plans.extend(self._plans(sets, sizes))
         return Found(sorted(plans, key=lambda plan: plan.seconds), placements, tried)
 
-    def _plans(self, sets: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[Plan]:
+    def _plans(self, sets: Sequence[Sequence[str]], sizes: Sequence[int]) -> Iterator[RunPlan]:
         pools = []
         for roles, devices in zip(sets, sizes, strict=True):
             pool = self.pools.plan(tuple(roles), devices)
@@ -100,20 +82,23 @@ class Search:
         for schedule in possible:
             if schedule in self.schedules:
                 phases, seconds = self._step(tuple(pools), schedule, apart=alone)
-                yield Plan(placement_name(sets), schedule, tuple(pools), phases, seconds)
+                yield RunPlan(self.job.config, tuple(pools), schedule, phases, seconds)
 
-    def _step(self, pools: tuple[Pool, ...], schedule: str, *, apart: bool) -> tuple[dict[str, float], float]:
+    def _step(
+        self, pools: tuple[PoolPlan, ...], schedule: str, *, apart: bool
+    ) -> tuple[dict[str, float], float]:
         """Return the seconds of each phase and those of the step, along its critical path."""
         phases = {name: seconds for pool in pools for name, seconds in pool.seconds.items()}
-        if schedule in ("fully_async", "colocated_async"):
+        if schedule in REFILLING:
             phases[GENERATING] = max(pool.refilled for pool in pools)
         if self.job.rewarding:
             phases["reward"] = self.job.rewarding
         generating = max(phases[GENERATING], self.job.rewarding)  # responses are scored as they end
         actor = next(pool for pool in pools if "actor" in pool.roles)
         rollout = next(pool for pool in pools if "rollout" in pool.roles)
+        assert rollout.replica is not None, "a pool with the rollout has a replica of it"
         phases[SYNCING] = self.costs.sync(
-            self.job.shapes["actor"], actor.devices, rollout.settings["rollout"].tensor, apart=apart
+            self.job.shapes["actor"], actor.devices, rollout.replica.tensor, apart=apart
         )
         preparing = max(sum(pool.seconds.get(name, 0.0) for name in PREPARING) for pool in pools)
         updating = max(sum(pool.seconds.get(name, 0.0) for name in UPDATING) for pool in pools)
@@ -166,23 +151,9 @@ def allocations(cluster: Cluster, fewest: Sequence[int]) -> Iterator[tuple[int, 
     return (sizes for sizes in deal(0, cluster.devices) if cluster.holds(sizes))
 
 
-def placement_name(sets: Sequence[Sequence[str]]) -> str:
-    """Return what the paper calls a placement; a rollout with devices of its own is named beside it."""
-    models = [tuple(role for role in roles if role != "rollout") for roles in sets]
-    models = [roles for roles in models if roles]
-    name = "split"
-    if len(models) == 1:
-        name = "colocated"
-    elif all(len(roles) == 1 for roles in models):
-        name = "standalone"
-    if any(tuple(roles) == ("rollout",) for roles in sets):
-        return f"{name}, rollout alone"
-    return name
-
-
-def first_different(plans: Sequence[Plan]) -> list[Plan]:
+def first_different(plans: Sequence[RunPlan]) -> list[RunPlan]:
     """Return the plans without those that share roles out as a faster one does under the same schedule."""
-    found: dict[tuple[str, frozenset[tuple[str, ...]]], Plan] = {}
+    found: dict[tuple[str, frozenset[tuple[str, ...]]], RunPlan] = {}
     for plan in plans:
         found.setdefault((plan.schedule, frozenset(pool.roles for pool in plan.pools)), plan)
     return list(found.values())

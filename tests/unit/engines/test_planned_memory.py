@@ -22,7 +22,7 @@ from hybridflow.engines.fsdp.sharding import sharded_modules
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.planner.memory import Engine, engine_needs
+from hybridflow.planner.memory import RoleEngine, engine_needs
 from hybridflow.planner.model_shape import load_shape
 from hybridflow.planner.model_size import ModelSize
 from ranks import Ranks
@@ -89,7 +89,7 @@ def check(ranks: Ranks, run: Run, world_size: int, sizes: dict[str, int]) -> Non
 
 def planned(size: ModelSize, layout: ParallelLayout, run: Run, model: ModelConfig) -> dict[str, int]:
     """The planner's figures."""
-    needs = engine_needs(Engine("actor", layout, run.fsdp, model, True, 7, 16, 64), size, device="cpu")
+    needs = engine_needs(RoleEngine("actor", layout, run.fsdp, model, True, 7, 16, 64), size, device="cpu")
     parts = {part.label: part.size for part in needs.parts}
     block = size.block.on_rank(layout.tp, parts=layout.ep)
     told = {name: parts[name] for name in ("weights", "gradients", "Adam moments")}
@@ -129,7 +129,7 @@ def test_a_layer_keeps_the_states_of_its_experts(run: Run) -> None:
     """What the feed-forward part of a layer keeps of a token for its gradient is about what was planned."""
     size = load_shape(run.folder).size(itemsize=4)
     model = ModelConfig(path=run.folder, enable_gradient_checkpointing=False)
-    engine = Engine("actor", ParallelLayout(), run.fsdp, model, True, 1, TOKENS, TOKENS)
+    engine = RoleEngine("actor", ParallelLayout(), run.fsdp, model, True, 1, TOKENS, TOKENS)
     parts = {part.label: part.size for part in engine_needs(engine, size, device="cpu").parts}
     numbers = parts["activations of a micro-batch"] / 4 / TOKENS / size.num_layers
     feed = build(run, 1).policy.hf.model.layers[0].mlp

@@ -25,7 +25,7 @@ from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_vlm import create_tiny_vlm
-from hybridflow.planner.memory import Engine, Needs, engine_needs
+from hybridflow.planner.memory import Needs, RoleEngine, engine_needs
 from ranks import Ranks
 
 STEP = [
@@ -254,7 +254,7 @@ def needs(tiny: Path, layout: ParallelLayout, fsdp: FSDPConfig, lora: LoraSettin
     size = size_of(
         "policy", model, dtype=dtype, device=torch.device("cpu"), lora=lora, tensor=layout.tp, blocks=many
     )
-    return engine_needs(Engine("actor", layout, fsdp, model, True, 8, 64, 512), size, device="cpu")
+    return engine_needs(RoleEngine("actor", layout, fsdp, model, True, 8, 64, 512), size, device="cpu")
 
 
 def held(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import load_config
 from hybridflow.config.resolve import resolve
-from hybridflow.explain.schedule import schedule_lines
+from hybridflow.explain.run import schedule_lines
 
 IS = "algorithm.rollout_correction.rollout_is=token"
 

@@ -13,7 +13,7 @@ from hybridflow.errors import ModelError
 from hybridflow.explain.run import MOST_RANKS, layout_lines
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_vlm import create_tiny_vlm
-from hybridflow.planner.memory import Engine
+from hybridflow.planner.memory import RoleEngine
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def drawn(layout: ParallelLayout, model: ModelConfig, fsdp: FSDPConfig | None = None) -> list[str]:
-    engine = Engine("actor", layout, fsdp or FSDPConfig(), model)
+    engine = RoleEngine("actor", layout, fsdp or FSDPConfig(), model)
     return [": ".join(line) for line in layout_lines(engine, "actor")]
 
 

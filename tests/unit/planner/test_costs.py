@@ -6,11 +6,14 @@ import math
 
 import pytest
 
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Efficiency, Rows, Training
+from hybridflow.planner.costs import Costs, Efficiency, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster, read_devices
-from hybridflow.planner.known_models import shape_of
 from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.memory import RoleEngine
+from hybridflow.planner.model_shape import shape_of
 
 H100 = HARDWARE["H100"]
 PLAIN = Efficiency(1.0, 1.0, 1.0, decode_layer=0.0, update=0.0, pass_layer=0.0, links=1.0)
@@ -19,13 +22,20 @@ QWEN = shape_of("Qwen2.5-7B")
 SPARSE = shape_of("Qwen3-30B-A3B")
 
 
+def engine(max_tokens: int = 16384, *, recomputes: bool = True, **sizes: int) -> RoleEngine:
+    """An engine that makes one optimizer step."""
+    model = ModelConfig(enable_gradient_checkpointing=recomputes)
+    layout = ParallelLayout(**sizes)
+    return RoleEngine("actor", layout, FSDPConfig(), model, max_tokens=max_tokens, optimizer_steps=1)
+
+
 def costs(devices: int = 1, efficiency: Efficiency = PLAIN) -> Costs:
     return Costs(Cluster(H100, devices), efficiency)
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
     table = QWEN.vocab * QWEN.hidden
-    read = 2 * (QWEN.parameters - table) + 8 * 1000 * QWEN.kv_bytes()
+    read = 2 * (QWEN.parameters - table) + 8 * 1000 * 2 * QWEN.kv_numbers
     sampled = 8 * QWEN.vocab * 32
     assert costs().decode_step(QWEN, 8, 1000, 1) == pytest.approx((read + sampled) / H100.bandwidth)
 
@@ -41,17 +51,17 @@ def test_experts_are_read_as_far_as_rows_reach_them() -> None:
 
 def test_a_pass_takes_its_flops_over_the_peak() -> None:
     rows = Rows(64, 100, Lengths(400, 400))
-    training = Training(ParallelLayout(), recomputes=False)
+    training = engine(recomputes=False)
     flops = 2.0 * QWEN.active * rows.tokens + QWEN.causal_flops(rows.tokens, rows.square)
     assert costs().forward(QWEN, rows, training) == pytest.approx(flops / H100.peak)
-    update = costs().update(QWEN, rows, training, 1)
+    update = costs().update(QWEN, rows, training)
     stepping = QWEN.parameters * 100 / H100.bandwidth
     assert update == pytest.approx(3 * flops / H100.peak + stepping)
 
 
 def test_halving_what_a_peak_gives_doubles_the_time() -> None:
     rows = Rows(64, 100, Lengths(400, 400))
-    training = Training(ParallelLayout(), recomputes=False)
+    training = engine(recomputes=False)
     half = Efficiency(0.5, 0.5, 1.0, 0.0, update=0.0, pass_layer=0.0, links=1.0)
     whole = costs().forward(QWEN, rows, training)
     assert costs(1, half).forward(QWEN, rows, training) == pytest.approx(2 * whole)
@@ -59,15 +69,15 @@ def test_halving_what_a_peak_gives_doubles_the_time() -> None:
 
 def test_stages_wait_for_each_other() -> None:
     rows = Rows(64, 0, Lengths(1024, 1024))
-    one = costs(4).forward(QWEN, rows, Training(ParallelLayout(dp_replicate=4), 1024))
-    staged = costs(4).forward(QWEN, rows, Training(ParallelLayout(pp=4), 1024))
+    one = costs(4).forward(QWEN, rows, engine(1024, dp_replicate=4))
+    staged = costs(4).forward(QWEN, rows, engine(1024, pp=4))
     assert staged == pytest.approx(one * (64 + 3) / 64)
 
 
 def test_shards_are_gathered_over_the_slower_link() -> None:
     rows = Rows(2, 0, Lengths(16, 16))
-    inside = costs(8).forward(QWEN, rows, Training(ParallelLayout(dp_shard=8)))
-    across = costs(16).forward(QWEN, rows, Training(ParallelLayout(dp_shard=16)))
+    inside = costs(8).forward(QWEN, rows, engine(dp_shard=8))
+    across = costs(16).forward(QWEN, rows, engine(dp_shard=16))
     assert inside == pytest.approx(2 * QWEN.parameters / H100.link)
     assert across == pytest.approx(2 * QWEN.parameters / H100.network)
 
@@ -80,7 +90,7 @@ def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
     exchanges = 2 * len(SPARSE.layers) * H100.link_latency
 
     def seconds(**sizes: int) -> float:
-        return costs(8).forward(SPARSE, rows, Training(ParallelLayout(**sizes)))
+        return costs(8).forward(SPARSE, rows, engine(**sizes))
 
     assert seconds(dp_shard=8) == pytest.approx((dense + experts) / H100.link, rel=0.01)
     assert seconds(dp_shard=8, ep=4) == pytest.approx((dense + experts / 4) / H100.link + exchanges, rel=0.01)
@@ -91,8 +101,8 @@ def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
 
 def test_copies_sum_their_shards_once_for_a_step() -> None:
     rows = Rows(2, 0, Lengths(1, 1))
-    one = costs(16).update(QWEN, rows, Training(ParallelLayout(dp_shard=8)), 1)
-    two = costs(16).update(QWEN, rows, Training(ParallelLayout(dp_replicate=2, dp_shard=8)), 1)
+    one = costs(16).update(QWEN, rows, engine(dp_shard=8))
+    two = costs(16).update(QWEN, rows, engine(dp_replicate=2, dp_shard=8))
     assert two - one == pytest.approx(2 * 4 * QWEN.parameters / 8 / H100.network, rel=0.01)
 
 
@@ -109,7 +119,7 @@ def test_lengths_have_their_mean_and_their_limit() -> None:
     lengths = Lengths(1000, 4096, 0.8)
     points = [lengths.quantile((i + 0.5) / 4000) for i in range(4000)]
     assert sum(points) / 4000 == pytest.approx(1000, rel=0.01)
-    assert max(points) == 4096 >= lengths.longest(2048)
+    assert max(points) == 4096 >= lengths.quantile(1 - 0.5 / 2048)
     assert lengths.square == pytest.approx(sum(p * p for p in points) / 4000, rel=0.02)
 
 
@@ -119,12 +129,12 @@ def test_segments_are_the_rows_that_still_run() -> None:
     total = sum((ends - begins) * running for begins, ends, running in lengths.segments(rows))
     assert total == pytest.approx(rows * 1000, rel=0.05)
     ends = [segment.ends for segment in lengths.segments(rows)]
-    assert ends == sorted(ends) and ends[-1] == lengths.longest(rows)
+    assert ends == sorted(ends) and ends[-1] == lengths.quantile(1 - 0.5 / rows)
 
 
 def test_lengths_that_were_seen_are_taken_as_they_are() -> None:
     seen = Lengths.of([3, 1, 2, 10])
-    assert (seen.mean, seen.longest(4), seen.square) == (4, 10, (9 + 1 + 4 + 100) / 4)
+    assert (seen.mean, seen.quantile(0.875), seen.square) == (4, 10, (9 + 1 + 4 + 100) / 4)
     assert math.isclose(sum((e - b) * r for b, e, r in seen.segments(4)), 16, rel_tol=0.2)
 
 

@@ -14,8 +14,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.experts import expert_modules
 from hybridflow.models.flops import matmul_parameters, workload_of
 from hybridflow.models.tensor_parallel import tensor_slices
-from hybridflow.planner.known_models import known_models, shape_of
-from hybridflow.planner.model_shape import UNCUT, UNDEALT, load_shape, read_shape
+from hybridflow.planner.model_shape import UNCUT, UNDEALT, known_models, load_shape, read_shape, shape_of
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -105,7 +104,7 @@ def test_flops_are_those_by_which_rows_are_dealt(kind: str) -> None:
 
 def test_the_cache_keeps_two_vectors_a_layer() -> None:
     shape = shape_of("meta-llama/Llama-3.1-8B-Instruct")
-    assert shape.kv_bytes() == 32 * 2 * 8 * 128 * 2
+    assert shape.kv_numbers == 32 * 2 * 8 * 128
     assert shape.parameters == pytest.approx(8.03e9, rel=0.001)
 
 

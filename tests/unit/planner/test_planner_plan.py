@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ from hybridflow.config.checks.cluster import RoleLayout
 from hybridflow.config.load import prepare_config
 from hybridflow.config.roles import engine_keys
 from hybridflow.errors import ConfigError
-from hybridflow.explain.run import Plan as ExplainedPlan
+from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import read_devices
-from hybridflow.planner.job import Job, job_of
-from hybridflow.planner.known_models import known_models, shape_by_keys, shape_of
-from hybridflow.planner.overrides import overrides_of
-from hybridflow.planner.pools import USABLE, PoolPlanner
-from hybridflow.planner.search import Search, allocations, first_different, partitions, placement_name
+from hybridflow.planner.model_shape import known_models, shape_by_keys, shape_of
+from hybridflow.planner.pools import USABLE, Job, PoolPlanner, job_of
+from hybridflow.planner.run_plan import PoolPlan, RunPlan
+from hybridflow.planner.search import Search, allocations, first_different, partitions
 
 SMALL = {
     "model_type": "llama",
@@ -75,10 +73,14 @@ def test_a_pool_has_whole_nodes_and_one_part() -> None:
 
 
 def test_names_are_those_of_the_paper() -> None:
-    assert placement_name([["actor", "rollout", "critic"]]) == "colocated"
-    assert placement_name([["actor", "rollout"], ["critic"], ["reference"]]) == "standalone"
-    assert placement_name([["actor", "rollout", "reference"], ["critic", "reward_model"]]) == "split"
-    assert placement_name([["actor", "critic"], ["rollout"]]) == "colocated, rollout alone"
+    def named(*sets: str) -> str:
+        pools = [PoolPlan(roles, tuple(roles.split()), (1,), {}) for roles in sets]
+        return RunPlan(PPOConfig(), tuple(pools)).placement
+
+    assert named("actor rollout critic") == "colocated"
+    assert named("actor rollout", "critic", "reference") == "standalone"
+    assert named("actor rollout reference", "critic reward_model") == "split"
+    assert named("actor critic", "rollout") == "colocated, rollout alone"
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ def test_the_best_plans_fit_and_their_overrides_pass_the_checks(
         assert sorted(role for pool in plan.pools for role in pool.roles) == sorted(planned.roles)
         most = max(size for pool in plan.pools for size in pool.memory.values())
         assert 0 < most < USABLE * cluster.hardware.memory
-        words = [word.strip("'") for word in overrides_of(plan, cluster, planned)]
+        words = [word.strip("'") for word in plan.overrides(cluster)]
         config = prepared(recipe, f"actor_rollout_ref.model.path={model}", *words)
-        there = ExplainedPlan.of(config)  # as the run itself places roles
-        assert there.num_processes == cluster.devices
+        there = placed(config)  # as the run itself places roles
+        assert there.devices == cluster.devices
         for pool in plan.pools:
             for role in pool.roles:
-                assert sum(p.world_size for p in there.placement.pools_of(role)) == pool.devices
+                assert sum(p.devices for p in there.pools_of(role)) == pool.devices
         assert config.trainer.schedule == plan.schedule
 
 
@@ -136,16 +138,9 @@ def layouts_of(model: str, devices: str, *words: str) -> Iterator[RoleLayout]:
     """The layouts that are tried for the actor, as the checks of a run see them."""
     planned = job("grpo", model, *words)
     costs = Costs(read_devices(devices), FITTED)
-    fsdp, sequence, keys = engine_keys(planned.config, "actor")
-    for each in PoolPlanner(planned, costs).settings("actor", costs.cluster.devices):
-        sizes = replace(
-            fsdp,
-            fsdp_size=each.shards,
-            tensor_parallel_size=each.tensor,
-            pipeline_parallel_size=each.stages,
-            expert_parallel_size=each.experts,
-        )
-        yield RoleLayout("actor", sizes, sequence, keys, costs.cluster.devices)
+    _, sequence, keys = engine_keys(planned.config, "actor")
+    for fsdp in PoolPlanner(planned, costs).layouts("actor", costs.cluster.devices):
+        yield RoleLayout("actor", fsdp, sequence, keys, costs.cluster.devices)
 
 
 @pytest.mark.parametrize("devices", ["8xH100", "12xH100", "16xH100", "20xH100"])
@@ -181,8 +176,8 @@ def test_what_cannot_be_cut_is_not_cut(tmp_path: Path) -> None:
 def test_a_mixture_that_is_short_of_memory_has_both() -> None:
     """On eight nodes the options that need least memory share experts among ranks that cut dense layers."""
     pools = PoolPlanner(job("grpo", "Qwen3-235B-A22B"), Costs(read_devices("64xH100"), FITTED))
-    found = [option.setting for option in pools.options("actor", 64)]
-    assert any(setting.tensor > 1 and setting.experts > 1 for setting in found)
+    found = [option.engine.layout for option in pools.options("actor", 64)]
+    assert any(layout.tp > 1 and layout.ep > 1 for layout in found)
 
 
 def test_a_reference_without_adapters_takes_no_memory_beside_the_actor() -> None:

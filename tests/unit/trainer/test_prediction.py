@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.distributed.device import measured_cpu, peak_since_asked
+from hybridflow.explain.trial import small_batch
 from hybridflow.planner.costs import Costs, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster
-from hybridflow.planner.job import Calibration
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.model_shape import read_shape
+from hybridflow.planner.run_plan import RunPlan
+from hybridflow.trainer.ppo.run_plan import make_predictor
 
 
 def test_a_run_predicts_the_parts_that_it_measures(tmp_path: Path) -> None:
@@ -34,12 +38,26 @@ def test_a_run_predicts_the_parts_that_it_measures(tmp_path: Path) -> None:
     assert steps[0]["perf/predicted/peak_memory"] == pytest.approx(steps[0]["perf/peak_memory"])
 
 
-def test_the_first_step_corrects_the_later_ones() -> None:
-    calibration = Calibration()
-    calibration.learn({"gen": 2.0, "ref": 1.0}, {"gen": 3.0})
-    assert calibration.corrected({"gen": 4.0, "ref": 1.0}) == {"gen": 6.0, "ref": 1.0}
-    calibration.learn({"gen": 4.0, "ref": 1.0}, {"gen": 40.0, "ref": 2.0})
-    assert calibration.corrected({"gen": 4.0, "ref": 1.0}) == {"gen": 6.0, "ref": 2.0}
+def test_the_first_step_corrects_the_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run")
+    roles: Any = SimpleNamespace(actor=SimpleNamespace(call_list=lambda _: [3 * 2**30]))
+    predictor = make_predictor(config, roles)
+    assert predictor is not None
+    raw: dict[str, float] = {}
+    monkeypatch.setattr(RunPlan, "predict", lambda *_: raw)
+
+    def predicted(**measured: float) -> dict[str, float]:
+        batch = small_batch()
+        batch.batch["attention_mask"] = torch.ones(6, 5)
+        found = predictor(batch, {f"timing_s/{name}": took for name, took in measured.items()})
+        assert found.pop("perf/peak_memory") == found.pop("perf/predicted/peak_memory") == 3
+        return {name.removeprefix("perf/predicted/"): seconds for name, seconds in found.items()}
+
+    raw |= {"gen": 2.0, "ref": 1.0}
+    assert predicted(gen=3.0) == {"gen": 2.0, "step": 2.0}
+    raw |= {"gen": 4.0}
+    assert predicted(gen=40.0, ref=2.0) == {"gen": 6.0, "ref": 1.0, "step": 7.0}
+    assert predicted(gen=1.0, ref=1.0) == {"gen": 6.0, "ref": 2.0, "step": 8.0}
 
 
 def test_what_updates_use_of_an_accelerator() -> None:

@@ -22,7 +22,7 @@ from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.source_code import definition_of
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
-from hybridflow.controller import Placement, WorkerGroup
+from hybridflow.controller import WorkerGroup
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.build import PromptData, build_prompt_data
 from hybridflow.data.loader import CurriculumSampler, Sampler, StatefulLoader, StatefulSampler
@@ -45,9 +45,9 @@ from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_fa
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
-from hybridflow.trainer.ppo.prediction import Predictor, make_predictor
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.roles import Roles, needed_roles
+from hybridflow.trainer.ppo.run_plan import Predictor, make_predictor
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.step import PPOStep
@@ -199,7 +199,7 @@ def _trainer(
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
-    predictor = make_predictor(config, roles, Placement.from_config(config.trainer, needed_roles(config)))
+    predictor = make_predictor(config, roles)
     failures.begin(state.step)
     with run.recorded(state, store, source) as trackers, closing(traces) if traces else nullcontext():
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)

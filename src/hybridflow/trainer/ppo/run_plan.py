@@ -1,0 +1,163 @@
+"""The plan of a run as its keys place it, and what it predicts beside what each step takes.
+
+    config ──plan_of──► RunPlan ─► `config --explain`
+    RunPlan ──make_predictor──► Predictor ──(batch, timings of a step)──► perf/predicted/…, perf/peak_memory
+
+The prediction is that of `hybridflow plan`, for the rows that the step has trained. On a CPU the machine is
+measured when the run begins. The first step is predicted by the devices' figures alone, and corrects each
+phase of the later ones, so that from the second step on a prediction says what these rows should take here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.explain import generation_batch
+from hybridflow.config.needs import longest_row, responses_per_prompt
+from hybridflow.controller import Placement
+from hybridflow.controller.worker import Worker
+from hybridflow.distributed.device import measured_cpu, resolve_device
+from hybridflow.distributed.facilities import facilities
+from hybridflow.errors import ModelError
+from hybridflow.models.build import shape_of
+from hybridflow.models.kv_cache import slot_capacity
+from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Rows
+from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, cpu_hardware
+from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.memory import PlannedReplica, RoleEngine, rounded_to
+from hybridflow.planner.model_shape import ModelShape, read_shape
+from hybridflow.planner.pools import shapes_of
+from hybridflow.planner.run_plan import OVERLAPPING, PoolPlan, RunPlan
+from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
+from hybridflow.trainer.ppo.roles import Roles, needed_roles
+
+logger = logging.getLogger(__name__)
+
+
+def plan_of(config: PPOConfig) -> RunPlan:
+    """Return which process of a run will hold what. Raises ConfigError for a placement that cannot be."""
+    placement = Placement.from_config(config.trainer, needed_roles(config))
+    rollout = config.actor_rollout_ref.rollout
+    (_, groups), (_, ranks) = rollout_axes(config, len(placement.ranks("rollout")))
+    at_once = math.ceil(generation_batch(config) * responses_per_prompt(config) / groups)
+    replica = PlannedReplica(
+        rollout.tensor_model_parallel_size,
+        min(at_once, rollout.max_num_seqs),
+        slot_capacity(longest_row(config)[0]),
+        rounded_to(rollout),
+        ranks,
+    )
+    pools = []
+    for pool in placement.pools:
+        roles = placement.roles(pool.name)
+        engines = {
+            role: RoleEngine.of(config, role, sizes(config, role, pool.world_size))
+            for role in roles
+            if role != "rollout" and not (role == "reference" and is_actors_module(config, placement))
+        }
+        replica_here = replica if "rollout" in roles else None
+        pools.append(PoolPlan(pool.name, tuple(roles), pool.devices_per_node, engines, replica_here))
+    return RunPlan(config, tuple(pools), config.trainer.schedule)
+
+
+@dataclass
+class Predictor:
+    """Gives the predicted time of each phase of a step, and predicted and measured peak memory."""
+
+    plan: RunPlan
+    shapes: Mapping[str, ModelShape]
+    """The model of each role whose phases are predicted."""
+    costs: Costs
+    roles: Roles
+    factors: dict[str, float] = field(default_factory=dict)
+    """Measured over predicted seconds of each phase, in the first step that had it."""
+    first_peak: int | None = None
+    """Peak bytes of the first step. The estimate that `config --explain` prints is the same for every step,
+    so that this is what it becomes once the first step has corrected it by what the libraries take.
+    """
+
+    def __call__(self, batch: DataProto, measured: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step that has trained `batch` and logs `measured`."""
+        if not len(batch):
+            return {}
+        rows = rows_of(batch)
+        found: dict[str, float] = {}
+        total = 0.0
+        for name, seconds in self.plan.predict(rows, self.shapes, self.costs).items():
+            took = measured.get(f"timing_s/{name}")
+            if took is None:
+                continue
+            corrected = seconds * self.factors.get(name, 1.0)
+            if seconds > 0:
+                self.factors.setdefault(name, took / seconds)
+            found[f"perf/predicted/{name}"] = corrected
+            total += corrected
+        if self.plan.apart and self.plan.schedule in OVERLAPPING:
+            generating = found.get("perf/predicted/gen", 0.0)
+            total = max(generating, total - generating)
+        found["perf/predicted/step"] = total
+        if self.costs.cluster.hardware.name != CPU:  # on a CPU nobody looks for what updates use of it
+            found |= self._mfu(rows, measured)
+        peak = max(self.roles.actor.call_list(Worker.peak_memory))
+        if peak:
+            if self.first_peak is None:
+                self.first_peak = peak
+            found["perf/peak_memory"] = peak / 2**30
+            found["perf/predicted/peak_memory"] = self.first_peak / 2**30
+        return found
+
+    def _mfu(self, rows: Rows, measured: Mapping[str, float]) -> dict[str, float]:
+        """Return what updates use of the accelerators."""
+        found = {}
+        for role, engine in self.plan.engines.items():
+            seconds = measured.get(f"timing_s/update_{role}")
+            if seconds and role in self.shapes:
+                devices = engine.layout.world_size
+                lora = engine.trains_adapters
+                once = self.costs.mfu(self.shapes[role], rows, seconds, devices, lora=lora)
+                found[f"perf/mfu/{role}"] = engine.epochs * once
+        return found
+
+
+def rows_of(batch: DataProto) -> Rows:
+    """Return the lengths of a batch's rows."""
+    width = batch.batch["response_mask"].shape[1]
+    prompts = batch.batch["attention_mask"][:, :-width].sum(-1)
+    responses = batch.batch["response_mask"].sum(-1)
+    groups = len(set(batch.non_tensor_batch["uid"]))
+    return Rows(
+        len(batch),
+        float(prompts.float().mean()),
+        Lengths.of(responses.clamp(min=1).double().tolist()),
+        max(1, len(batch) // groups),
+    )
+
+
+def make_predictor(config: PPOConfig, roles: Roles) -> Predictor | None:
+    """Return the predictor of a run; None for devices whose figures are not known, or a model whose sizes
+    the planner cannot read.
+    """
+    plan = plan_of(config)
+    device = resolve_device(config.trainer.device)
+    if device.type == "cpu":
+        cpu = measured_cpu()
+        hardware = cpu_hardware(cpu.peak, cpu.bandwidth, cpu.memory)
+        costs = Costs(Cluster(hardware, plan.devices), CPU_EFFICIENCY, itemsize=4)
+    else:
+        card = (facilities(device.type).card_name() or "").replace(" ", "")
+        # the longest name first: GB200 before B200
+        names = [name for name in sorted(HARDWARE, key=len, reverse=True) if name in card]
+        if not names:
+            return None
+        costs = Costs(Cluster(HARDWARE[names[0]], plan.devices), FITTED)
+    try:
+        shapes = shapes_of(config, lambda model: read_shape(shape_of(model).to_dict(), str(model.path)))
+    except ModelError as error:
+        logger.info("no predictions of time: %s", error)
+        return None
+    return Predictor(plan, shapes, costs, roles)

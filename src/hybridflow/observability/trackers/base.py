@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.errors import ConfigError, install_extra
-from hybridflow.observability.advice import Advice, AdviceWatch
-from hybridflow.observability.advice.watch import StallWatch
+from hybridflow.observability.advice import Advice, AdviceWatch, StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Trackers(Tracker):
         self._step = 0
         self._watch = AdviceWatch()
         for _, metrics in sorted((earlier or {}).items()):
-            self._watch.add_earlier(metrics)
+            self._watch.history.add(metrics)  # nothing is said about them
         self._stalls = StallWatch(running, lambda advice: self.alert(advice, self._step + 1))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -1,4 +1,4 @@
-"""What `hybridflow doctor` reads of a machine. Each function reads one thing and decides nothing.
+"""What `hybridflow doctor` reads of a machine: `Facts`, each once, when a check or a table first asks for it.
 
 torch and transformers are imported in a process of their own (`probe`): a broken installation may end that
 process, and the doctor tells of it.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import importlib.util
 import json
 import locale
 import os
-import platform
 import re
 import resource
 import shutil
@@ -21,6 +21,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +136,6 @@ def probe(seconds: float = PROBE_SECONDS) -> Probe:
     return Probe({}, ended or "it said nothing")
 
 
-def distributions() -> dict[str, Distribution]:
-    """Return the installed packages by normalised name."""
-    found: dict[str, Distribution] = {}
-    for each in importlib.metadata.distributions():
-        name = each.metadata["Name"]
-        if name is None:
-            continue
-        required = tuple(filter(None, map(_requirement, each.requires or [])))
-        found.setdefault(normalised(name), Distribution(name, each.version, required))
-    return found
-
-
 def _requirement(text: str) -> Requirement | None:
     """Return the requirement where it holds here without any extra."""
     if "extra ==" in text:  # most of them are, and evaluating a marker costs more than reading it
@@ -165,18 +154,7 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def compilers() -> dict[str, str]:
-    """Return the path of each compiler that is found."""
-    found = {name: shutil.which(name) for name in COMPILERS}
-    return {name: path for name, path in found.items() if path}
-
-
-def python_header() -> bool:
-    """Return whether Python.h is there, which every extension module includes."""
-    return Path(sysconfig.get_path("include"), "Python.h").is_file()
-
-
-def nvidia_smi(*words: str) -> str:
+def _nvidia_smi(*words: str) -> str:
     """Return what nvidia-smi prints, or "" where it is not there or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -188,29 +166,6 @@ def nvidia_smi(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def cards_of_driver() -> list[dict[str, str]]:
-    """Return index, name, total and used MiB of each GPU that the driver shows."""
-    names = ("index", "name", "memory.total", "memory.used")
-    text = nvidia_smi(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
-    rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return [dict(zip(names, row)) for row in rows if len(row) == len(names)]
-
-
-def listening() -> dict[int, str]:
-    """Return the TCP ports on which some process of this machine listens, each with its name where known."""
-    inodes: dict[str, int] = {}
-    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(file).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            if fields[3] == LISTENS:
-                inodes[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    names = _owners(set(inodes))
-    return {port: names.get(inode, "") for inode, port in inodes.items()}
 
 
 def _owners(inodes: set[str]) -> dict[str, str]:
@@ -225,24 +180,6 @@ def _owners(inodes: set[str]) -> dict[str, str]:
         except OSError:
             continue  # another user's, or it has just ended
     return owners
-
-
-def ephemeral_ports() -> tuple[int, int]:
-    """Return the first and last port that the kernel gives to outgoing connections."""
-    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
-    return int(first), int(last)
-
-
-def memory() -> Memory:
-    """Return main memory as the kernel counts it, and the limit of a container or a job."""
-    values = {}
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        values[name] = int(rest.split()[0]) * 1024
-    limits = [limit for limit in _memory_limits() if limit < values["MemTotal"]]
-    limit = min(limits, default=None)
-    swap_used = values.get("SwapTotal", 0) - values.get("SwapFree", 0)
-    return Memory(values["MemTotal"], values["MemAvailable"], swap_used, limit)
 
 
 def _memory_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[int]:
@@ -268,46 +205,134 @@ def _memory_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = CGROUP
                 yield int(text)
 
 
-def free_disk() -> dict[str, int]:
-    """Return the free bytes where a run, the hub's cache and temporary files are kept."""
-    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    places = {
-        "run folders (here)": Path.cwd(),
-        "models of the hub (HF_HOME)": Path(cache).expanduser(),
-        "temporary files (TMPDIR)": Path(os.environ.get("TMPDIR", "/tmp")),
-    }
-    return {f"{name}, {path}": _free(path) for name, path in places.items()}
-
-
 def _free(path: Path) -> int:
     """Return the free bytes of the file system of a folder that may be still to make."""
     there = next(each for each in (path, *path.parents) if each.exists())
     return shutil.disk_usage(there).free
 
 
-def shared_memory() -> tuple[int, int] | None:
-    """Return the total and free bytes of /dev/shm, or None where there is none."""
-    if not SHARED_MEMORY.is_dir():
-        return None
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    return usage.total, usage.free
+class Facts:
+    """This machine. Nothing is decided here."""
 
+    @cached_property
+    def probe(self) -> Probe:
+        return probe()
 
-def open_files() -> int:
-    """Return how many files a process may have open."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    @cached_property
+    def installed(self) -> dict[str, Distribution]:
+        """The installed packages by normalised name."""
+        found: dict[str, Distribution] = {}
+        for each in importlib.metadata.distributions():
+            name = each.metadata["Name"]
+            if name is None:
+                continue
+            required = tuple(filter(None, map(_requirement, each.requires or [])))
+            found.setdefault(normalised(name), Distribution(name, each.version, required))
+        return found
 
+    @cached_property
+    def memory(self) -> Memory:
+        """Main memory as the kernel counts it, and the limit of a container or a job."""
+        values = {}
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            values[name] = int(rest.split()[0]) * 1024
+        limits = [limit for limit in _memory_limits() if limit < values["MemTotal"]]
+        limit = min(limits, default=None)
+        swap_used = values.get("SwapTotal", 0) - values.get("SwapFree", 0)
+        return Memory(values["MemTotal"], values["MemAvailable"], swap_used, limit)
 
-def encoding() -> str:
-    """Return the encoding in which text is read and written."""
-    return locale.getpreferredencoding(False)
+    @cached_property
+    def compilers(self) -> list[str]:
+        """The compilers that are found."""
+        return [name for name in COMPILERS if shutil.which(name)]
 
+    @cached_property
+    def header(self) -> bool:
+        """Whether Python.h is there, which every extension module includes."""
+        return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
-def clock() -> tuple[float, float]:
-    """Return the time now, and when this package was put here, in seconds since 1970."""
-    return time.time(), Path(__file__).stat().st_mtime
+    @cached_property
+    def topology(self) -> str:
+        """How GPUs are joined, as nvidia-smi draws it."""
+        return _nvidia_smi("topo", "-m")
 
+    @cached_property
+    def driver(self) -> list[dict[str, str]]:
+        """Index, name, total and used MiB of each GPU that the driver shows."""
+        names = ("index", "name", "memory.total", "memory.used")
+        text = _nvidia_smi(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+        rows = csv.reader(text.splitlines(), skipinitialspace=True)
+        return [dict(zip(names, row)) for row in rows if len(row) == len(names)]
 
-def python_version() -> str:
-    """Return the version of Python."""
-    return platform.python_version()
+    @cached_property
+    def listening(self) -> dict[int, str]:
+        """The TCP ports on which some process of this machine listens, each with its name where known."""
+        inodes: dict[str, int] = {}
+        for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+            try:
+                lines = Path(file).read_text(encoding="ascii").splitlines()[1:]
+            except OSError:
+                continue
+            for fields in map(str.split, lines):
+                if fields[3] == LISTENS:
+                    inodes[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+        names = _owners(set(inodes))
+        return {port: names.get(inode, "") for inode, port in inodes.items()}
+
+    @cached_property
+    def ephemeral(self) -> tuple[int, int]:
+        """The first and last port that the kernel gives to outgoing connections."""
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+        return int(first), int(last)
+
+    @cached_property
+    def shared_memory(self) -> tuple[int, int] | None:
+        """The total and free bytes of /dev/shm, or None where there is none."""
+        if not SHARED_MEMORY.is_dir():
+            return None
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        return usage.total, usage.free
+
+    @cached_property
+    def ray(self) -> bool:
+        return importlib.util.find_spec("ray") is not None
+
+    @cached_property
+    def disk(self) -> dict[str, int]:
+        """The free bytes where a run, the hub's cache and temporary files are kept."""
+        cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
+        places = {
+            "run folders (here)": Path.cwd(),
+            "models of the hub (HF_HOME)": Path(cache).expanduser(),
+            "temporary files (TMPDIR)": Path(os.environ.get("TMPDIR", "/tmp")),
+        }
+        return {f"{name}, {path}": _free(path) for name, path in places.items()}
+
+    @cached_property
+    def open_files(self) -> int:
+        """How many files a process may have open; -1 stands for no limit."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    @cached_property
+    def encoding(self) -> str:
+        return locale.getpreferredencoding(False)
+
+    @cached_property
+    def clock(self) -> tuple[float, float]:
+        """The time now, and when this package was put here, in seconds since 1970."""
+        return time.time(), Path(__file__).stat().st_mtime
+
+    @cached_property
+    def layers(self) -> dict[str, str]:
+        """The reason why a layer of the sandbox is not active, or "", by layer."""
+        from hybridflow.sandbox.sandbox import find_layers
+
+        return find_layers()
+
+    @cached_property
+    def missing_layers(self) -> list[str]:
+        """The layers that a run with programs of the model may not be without, and that are not active."""
+        from hybridflow.sandbox.layers import missing_layers
+
+        return sorted(missing_layers(self.layers, is_root=os.geteuid() == 0))

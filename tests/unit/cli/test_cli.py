@@ -340,7 +340,7 @@ def test_doctor_says_what_is_here_and_what_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(doctor_facts, "probe", lambda: PROBED)
+    monkeypatch.setattr(doctor_facts.Facts, "probe", PROBED)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
@@ -351,8 +351,8 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(doctor_facts, "probe", lambda: PROBED)
-    monkeypatch.setattr(doctor, "_version", lambda module, distribution: None)
+    monkeypatch.setattr(doctor_facts.Facts, "probe", PROBED)
+    monkeypatch.setattr(doctor, "_version", lambda module: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".venv-sglang" / "bin").mkdir(parents=True)
     (tmp_path / ".venv-sglang" / "bin" / "python").touch()
@@ -368,7 +368,7 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     assert "pip install 'hybridflow[openai]'" in lines["openai"]
     assert "pip install 'hybridflow[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
     assert "torch has" in lines["attention over rows of any length"]
-    monkeypatch.setattr(doctor, "_version", lambda module, distribution: "9.9")
+    monkeypatch.setattr(doctor, "_version", lambda module: "9.9")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "9.9" in next(line for line in shown.splitlines() if line.startswith("│ vllm"))

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import PPOConfig
-from hybridflow.observability.advice import Advice, AdviceWatch
-from hybridflow.observability.advice.watch import StallWatch
+from hybridflow.observability.advice import Advice, AdviceWatch, StallWatch
 
 LEARNED = Path(__file__).parents[3] / "benchmarks" / "results" / "learn"
 STEPS = 30
@@ -235,7 +234,7 @@ def test_advice_is_repeated_only_now_and_then() -> None:
 def test_a_resumed_run_compares_with_the_steps_before() -> None:
     watch = AdviceWatch()
     for _ in range(12):
-        watch.add_earlier({"actor/ppo_kl": 0.002})
+        watch.history.add({"actor/ppo_kl": 0.002})
     said = [watch.look({"actor/ppo_kl": 2.0}, step) for step in range(13, 20)]
     assert [[advice.rule for advice in each] for each in said if each] == [["kl"]]
 

@@ -3,12 +3,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
 from hybridflow.errors import ConfigError, Stopped
-from hybridflow.observability.trackers import RunInfo, SampleRow, Tracker, Trackers, background
+from hybridflow.observability.trackers import SampleRow, Tracker, Trackers, background
 from hybridflow.observability.trackers.background import BackgroundTracker
 from hybridflow.observability.trackers.base import Outcome
 
@@ -155,9 +154,3 @@ def test_trackers_are_told_how_the_run_ended(error: BaseException | None, outcom
         with pytest.raises(type(error)):
             run()
     assert kept.told == [outcome]
-
-
-def test_earlier_steps_are_told_in_order(tmp_path: Path) -> None:
-    kept = Kept()
-    kept.log_earlier(RunInfo(tmp_path, resume_step=2, earlier={2: {"a": 2.0}, 1: {"a": 1.0}}))
-    assert kept.told == [(1, {"a": 1.0}), (2, {"a": 2.0})]

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers import RunInfo, build_trackers
-from hybridflow.observability.trackers.clearml import ClearmlTracker
+from hybridflow.observability.trackers.adapters import ClearmlTracker, WandbTracker
 from hybridflow.observability.trackers.console import ConsoleTracker, duration
 from hybridflow.observability.trackers.jsonl import JsonlTracker, read_metrics
 
@@ -283,7 +283,11 @@ def test_wandb_is_offline_by_default_and_resumes_its_run(
         "data": [["1+1", "2", "1.0"]],
     }
     assert len(library.named("finish")) == 1
-    assert run_tracker("wandb", tmp_path, monkeypatch, resume_step=2).named("init")[0][1]["id"] == "abc"
+    again = run_tracker("wandb", tmp_path, monkeypatch, resume_step=2)
+    assert again.named("init")[0][1]["id"] == "abc"
+    WandbTracker(RunInfo(tmp_path, resume_step=2, earlier={2: {"a": 2.0}, 1: {"a": 1.0}}))
+    earlier = [(args[0], kwargs["step"]) for args, kwargs in again.named("log")[-2:]]
+    assert earlier == [({"a": 1.0}, 1), ({"a": 2.0}, 2)], "a file that a kill has cut lacks nothing"
 
 
 def test_mlflow_is_local_by_default_and_resumes_its_run(

@@ -24,13 +24,12 @@ from packaging.version import Version
 from hybridflow.config.actor_rollout_ref import RolloutTraceConfig, TraceBackend
 from hybridflow.errors import install_extra
 from hybridflow.observability.tracing.queue import Exporter
+from hybridflow.observability.trackers.adapters import mlflow_experiment, mlflow_store
 from hybridflow.observability.trackers.libraries import wandb_key_is_set
 
 if TYPE_CHECKING:
     from hybridflow.protocol.spans import Attribute, TraceSpan
 
-
-URI_VARIABLE = "MLFLOW_TRACKING_URI"
 
 MLFLOW_KINDS = {
     "generate": "LLM",
@@ -47,19 +46,12 @@ class MlflowExporter:
     def __init__(self, project: str, run_dir: Path) -> None:
         os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")  # this is a thread already
         self._mlflow: Any = import_module("mlflow")
-        uri = os.environ.get(URI_VARIABLE)
-        folder = run_dir.resolve()
-        self._mlflow.set_tracking_uri(uri or f"sqlite:///{folder / 'mlflow.db'}")
-        if not uri:
+        address, place = mlflow_store(run_dir)
+        self._mlflow.set_tracking_uri(address)
+        if place is not None:
             # MLflow sets the variable: the next run of this process, or a child, would take this run's store
-            os.environ.pop(URI_VARIABLE, None)
-        client = self._mlflow.MlflowClient()
-        found = client.get_experiment_by_name(project)
-        if found is not None:
-            self._experiment_id = found.experiment_id
-        else:
-            place = None if uri else (folder / "mlruns").as_uri()
-            self._experiment_id = client.create_experiment(project, artifact_location=place)
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
+        self._experiment_id = mlflow_experiment(self._mlflow.MlflowClient(), project, place)
 
     def export(self, traces: Sequence[TraceSpan]) -> None:
         """Log traces, one after the other."""

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.errors import ConfigError, install_extra
-from hybridflow.observability.advice import Advice, AdviceWatch
-from hybridflow.observability.advice.watch import StallWatch
+from hybridflow.observability.advice import Advice, AdviceWatch, StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +64,6 @@ class Tracker(ABC):
     def alert(self, advice: Advice, step: int) -> None:  # noqa: B027  optional
         """Tell somebody of advice on the run, where the tracker can."""
 
-    def log_earlier(self, run: RunInfo) -> None:
-        """Record the steps before a resume once more, for a library that keeps each start of a run apart."""
-        for step, metrics in sorted(run.earlier.items()):
-            self.log(metrics, step)
-
     def close(self, outcome: Outcome = "finished") -> None:  # noqa: B027  optional
         """Flush, record how the run ended, and let go."""
 
@@ -92,7 +86,7 @@ class Trackers(Tracker):
         self._step = 0
         self._watch = AdviceWatch()
         for _, metrics in sorted((earlier or {}).items()):
-            self._watch.add_earlier(metrics)
+            self._watch.history.add(metrics)  # nothing is said about them
         self._stalls = StallWatch(running, lambda advice: self.alert(advice, self._step + 1))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -143,16 +137,3 @@ def import_extra(module: str, extra: str) -> ModuleType:
             f"trainer.logger lists {extra!r}, but its library cannot be imported ({error}): "
             f"{install_extra(extra)}, or take {extra!r} out of trainer.logger"
         ) from error
-
-
-def remembered_id(file: Path, resumed: bool) -> str | None:
-    """Return the remote run's id from the run folder; None for a fresh run, and where none was written."""
-    if resumed and file.exists():
-        return file.read_text(encoding="utf-8").strip()
-    return None
-
-
-def table_of(rows: Sequence[SampleRow]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns of all rows together, and the rows as texts; what a row lacks is empty."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return columns, [[str(row.get(name, "")) for name in columns] for row in rows]

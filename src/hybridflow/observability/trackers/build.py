@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,22 @@ from hybridflow.config.checks.paths import without_password
 from hybridflow.config.convert import raise_all
 from hybridflow.config.trainer import BaseTrainerConfig, PrometheusConfig, TrainerConfig
 from hybridflow.errors import ConfigError, install_extra
+from hybridflow.observability.trackers.adapters import (
+    ClearmlTracker,
+    MlflowTracker,
+    SwanlabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandbTracker,
+    WeaveTracker,
+    WebhookTracker,
+)
 from hybridflow.observability.trackers.background import BackgroundTracker
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
-from hybridflow.observability.trackers.clearml import ClearmlTracker
 from hybridflow.observability.trackers.console import ConsoleTracker
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, TimelineTracker, read_metrics
 from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
-from hybridflow.observability.trackers.mlflow import MlflowTracker
 from hybridflow.observability.trackers.prometheus import PrometheusTracker, check_port
-from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
-from hybridflow.observability.trackers.wandb import SwanlabTracker, TrackioTracker, WandbTracker
-from hybridflow.observability.trackers.weave import WeaveTracker
-from hybridflow.observability.trackers.webhook import WebhookTracker
 
 logger = logging.getLogger(__name__)
 
@@ -116,17 +119,24 @@ def build_trackers(
     if resume_step is not None:
         found = read_metrics(folder / METRICS_FILE)
         earlier = {step: line for step, line in found.items() if step <= resume_step}
-    config = _without_passwords(config_dict or {})
-    run = RunInfo(folder, project, experiment, config, total_steps, resume_step, earlier, wandb_proxy)
-    run = replace(run, alert_webhook=alert_webhook)
-    further = []
-    if alert_webhook is not None:
-        further.append("webhook")
-    if prometheus is not None and prometheus.enable:
-        run = replace(run, prometheus=prometheus)
-        further.append("prometheus")
+    run = RunInfo(
+        folder,
+        project,
+        experiment,
+        _without_passwords(config_dict or {}),
+        total_steps,
+        resume_step,
+        earlier,
+        wandb_proxy,
+        alert_webhook,
+        prometheus,
+    )
+    by_keys = {
+        "webhook": alert_webhook is not None,
+        "prometheus": prometheus is not None and prometheus.enable,
+    }
     built: list[Tracker] = []
-    for name in dict.fromkeys(["jsonl", *chosen, *further]):
+    for name in dict.fromkeys(["jsonl", *chosen, *(name for name, wanted in by_keys.items() if wanted)]):
         try:
             if name in IN_PROCESS:
                 built.append(TRACKERS[name](run))

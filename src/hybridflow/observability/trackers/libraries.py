@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,27 +57,6 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def _missing_key(name: str) -> str:
-    """Return which key an online tracker lacks and what to do, or nothing."""
-    mode = os.environ.get(f"{name.upper()}_MODE", "")
-    if name == "weave" and not wandb_key_is_set():
-        return (
-            "which has no offline mode, and there is no key of Weights & Biases: set WANDB_API_KEY or run "
-            "`wandb login`"
-        )
-    if name == "wandb" and mode in ("online", "shared") and not wandb_key_is_set():
-        return (
-            f"WANDB_MODE is {mode}, and there is no key: set WANDB_API_KEY, run `wandb login`, or unset "
-            "WANDB_MODE, which keeps the run in the run folder"
-        )
-    if name == "swanlab" and mode in ("online", "cloud") and not swanlab_key_is_set():
-        return (
-            f"SWANLAB_MODE is {mode}, and there is no key: set SWANLAB_API_KEY, run `swanlab login`, or "
-            "unset SWANLAB_MODE, which keeps the run in the run folder"
-        )
-    return ""
-
-
 def wandb_key_is_set() -> bool:
     """Return whether the environment, or the file that `wandb login` writes, has a key."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -109,3 +88,31 @@ def _has_password(file: Path, host: str) -> bool:
         return netrc.netrc(file).authenticators(host) is not None
     except (netrc.NetrcParseError, OSError):
         return False
+
+
+KEYS: Mapping[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
+    "wandb": (wandb_key_is_set, ("online", "shared")),
+    "swanlab": (swanlab_key_is_set, ("online", "cloud")),
+}
+"""For each library that chooses by a key: whether there is one, and the modes that need it."""
+
+
+def mode_of(name: str) -> str:
+    """Return the mode of a library in KEYS: what its variable says, or offline where there is no key."""
+    return os.environ.get(f"{name.upper()}_MODE") or ("online" if KEYS[name][0]() else "offline")
+
+
+def _missing_key(name: str) -> str:
+    """Return which key an online tracker lacks and what to do, or nothing."""
+    if name == "weave" and not wandb_key_is_set():
+        return (
+            "which has no offline mode, and there is no key of Weights & Biases: set WANDB_API_KEY or run "
+            "`wandb login`"
+        )
+    if name in KEYS and mode_of(name) in KEYS[name][1] and not KEYS[name][0]():
+        prefix = name.upper()
+        return (
+            f"{prefix}_MODE is {mode_of(name)}, and there is no key: set {prefix}_API_KEY, run "
+            f"`{name} login`, or unset {prefix}_MODE, which keeps the run in the run folder"
+        )
+    return ""

@@ -19,9 +19,8 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
 from hybridflow.rewards.apart.programs import Program
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.call import call
-from hybridflow.rewards.managers import call_manager, load_manager
-from hybridflow.rewards.resolve import resolve
+from hybridflow.rewards.call import call, call_manager, load_manager
+from hybridflow.rewards.compose import resolve
 from hybridflow.rewards.run_programs import MAX_OUTPUT, RemoteRunner, ran_of
 
 PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}

@@ -19,7 +19,7 @@ from hybridflow.data.plugin import check_location
 from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import is_path, split_path
-from hybridflow.rewards.table import REWARD_FUNCTIONS, check_options, find, function_of, unknown_source
+from hybridflow.rewards.table import REWARD_FUNCTIONS, check_name, check_options, function_of, unknown_source
 
 SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score itself."""
@@ -77,7 +77,7 @@ def _check_function(name: str, key: str) -> None:
     if is_path(name):
         check_location(split_path(name)[0], key=key)
     else:
-        find(name, key=key)
+        check_name(name, key=key)
 
 
 def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:

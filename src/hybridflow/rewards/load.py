@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,16 @@ from hybridflow.config.own_code import (
 )
 from hybridflow.config.source_code import shown
 from hybridflow.data.plugin import load_module, load_object
-from hybridflow.errors import ConfigError
-from hybridflow.rewards import table
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.function import RewardFunction, signature_of
 from hybridflow.rewards.run_programs import Runner
+from hybridflow.rewards.table import (
+    REWARD_FUNCTIONS,
+    check_name,
+    check_options,
+    function_of,
+    unknown_source,
+)
 
 
 def load_builtin(
@@ -34,17 +41,40 @@ def load_builtin(
     Raises ConfigError for an unknown name or option, or where programs cannot run here; RewardError if what
     it needs is not installed.
     """
-    function = table.find(name, key=key)
-    table.check_options(name, options, key=key)
-    if name in table.REWARD_FUNCTIONS and hasattr(table.REWARD_FUNCTIONS[name].module, "prepare"):
-        table.REWARD_FUNCTIONS[name].module.prepare()
+    check_name(name, key=key)
+    check_options(name, options, key=key)
+    if name == "auto":
+        return _load_auto(options, runner)
+    built_in = REWARD_FUNCTIONS[name]
+    if hasattr(built_in.module, "prepare"):
+        built_in.module.prepare()
     if name == "random":
         options = {"seed": seed, **options}
     if name == "code":
         runner.prepare()
-    if name in ("code", "auto"):
         options = {**options, "runner": runner}
-    return RewardFunction.of(function, options)
+    return RewardFunction.of(built_in.module.compute_score, options)
+
+
+def _load_auto(options: Mapping[str, Any], runner: Runner) -> RewardFunction:
+    """Load the function that scores each row by the built-in one that fits its data source.
+
+    It raises RewardError where there is none. Each built-in one gets those of the options that it has.
+    """
+    given = {**options, "runner": runner}
+    functions: dict[str, RewardFunction] = {}
+    for name, built_in in REWARD_FUNCTIONS.items():
+        function = built_in.module.compute_score
+        names = inspect.signature(function).parameters.keys() & given.keys()
+        functions[name] = RewardFunction.of(function, {option: given[option] for option in names})
+
+    def auto(**row: Any) -> Any:
+        name = function_of(row["data_source"])
+        if name is None:
+            raise RewardError(unknown_source(row["data_source"]))
+        return functions[name].function(**functions[name].arguments(row))
+
+    return RewardFunction.of(auto)
 
 
 def load_user_function(
@@ -88,7 +118,7 @@ def load_user_function(
 
 def is_path(name: str) -> bool:
     """Whether `name` names a user's function, and not a built-in one."""
-    return name.endswith(".py") or (":" in name and name not in table.REWARD_FUNCTIONS)
+    return name.endswith(".py") or (":" in name and name not in REWARD_FUNCTIONS)
 
 
 def split_path(path: str) -> tuple[str, str]:

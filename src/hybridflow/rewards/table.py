@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.config.own_code import CALLED_WITH, MESSAGES
+from hybridflow.errors import ConfigError
 from hybridflow.rewards.functions import (
     arithmetic_chain,
     code,
@@ -25,6 +26,8 @@ from hybridflow.rewards.functions import (
     search_r1,
 )
 
+_STANDARD = (*CALLED_WITH, MESSAGES, "runner")
+
 
 @dataclass(frozen=True)
 class BuiltIn:
@@ -38,6 +41,11 @@ class BuiltIn:
     """It fails on a row without a ground truth."""
     answer_form: str = "{}"
     """The text in which it finds a bare answer, {}."""
+
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Return its parameters that come neither from the row nor from the run."""
+        parameters = inspect.signature(self.module.compute_score).parameters
+        return {name: each for name, each in parameters.items() if name not in _STANDARD}
 
 
 REWARD_FUNCTIONS: dict[str, BuiltIn] = {
@@ -78,8 +86,6 @@ PREFIXES: dict[str, str] = {
 }
 """Beginnings of data sources, which come in several."""
 
-_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info", "messages", "runner")
-
 
 def function_of(data_source: str) -> str | None:
     """Return the name of the function that `auto` takes for a data source, or None where it knows none.
@@ -102,43 +108,18 @@ def unknown_source(data_source: str) -> str:
     )
 
 
-def auto(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Score the row by the built-in function that fits its data source; RewardError where there is none."""
-    name = function_of(data_source)
-    if name is None:
-        raise RewardError(unknown_source(data_source))
-    return REWARD_FUNCTIONS[name].module.compute_score(
-        data_source, solution_str, ground_truth, extra_info, **kwargs
-    )
-
-
-def find(name: str, *, key: str) -> Callable[..., Any]:
-    """Find a built-in function by its name; ConfigError, naming `key`, if there is none."""
-    if name == "auto":
-        return auto
-    if name not in REWARD_FUNCTIONS:
+def check_name(name: str, *, key: str) -> None:
+    """Raise ConfigError, naming `key`, where there is no built-in function of this name."""
+    if name != "auto" and name not in REWARD_FUNCTIONS:
         raise ConfigError(
             f"{key}: got {name!r}, wanted auto, {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:name"
         )
-    function: Callable[..., Any] = REWARD_FUNCTIONS[name].module.compute_score
-    return function
 
 
 def check_options(name: str, options: Mapping[str, Any], *, key: str) -> None:
     """Raise ConfigError for options that a built-in function does not have, or needs and lacks."""
-    parameters = {
-        parameter.name: parameter
-        for each, built_in in REWARD_FUNCTIONS.items()
-        if name in ("auto", each)
-        for parameter in inspect.signature(built_in.module.compute_score).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in _STANDARD
-    }
+    functions = REWARD_FUNCTIONS.values() if name == "auto" else [REWARD_FUNCTIONS[name]]
+    parameters = {option: each for function in functions for option, each in function.options().items()}
     if unknown := [option for option in options if option not in parameters]:
         raise ConfigError(
             f"{key}: {name} has no option {', '.join(unknown)}; it has: {', '.join(parameters) or 'none'}"

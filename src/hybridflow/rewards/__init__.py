@@ -5,10 +5,11 @@
                         ▼
                   ScoredBatch: scores, extra columns, rows to drop, counters
 
-`load.py` and `resolve.py` turn `reward.*` into a function (a built-in one of `table.py`, a sum of
-`compose.py`, or the user's), `result.py` checks what a function returns, `managers.py` score a step in one
-call, `pool.py` also holds back requests, `cache.py` keeps outcomes, `test_cases.py` and `run_programs.py` try
-programs, `build.py` wires it all, `early_checks.py`, `dry_run.py` find mistakes before a run.
+`compose.py` turns `reward.*` into a RewardFunction (`function.py`): a built-in one of `table.py`, the user's
+by `load.py`, or a sum of terms. `call.py` calls it, or a manager that scores a step in one call; `result.py`
+checks what it returns, `pool.py` also holds back requests, `cache.py` keeps outcomes, `test_cases.py` and
+`run_programs.py` try programs, `build.py` wires it all, `early_checks.py` and `dry_run.py` find mistakes
+before a run.
 """
 
 from hybridflow.rewards.manager import RewardManager, ScoredBatch

@@ -8,10 +8,11 @@ from __future__ import annotations
 from functools import partial
 
 from hybridflow.config.reward import RewardConfig
+from hybridflow.config.source_code import in_memory
 from hybridflow.rewards.cache import CachedScorer
+from hybridflow.rewards.compose import describe, resolve
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import Scorer
-from hybridflow.rewards.resolve import describe, has_file, resolve
 
 
 def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
@@ -31,6 +32,10 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
         scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
     if config.cache_size:
         scorer = CachedScorer(scorer, config.cache_size)
+    names = [config.function, *(str(term.get("name")) for term in config.terms)]
     return RewardManager(
-        scorer, on_error=config.on_error, function=describe(config), has_file=has_file(config)
+        scorer,
+        on_error=config.on_error,
+        function=describe(config),
+        has_file=not any(map(in_memory, names)),
     )

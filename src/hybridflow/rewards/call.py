@@ -1,4 +1,9 @@
-"""One call of a reward function: an Outcome comes out, never an exception, whatever the function does."""
+"""One call of a reward function, or of a manager: Outcomes come out, never an exception, whatever it does.
+
+A manager scores all responses of a step in one call (`reward.manager`):
+
+    rows, each with what a reward function is called with ──manager──► results, one for each row
+"""
 
 from __future__ import annotations
 
@@ -7,32 +12,34 @@ import inspect
 import math
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.config.own_code import MESSAGES, TOKENS
-from hybridflow.data.plugin import awaited
-from hybridflow.errors import HybridFlowError
-from hybridflow.rewards.load import PROMPT, takes
+from hybridflow.config.reward import RewardConfig
+from hybridflow.data.plugin import awaited, load_function
+from hybridflow.errors import HybridFlowError, RewardError
+from hybridflow.rewards.compose import BATCH
+from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result, token_scores_of
-from hybridflow.rewards.table import RewardFunction
 
 MAX_TRACEBACK = 4000
 """Characters that are kept of a traceback, from its end, where the error stands."""
+
+Manager = Callable[[list[dict[str, Any]]], Any]
 
 
 def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
     """Score one request; where the function gives a coroutine, it is run to its end."""
     started = time.perf_counter()
     try:
-        result = function(**arguments_of(function, request))
+        result = function.function(**function.arguments(request.row()))
         if inspect.isawaitable(result):
             result = asyncio.run(awaited(result))
         return outcome_of(result, request, started)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a user's callable; sys.exit() inside it is its error too
-        if isinstance(error, KeyboardInterrupt):
-            raise
         return failure(error, time.perf_counter() - started)
 
 
@@ -42,23 +49,63 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
     deadline = asyncio.timeout(timeout)
     try:
         async with deadline:
-            return outcome_of(await function(**arguments_of(function, request)), request, started)
+            result = await function.function(**function.arguments(request.row()))
+            return outcome_of(result, request, started)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a user's callable
-        if isinstance(error, KeyboardInterrupt):
-            raise
         seconds = time.perf_counter() - started
-        if deadline.expired():
-            return timed_out(timeout, seconds)
-        return failure(error, seconds)
+        if not deadline.expired():
+            return failure(error, seconds)
+        detail = f"the reward function ran past reward.timeout={timeout:g} seconds"
+        return Outcome(error="timeout", detail=detail, seconds=seconds)
 
 
-def timed_out(timeout: float, seconds: float) -> Outcome:
-    """Return the outcome of a sample that ran past its deadline."""
-    return Outcome(
-        error="timeout",
-        detail=f"the reward function ran past reward.timeout={timeout:g} seconds",
-        seconds=seconds,
+def load_manager(config: RewardConfig, function: RewardFunction) -> Manager | None:
+    """Load the manager that the keys choose, with the reward function that it may use; None: there is none.
+
+    Raises ConfigError if a user's class cannot be found.
+    """
+    if config.manager is None:
+        return None
+    if config.manager == BATCH:
+        return function.function
+
+    async def compute_score(*positional: Any, **row: Any) -> Any:
+        return await function(*positional, **row)
+
+    manager: Manager = load_function(config.manager, key="reward.manager")(
+        compute_score if function.is_async else function
     )
+    return manager
+
+
+def call_manager(
+    manager: Manager, function: RewardFunction, requests: Sequence[ScoreRequest]
+) -> list[Outcome]:
+    """Score all requests; where the manager fails, each has its error."""
+    started = time.perf_counter()
+    try:
+        results = manager([function.row_for_manager(request.row()) for request in requests])
+        if inspect.isawaitable(results):
+            results = asyncio.run(awaited(results))
+        results = list(results)
+        if len(results) != len(requests):
+            raise RewardError(
+                f"the reward manager returned {len(results)} results for {len(requests)} responses; wanted "
+                "one for each"
+            )
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's code
+        return [failure(error, time.perf_counter() - started)] * len(requests)
+    outcomes = []
+    for result, request in zip(results, requests, strict=True):
+        try:
+            outcomes.append(outcome_of(result, request, started))
+        except Exception as error:  # a result that is none, of this row only
+            outcomes.append(failure(error, time.perf_counter() - started))
+    return outcomes
 
 
 def failure(error: BaseException, seconds: float) -> Outcome:
@@ -80,20 +127,3 @@ def outcome_of(result: Any, request: ScoreRequest, started: float) -> Outcome:
         result = {**whole, "score": math.fsum(token_scores)}
     score, extras = normalize_result(result)
     return Outcome(score, extras, seconds=time.perf_counter() - started, token_scores=token_scores)
-
-
-def arguments_of(function: RewardFunction, request: ScoreRequest) -> dict[str, Any]:
-    """Return what a function is called with, by name."""
-    arguments = {
-        "data_source": request.data_source,
-        "solution_str": request.solution_str,
-        "ground_truth": request.ground_truth,
-        "extra_info": request.extra_info,
-    }
-    if takes(function, TOKENS):
-        arguments[TOKENS] = list(request.response_ids)
-    if takes(function, MESSAGES):
-        arguments[MESSAGES] = list(request.messages)
-    if takes(function, PROMPT):
-        arguments[PROMPT] = request.prompt
-    return arguments

@@ -1,6 +1,8 @@
-"""Terms in, one reward function out: score = Σ_i weight_i · term_i, each term's own value kept as a column.
-A term with `when: COLUMN` counts, and is computed, only for rows whose value in that column is above 0 (or a
-true one, where it is no number); otherwise its column is empty.
+"""The function that the `reward.*` keys choose: a built-in one, the user's, or a weighted sum of terms.
+
+score = Σ_i weight_i · term_i, each term's own value kept as a column. A term with `when: COLUMN` counts, and
+is computed, only for rows whose value in that column is above 0 (or a true one, where it is no number);
+otherwise its column is empty.
 
     reward.terms:
       - {name: gsm8k, weight: 1}
@@ -23,21 +25,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.config.own_code import DEFAULT_NAMES, MESSAGES, TERM_KEYS, TOKENS
-from hybridflow.config.reward import MODEL_TERM
+from hybridflow.config.checks.reward import CUSTOM, reward_problems
+from hybridflow.config.convert import raise_all
+from hybridflow.config.own_code import CALLED_WITH, CALLED_WITH_LISTS, DEFAULT_NAMES, TERM_KEYS
+from hybridflow.config.reward import MODEL_TERM, RewardConfig
+from hybridflow.config.source_code import in_memory, shown
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.load import (
-    PROMPT,
-    WHERE_NAMED,
-    is_async,
-    is_path,
-    load_builtin,
-    load_user_function,
-    takes,
-)
+from hybridflow.rewards.function import ROW, RewardFunction
+from hybridflow.rewards.load import is_path, load_builtin, load_user_function, split_path
 from hybridflow.rewards.result import normalize_result
-from hybridflow.rewards.run_programs import Runner
-from hybridflow.rewards.table import RewardFunction
+from hybridflow.rewards.run_programs import Runner, build_runner
+
+BATCH = "batch"
+"""The `reward.manager` that calls the function with lists."""
+
+
+def resolve(config: RewardConfig, seed: int) -> RewardFunction:
+    """Load the reward function that the configuration chooses.
+
+    Raises ConfigError for a choice that cannot be loaded, RewardError if a built-in one needs an extra that
+    is not installed.
+    """
+    raise_all(list(reward_problems(config)))  # a run from the command line was checked for this before
+    custom = config.custom_reward_function
+    options = dict(custom.reward_kwargs)
+    runner = build_runner(config)
+    if config.terms:
+        return compose(load_terms(config.terms, seed, runner))
+    if custom.path:
+        called_with = CALLED_WITH_LISTS if config.manager == BATCH else CALLED_WITH
+        return load_user_function(custom.path, custom.name, options, key=CUSTOM, called_with=called_with)
+    if is_path(config.function):
+        return load_user_function(config.function, DEFAULT_NAMES[0], options, key="reward.function")
+    return load_builtin(config.function, options, seed, runner, key="reward.function")
+
+
+def describe(config: RewardConfig) -> str:
+    """Describe the chosen function in a few words, for messages."""
+    if config.terms:
+        return "reward.terms " + " + ".join(shown(str(term.get("name"))) for term in config.terms)
+    custom = config.custom_reward_function
+    if custom.path:
+        if ":" in custom.path:
+            return custom.path
+        return f"{custom.path}:{custom.name}"
+    if in_memory(config.function):
+        return f"the reward function {shown(config.function)}"
+    return f"reward.function={config.function}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +129,9 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> li
             loaded.append(model_term([term]))
         elif is_path(name):
             function = load_user_function(name, DEFAULT_NAMES[0], options_of(term), key=key)
-            loaded.append(_term(term, key, _function_name(name), function))
+            location, last = split_path(name)
+            column = last or location.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+            loaded.append(_term(term, key, column, function))
         else:
             loaded.append(_term(term, key, name, load_builtin(name, options_of(term), seed, runner, key=key)))
     columns = [term.column for term in loaded]
@@ -134,85 +170,57 @@ def compose(terms: Sequence[Term]) -> RewardFunction:
 
     Terms with a condition come after the others, whose columns it may name.
     """
-    functions = [(term, term.function) for term in terms if term.function is not None]
+    summed = [term for term in terms if term.function is not None]
+    always = [term for term in summed if term.condition is None]
 
-    def total(results: Sequence[Any]) -> dict[str, Any]:
+    def total(results: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the score and all columns; `results` has those of the terms that were computed."""
         score = 0.0
         columns: dict[str, Any] = {}
         extras: dict[str, Any] = {}
-        for (term, _), result in zip(functions, results, strict=True):
+        for term in summed:
             columns[term.column] = None
-            if result is _LEFT_OUT:
+            if term.column not in results:
                 continue
-            value, more = normalize_result(result)
+            value, more = normalize_result(results[term.column])
             score += term.weight * value
             columns[term.column] = value
             extras = {**more, **extras}
         return {**extras, **columns, "score": score}
 
-    def wanted(known: Sequence[Any]) -> list[bool]:
-        """Return which terms are computed: those without a condition, then those whose condition holds."""
-        if not known:
-            return [term.condition is None for term, _ in functions]
-        columns = total(known)
-        return [term.condition is not None and term.condition.holds(columns) for term, _ in functions]
+    def called(chosen: Sequence[Term], row: Mapping[str, Any]) -> dict[str, Any]:
+        return {term.column: term.function(**row) for term in chosen if term.function is not None}
 
-    def merged(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
-        return [late if early is _LEFT_OUT else early for early, late in zip(first, then, strict=True)]
+    def due(results: Mapping[str, Any]) -> list[Term]:
+        """Return the terms whose condition holds, by the results of those without one."""
+        conditional = [(term, term.condition) for term in summed if term.condition is not None]
+        columns = total(results) if conditional else {}
+        return [term for term, condition in conditional if condition.holds(columns)]
 
-    def wave(row: dict[str, Any], known: Sequence[Any]) -> list[Any]:
-        chosen = zip(functions, wanted(known), strict=True)
-        return [function(**_taken(function, row)) if now else _LEFT_OUT for (_, function), now in chosen]
-
-    def compute_score(
-        messages: Any = (), response_ids: Any = (), raw_prompt: Any = None, **row: Any
-    ) -> dict[str, Any]:
-        row |= {MESSAGES: messages, TOKENS: response_ids, PROMPT: raw_prompt}
-        results = wave(row, [])
-        if _LEFT_OUT in results:
-            results = merged(results, wave(row, results))
+    def compute_score(**row: Any) -> dict[str, Any]:
+        results = called(always, row)
+        results |= called(due(results), row)
         return total(results)
 
-    async def compute_score_async(
-        messages: Any = (), response_ids: Any = (), raw_prompt: Any = None, **row: Any
-    ) -> dict[str, Any]:
-        row |= {MESSAGES: messages, TOKENS: response_ids, PROMPT: raw_prompt}
-        results = await asyncio.gather(*map(_awaited, wave(row, [])))
-        if _LEFT_OUT in results:
-            results = merged(results, await asyncio.gather(*map(_awaited, wave(row, results))))
+    async def compute_score_async(**row: Any) -> dict[str, Any]:
+        results = await _gathered(called(always, row))
+        results |= await _gathered(called(due(results), row))
         return total(results)
 
-    def compute_score_alone(
-        messages: Any = (), response_ids: Any = (), raw_prompt: Any = None, **row: Any
-    ) -> Any:
-        return compute_score_async(messages, response_ids, raw_prompt, **row)
-
-    if not any(is_async(function) for _, function in functions):
-        return compute_score
-    if any(term.runs_programs for term, _ in functions):
-        return compute_score_alone  # no coroutine function: a worker has one row at a time
-    return compute_score_async
+    is_async = any(term.function.is_async for term in summed if term.function)
+    return RewardFunction(
+        compute_score_async if is_async else compute_score,
+        takes={name: name for name in ROW},
+        # beside programs, a worker has one row at a time
+        is_async=is_async and not any(term.runs_programs for term in summed),
+    )
 
 
-_LEFT_OUT = object()
-"""In place of the result of a term that was not computed."""
+async def _gathered(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait for those of the results that are awaitable."""
 
+    async def value(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
 
-def _taken(function: RewardFunction, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function gets of the row: tokens, messages and prompt only where it names them."""
-    without = [name for name in WHERE_NAMED if not takes(function, name)]
-    return {name: value for name, value in row.items() if name not in without}
-
-
-async def _awaited(result: Any) -> Any:
-    if inspect.isawaitable(result):
-        return await result
-    return result
-
-
-def _function_name(path: str) -> str:
-    """The name in "file.py:name", else the file's name without its ending."""
-    location, _, last = path.rpartition(":")
-    if location:
-        return last
-    return last.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    values = await asyncio.gather(*map(value, results.values()))
+    return dict(zip(results, values, strict=True))

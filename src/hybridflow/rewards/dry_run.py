@@ -10,7 +10,7 @@ from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import DataError
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import ScoreRequest
-from hybridflow.rewards.table import ANSWER_FORMS, function_of
+from hybridflow.rewards.table import REWARD_FUNCTIONS, function_of
 
 GROUND_TRUTH = "ground_truth"
 EMPTY = "empty"
@@ -137,7 +137,9 @@ def answer_form(config: RewardConfig, data_source: str) -> str:
             "--response ground_truth: the ground truth of code is its test cases, and no program that passes "
             "them; name a column of solutions, a file with one, or empty"
         )
-    return ANSWER_FORMS.get(name or "", "{}")
+    if name not in REWARD_FUNCTIONS:
+        return "{}"
+    return REWARD_FUNCTIONS[name].answer_form
 
 
 def _needed(position: int, row: Mapping[str, Any], reward_fn_key: str) -> tuple[str, Any]:

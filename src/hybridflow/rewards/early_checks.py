@@ -19,7 +19,7 @@ from hybridflow.data.plugin import check_location
 from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.load import is_path, split_path
-from hybridflow.rewards.table import NEEDS_TRUTH, RETURNED, check_options, find, function_of, unknown_source
+from hybridflow.rewards.table import REWARD_FUNCTIONS, check_name, check_options, function_of, unknown_source
 
 SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score itself."""
@@ -77,7 +77,7 @@ def _check_function(name: str, key: str) -> None:
     if is_path(name):
         check_location(split_path(name)[0], key=key)
     else:
-        find(name, key=key)
+        check_name(name, key=key)
 
 
 def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:
@@ -96,35 +96,30 @@ def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:
 
 
 def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
-    names = set(names_of(reward))
-    if "auto" in names:
-        names |= _functions_of(split.sources)
-    needing = sorted(names & set(NEEDS_TRUTH))
+    """Raise RewardError for files without a ground truth, or whose first rows have none, that need one."""
+    needing = _needing_truth(reward, split.sources)
     if needing and not {"reward_model", "answer"} & set(split.columns) and split.columns:
         raise RewardError(
             f"{split.source} has neither a column reward_model with a ground_truth in it nor a column "
             f"answer, and the reward {needing[0]} compares the response with the ground truth: add one, or "
             f"choose a reward that needs none (its columns: {', '.join(split.columns)})"
         )
-
     for file, sources in split.without_truth.items():
-        _check_truth_of_file(reward, file, sources)
+        needing = _needing_truth(reward, sources)
+        if needing and reward.on_error == "raise":
+            raise RewardError(
+                f"{file}: none of its first rows has a ground truth (reward_model.ground_truth, or the "
+                f"column answer), and the reward {needing[0]} compares the response with it: add one, or "
+                "choose a reward that needs none"
+            )
 
 
-def _check_truth_of_file(reward: RewardConfig, file: str, sources: Sequence[str]) -> None:
-    """Raise RewardError if the first rows of a file have no ground truth and all of them need one."""
-    if reward.on_error != "raise":
-        return
+def _needing_truth(reward: RewardConfig, sources: Sequence[str]) -> list[str]:
+    """Return the built-in functions that score rows of some sources and fail without a ground truth."""
     names = set(names_of(reward))
-    needing = sorted(names & set(NEEDS_TRUTH))
-    if not needing and "auto" in names:
-        needing = sorted(_functions_of(sources) & set(NEEDS_TRUTH))
-    if needing:
-        raise RewardError(
-            f"{file}: none of its first rows has a ground truth (reward_model.ground_truth, or the column "
-            f"answer), and the reward {needing[0]} compares the response with it: add one, or choose a "
-            "reward that needs none"
-        )
+    if "auto" in names:
+        names |= _functions_of(sources)
+    return sorted(name for name in names & set(REWARD_FUNCTIONS) if REWARD_FUNCTIONS[name].needs_truth)
 
 
 def _functions_of(sources: Sequence[str]) -> set[str]:
@@ -139,13 +134,13 @@ def returned_keys(reward: RewardConfig, sources: Sequence[str]) -> tuple[set[str
     for position, name in enumerate(names_of(reward)):
         functions = {name}
         if name == "auto":
-            functions = _functions_of(sources) or set(RETURNED)
-        if not functions <= set(RETURNED):
+            functions = _functions_of(sources) or set(REWARD_FUNCTIONS)
+        if not functions <= set(REWARD_FUNCTIONS):
             return None
         column = set()
         if reward.terms:
             column = {str(reward.terms[position].get("key", name))}
-        returned = [column | set(RETURNED[function]) for function in functions]
+        returned = [column | set(REWARD_FUNCTIONS[function].returns) for function in functions]
         some |= set.union(*returned)
         if not reward.terms or "when" not in reward.terms[position]:
             every |= set.intersection(*returned)

@@ -14,13 +14,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.call import call, call_async
-from hybridflow.rewards.load import is_async
+from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
-from hybridflow.rewards.table import RewardFunction
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ class InProcessScorer:
     def __init__(self, load: Callable[[], RewardFunction], timeout: float) -> None:
         self.timeout = timeout
         self.guard = ExitGuard()
-        self.guard.install()
         try:
             with self.guard.scoring():
                 self.function = load()
@@ -68,23 +67,12 @@ class _Collected:
 
     def outcomes(self) -> list[Outcome]:
         scorer = self._scorer
-        if not is_async(scorer.function):
-            with scorer.guard.scoring():
-                return [call(scorer.function, request) for request in self._requests]
-        outcomes: list[Outcome] = []
-
-        def run() -> None:
-            with scorer.guard.scoring():
-                outcomes.extend(asyncio.run(self._score_async()))
-
-        # a thread of its own: the caller may itself run inside an event loop, where asyncio.run is refused
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        assert len(outcomes) == len(self._requests), (
-            f"{len(self._requests)} requests, {len(outcomes)} outcomes"
-        )
-        return outcomes
+        if scorer.function.is_async:
+            # in a thread: the caller may itself run inside an event loop, where asyncio.run is refused
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(asyncio.run, self._score_async()).result()
+        with scorer.guard.scoring():
+            return [call(scorer.function, request) for request in self._requests]
 
     async def _score_async(self) -> list[Outcome]:
         slots = asyncio.Semaphore(NUM_CONCURRENT)
@@ -93,14 +81,15 @@ class _Collected:
             async with slots:
                 return await call_async(self._scorer.function, request, self._scorer.timeout)
 
-        return await asyncio.gather(*(one(request) for request in self._requests))
+        with self._scorer.guard.scoring():
+            return await asyncio.gather(*map(one, self._requests))
 
     def close(self) -> None:
         self._requests.clear()
 
 
 class ExitGuard:
-    """Replaces `os._exit` from `install` to `remove`.
+    """Replaces `os._exit` until `remove`.
 
     In a thread inside `scoring` a call raises RewardError. In another thread, while some thread is inside, a
     call with status 0 ends the process with status 1 and a message. Elsewhere, and in forks, it is the real
@@ -109,15 +98,12 @@ class ExitGuard:
 
     def __init__(self) -> None:
         self._scoring: list[int] = []
-
-    def install(self) -> None:
-        """Put the guard in place of `os._exit`."""
         self._real = os._exit
         self._process = os.getpid()
         os._exit = self._guarded
 
     def remove(self) -> None:
-        """Put back what stood there before `install`."""
+        """Put back what stood there before."""
         if os._exit == self._guarded:
             os._exit = self._real
 

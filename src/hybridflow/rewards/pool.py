@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError, RewardError
@@ -28,8 +28,8 @@ from hybridflow.processes import CallFailed, CallRaised, CallTooLong, Hosted, Ho
 from hybridflow.processes.pickles import dumps
 from hybridflow.processes.worker_process import START_TIMEOUT
 from hybridflow.rewards.call import failure
+from hybridflow.rewards.compose import describe
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
-from hybridflow.rewards.resolve import describe
 from hybridflow.rewards.worker import Mode
 
 UNLIMITED = 1 << 30
@@ -68,8 +68,6 @@ class RateLimit:
                 self._next = max(self._next, self._now()) + self._spacing_s
             yield
 
-
-T = TypeVar("T")
 
 ASYNC_SLOTS = 32
 """Async samples under way in one worker."""
@@ -127,18 +125,14 @@ class RewardPool:
         """
         return _PoolScoring(self)
 
-    def submit(self, request: ScoreRequest) -> futures.Future[Outcome]:
-        """Have a request scored; to cancel the future ends what is under way."""
-        return self._submit(self._score(request))
-
     @property
     def takes_all(self) -> bool:
-        """Whether a manager scores all requests in one call, see `submit_all`."""
+        """Whether a manager scores all requests in one call."""
         return self._mode == "batch"
 
-    def submit_all(self, requests: Sequence[ScoreRequest]) -> futures.Future[list[Outcome]]:
-        """Have requests scored in one call."""
-        return self._submit(self._score_all(requests))
+    def submit(self, requests: Sequence[ScoreRequest]) -> futures.Future[list[Outcome]]:
+        """Have a request scored, or all where a manager does; to cancel the future ends what is under way."""
+        return self._submit(self._score(requests))
 
     def close(self) -> None:
         """End all workers, and all processes that the reward function started in them."""
@@ -150,7 +144,7 @@ class RewardPool:
             hosts.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> futures.Future[Any]:
         if self._closed:
             work.close()
             raise RewardError("the reward pool is closed")
@@ -188,58 +182,55 @@ class RewardPool:
             f"{self._function} could not be loaded by a reward worker:\n{error.traceback_text}"
         )
 
-    async def _score(self, request: ScoreRequest) -> Outcome:
-        """Score a request, and try again for as often as may be where it fails."""
-        try:
-            payload = dumps(request)
-        except Exception as error:  # whatever the rows of a dataset hold: not ours to know
-            return failure(error, 0.0)
+    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        """Score those of the requests that can be sent; the others are errors of their rows."""
+        payloads: list[bytes | Outcome] = []
+        for request in requests:
+            try:
+                payloads.append(dumps(request))
+            except Exception as error:  # whatever the rows of a dataset hold: not ours to know
+                payloads.append(failure(error, 0.0))
+        sent = [payload for payload in payloads if isinstance(payload, bytes)]
+        scored = iter(await self._tried(sent) if sent else ())
+        return [payload if isinstance(payload, Outcome) else next(scored) for payload in payloads]
+
+    async def _tried(self, payloads: Sequence[bytes]) -> list[Outcome]:
+        """Score requests, and try again for as often as may be where that fails."""
         number = 0
         while True:
             async with self._limit.admitted():
-                outcome = await self._try(payload)
+                outcomes = await self._try(payloads)
             number += 1
-            if not outcome.error or number > self._max_retries:
-                return replace(outcome, tries=number)
+            if number > self._max_retries or not any(outcome.error for outcome in outcomes):
+                return [replace(outcome, tries=number) for outcome in outcomes]
             pause = min(LONGEST_PAUSE, 2.0 ** (number - 1))
             await asyncio.sleep(pause * self._jitter.uniform(0.5, 1.5))
 
-    async def _try(self, payload: bytes) -> Outcome:
+    async def _try(self, payloads: Sequence[bytes]) -> list[Outcome]:
         if self._mode == "async":
+            (payload,) = payloads
             flight = _Flight(payload, asyncio.get_running_loop().create_future())
             self._waiting.put_nowait(flight)
-            return await flight.outcome
+            return [await flight.outcome]
         worker = await self._free.get()
         try:
-            return await self._alone(worker, payload)
+            return await self._alone(worker, payloads)
         finally:
             self._free.put_nowait(worker)
 
-    async def _score_all(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        worker = await self._free.get()
-        started = time.monotonic()
-        try:
-            payloads = [_payload(request) for request in requests]
-            outcomes: list[Outcome] = await worker.call("score_all", payloads, deadline_s=self._timeout)
-        except CallFailed as error:
-            return [self._blamed(error, time.monotonic() - started)] * len(requests)
-        except Exception as error:  # all rows together are too large
-            return [failure(error, 0.0)] * len(requests)
-        finally:
-            self._free.put_nowait(worker)
-        return outcomes
-
-    async def _alone(self, worker: Hosted, payload: bytes) -> Outcome:
-        """Have a worker score one sample, which is to blame for whatever happens."""
+    async def _alone(self, worker: Hosted, payloads: Sequence[bytes]) -> list[Outcome]:
+        """Have a worker score one sample, or those of a manager, which are to blame for whatever happens."""
         started = time.monotonic()
         deadline_s = self._timeout
         if self._mode == "async":
             deadline_s += ASYNC_GRACE
         try:
-            outcome: Outcome = await worker.call("score", payload, deadline_s=deadline_s)
+            outcomes: list[Outcome] = await worker.call("score", payloads, deadline_s=deadline_s)
         except CallFailed as error:
-            return self._blamed(error, time.monotonic() - started)
-        return outcome
+            return [self._blamed(error, time.monotonic() - started)] * len(payloads)
+        except Exception as error:  # all together are too large
+            return [failure(error, 0.0)] * len(payloads)
+        return outcomes
 
     def _blamed(self, error: CallFailed, seconds: float) -> Outcome:
         if isinstance(error, CallTooLong):
@@ -287,7 +278,8 @@ class RewardPool:
             flights[0].settle(self._blamed(error, time.monotonic() - flights[0].started))
             return
         for flight in flights:
-            flight.settle(await self._alone(worker, flight.payload))
+            (outcome,) = await self._alone(worker, [flight.payload])
+            flight.settle(outcome)
 
 
 class _PoolScoring:
@@ -295,34 +287,27 @@ class _PoolScoring:
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._futures: list[futures.Future[Outcome]] = []
+        self._futures: list[futures.Future[list[Outcome]]] = []
         self._collected: list[ScoreRequest] = []
 
     def add(self, request: ScoreRequest) -> None:
         if self._pool.takes_all:
             self._collected.append(request)
         else:
-            self._futures.append(self._pool.submit(request))
+            self._futures.append(self._pool.submit([request]))
 
     def outcomes(self) -> list[Outcome]:
+        if self._collected:
+            self._futures.append(self._pool.submit(self._collected))
+            self._collected = []
         try:
-            if self._collected:
-                return self._pool.submit_all(self._collected).result()
-            return [future.result() for future in self._futures]
+            return [outcome for future in self._futures for outcome in future.result()]
         except futures.CancelledError as error:
             raise RewardError("the reward pool was closed while it was scoring") from error
 
     def close(self) -> None:
         for future in self._futures:
             future.cancel()
-
-
-def _payload(request: ScoreRequest) -> bytes:
-    """Return a request's pickle, or that of its failure, which a worker gives back as it is."""
-    try:
-        return dumps(request)
-    except Exception as error:  # whatever the rows of a dataset hold: not ours to know
-        return dumps(failure(error, 0.0))
 
 
 async def _cancel_all() -> None:

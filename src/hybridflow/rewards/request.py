@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hybridflow.config.own_code import MESSAGES, TOKENS
+
+PROMPT = "raw_prompt"
+"""Name under which a reward function may ask for the row's prompt, a text or messages."""
+
 
 @dataclass(frozen=True)
 class ScoreRequest:
@@ -22,6 +27,18 @@ class ScoreRequest:
     """The conversation with the response, for reward models, judges and functions that name it."""
     prompt: Any = None
     """The row's prompt, a text or messages, where it is known."""
+
+    def row(self) -> dict[str, Any]:
+        """Return all that a reward function may be given, by the names in `function.ROW`."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+            TOKENS: list(self.response_ids),
+            MESSAGES: list(self.messages),
+            PROMPT: self.prompt,
+        }
 
 
 @dataclass(frozen=True)

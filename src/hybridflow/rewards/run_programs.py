@@ -1,6 +1,6 @@
 """Programs of a response, run in the sandbox of this machine or by a SandboxFusion service.
 
-[Program, …] ──LocalRunner or RemoteRunner──► [Ran, …], in their order
+[Program, …] ──LocalRunner or RemoteRunner──► [Verdict, …], in their order
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
 from hybridflow.config.sandbox import SandboxConfig
-from hybridflow.rewards.apart.programs import Program
-from hybridflow.rewards.apart.texts import together
+from hybridflow.rewards.apart.programs import Program, together
 from hybridflow.sandbox.sandbox import Sandbox
-from hybridflow.sandbox.verdict import Limits, Verdict
+from hybridflow.sandbox.verdict import Limits, Status, Verdict
 from hybridflow.tools.http_post import Limit, post
 
-NOT_RUN = "timed_out"
+NOT_RUN: Status = "timed_out"
 """Status of programs for which no time was left."""
 FAILED = ("lost", "refused")
 """Statuses of programs that the sandbox has failed to run."""
@@ -31,21 +30,13 @@ SHARE_OF_TIMEOUT = 0.7
 """Share of `reward.timeout` that the programs of a response may take; the rest is for all else."""
 
 
-@dataclass(frozen=True)
-class Ran:
-    """How a program ended, by the words of `sandbox.verdict.Verdict`, and its standard output."""
-
-    status: str
-    output: str
-
-
 class Runner(Protocol):
     """Runs the programs of one response."""
 
     def prepare(self) -> None:
         """Get ready before the first response. Raises ConfigError where programs cannot run here."""
 
-    def run(self, programs: Sequence[Program]) -> list[Ran]: ...
+    def run(self, programs: Sequence[Program]) -> list[Verdict]: ...
 
 
 class LocalRunner:
@@ -63,34 +54,33 @@ class LocalRunner:
         """Start the sandbox. Raises ConfigError where layers of it are missing."""
         self._sandbox.layers()
 
-    def run(self, programs: Sequence[Program]) -> list[Ran]:
+    def run(self, programs: Sequence[Program]) -> list[Verdict]:
         """Run one after the other; those after one that was stopped at its time are not run."""
-        results: list[Ran] = []
+        results: list[Verdict] = []
         deadline = time.monotonic() + self._budget_s
         for program in programs:
             left = deadline - time.monotonic()
             if left <= 0 or (results and results[-1].status == NOT_RUN):
-                results.append(Ran(NOT_RUN, ""))
+                results.append(Verdict(NOT_RUN))
                 continue
             limits = replace(self._sandbox.limits, wall_s=left)  # the keys' limit holds where it is less
             if program.tests:
                 results.append(self._run_both(program, limits))
             else:
-                verdict = self._sandbox.run(program.code, stdin=program.stdin, limits=limits)
-                results.append(_ran(verdict))
+                results.append(self._sandbox.run(program.code, stdin=program.stdin, limits=limits))
         return results
 
-    def _run_both(self, program: Program, limits: Limits) -> Ran:
+    def _run_both(self, program: Program, limits: Limits) -> Verdict:
         """Run the solution and the tests side by side, with a socket between them."""
         to_tests, to_solution = socket.socketpair()
         with ThreadPoolExecutor(1) as thread:
             running = thread.submit(self._sandbox.run, program.code, limits=limits, channel=to_tests)
-            tests = _ran(
-                self._of_tests.run(program.tests, stdin=program.stdin, limits=limits, channel=to_solution)
-            )
-            solution = _ran(running.result())
-        if solution.status in FAILED or (tests.status not in FAILED and solution.status != "ok"):
-            return Ran(solution.status, solution.output if solution.status in FAILED else tests.output)
+            tests = self._of_tests.run(program.tests, stdin=program.stdin, limits=limits, channel=to_solution)
+            solution = running.result()
+        if solution.status in FAILED:
+            return solution
+        if tests.status not in FAILED and solution.status != "ok":
+            return replace(solution, stdout=tests.stdout)
         return tests
 
 
@@ -114,21 +104,21 @@ class RemoteRunner:
     def prepare(self) -> None:
         """Do nothing: the service is there, or each response says that it is not."""
 
-    def run(self, programs: Sequence[Program]) -> list[Ran]:
+    def run(self, programs: Sequence[Program]) -> list[Verdict]:
         """Run them side by side."""
         # a thread of its own: the caller may run inside an event loop, where asyncio.run is refused
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._run_all(programs)).result()
 
-    async def _run_all(self, programs: Sequence[Program]) -> list[Ran]:
+    async def _run_all(self, programs: Sequence[Program]) -> list[Verdict]:
         deadline = asyncio.get_running_loop().time() + self._budget_s
         return list(await asyncio.gather(*(self._run(program, deadline) for program in programs)))
 
-    async def _run(self, program: Program, deadline: float) -> Ran:
+    async def _run(self, program: Program, deadline: float) -> Verdict:
         async with self._limit.here():
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                return Ran(NOT_RUN, "")
+                return Verdict(NOT_RUN)
             # a program is compiled, then run, each within its time
             seconds = min(self._seconds, left / 2)
             request = {
@@ -145,14 +135,8 @@ class RemoteRunner:
                 async with asyncio.timeout(left):  # for all tries
                     answer = await post(self._url, request, timeout=2 * seconds)
             except Exception as error:  # of the network, or of an answer that is no JSON
-                return Ran("lost", f"{self._url}: {type(error).__name__}: {error}")
-        return ran_of(answer)
-
-
-def _ran(verdict: Verdict) -> Ran:
-    if verdict.status in FAILED:
-        return Ran(verdict.status, verdict.stderr)
-    return Ran(verdict.status, verdict.stdout)
+                return Verdict("lost", stderr=f"{self._url}: {type(error).__name__}: {error}")
+        return verdict_of(answer)
 
 
 def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
@@ -165,14 +149,14 @@ def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
     return RemoteRunner(service, config.sandbox.timeout, budget_s, num_parallel)
 
 
-def ran_of(answer: dict[str, Any]) -> Ran:
+def verdict_of(answer: dict[str, Any]) -> Verdict:
     """Return what a service's answer says of a program."""
     if answer.get("status") == "SandboxError":
-        return Ran("lost", str(answer.get("message")))
+        return Verdict("lost", stderr=str(answer.get("message")))
     ended = answer.get("run_result") or answer.get("compile_result") or {}
     output = str(ended.get("stdout") or "")[:MAX_OUTPUT]
     if ended.get("status") == "TimeLimitExceeded":
-        return Ran("timed_out", output)
+        return Verdict("timed_out", stdout=output)
     if ended.get("status") == "Finished" and ended.get("return_code") == 0:
-        return Ran("ok", output)
-    return Ran("raised", output)
+        return Verdict("ok", stdout=output)
+    return Verdict("raised", stdout=output)

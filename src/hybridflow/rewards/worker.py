@@ -12,11 +12,9 @@ import pickle
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Literal
 
-from hybridflow.rewards.call import call, call_async, failure
-from hybridflow.rewards.load import is_async
-from hybridflow.rewards.managers import call_manager, load_manager
+from hybridflow.rewards.call import call, call_async, call_manager, failure, load_manager
+from hybridflow.rewards.compose import resolve
 from hybridflow.rewards.request import Outcome, ScoreRequest
-from hybridflow.rewards.resolve import resolve
 from hybridflow.sandbox.own_limits import OwnLimits
 
 Mode = Literal["sync", "async", "batch"]
@@ -57,29 +55,24 @@ class LoadedReward:
         """Return how requests are scored: one by one, many at once, or all in one call."""
         if self._manager is not None:
             return "batch"
-        if is_async(self._function):
+        if self._function.is_async:
             return "async"
         return "sync"
 
-    def score(self, payload: bytes) -> Outcome | Awaitable[Outcome]:
-        """Score one request, and no other beside it."""
+    def score(self, payloads: Sequence[bytes]) -> list[Outcome] | Awaitable[list[Outcome]]:
+        """Score one request, or have the manager score all, and no other beside them."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
         if self.mode() == "async":
-            return self._score_async(payload)
-        request = self._begun(payload)
-        if isinstance(request, Outcome):
-            return request
-        return _bounded(call(self._function, request))
-
-    def score_all(self, payloads: Sequence[bytes]) -> list[Outcome]:
-        """Have the manager score all requests."""
-        assert self._manager is not None, "only in the mode batch"
+            return self._score_all_async(payloads)
         requests = [self._begun(payload) for payload in payloads]
         readable = [request for request in requests if isinstance(request, ScoreRequest)]
-        scored = iter(call_manager(self._manager, self._function, readable))
-        return [request if isinstance(request, Outcome) else next(scored) for request in requests]
+        if self._manager is not None:
+            scored = iter(call_manager(self._manager, self._function, readable))
+        else:
+            scored = iter([call(self._function, request) for request in readable])
+        return [request if isinstance(request, Outcome) else _bounded(next(scored)) for request in requests]
 
     async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
         """Begin new requests; return the outcomes, by their tickets, that are there after a short wait.
@@ -96,6 +89,9 @@ class LoadedReward:
         await asyncio.wait(self._tasks.values(), timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         done = [ticket for ticket, task in self._tasks.items() if task.done()]
         return {ticket: self._tasks.pop(ticket).result() for ticket in done}
+
+    async def _score_all_async(self, payloads: Sequence[bytes]) -> list[Outcome]:
+        return [await self._score_async(payload) for payload in payloads]
 
     async def _score_async(self, payload: bytes) -> Outcome:
         request = self._begun(payload)

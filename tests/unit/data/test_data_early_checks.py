@@ -20,10 +20,10 @@ from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.config.tree import with_values
 from hybridflow.data.early_checks import check_data
 from hybridflow.errors import ConfigError, DataError, RewardError
+from hybridflow.rewards.compose import resolve
 from hybridflow.rewards.early_checks import check_reward
-from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
-from hybridflow.rewards.table import RETURNED
+from hybridflow.rewards.table import REWARD_FUNCTIONS
 
 ROW = {
     "data_source": "gsm8k",
@@ -324,14 +324,15 @@ def test_the_name_of_a_function_may_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in RETURNED if name not in ("reasoning_gym", "code", "judge")]
+    "name", [name for name in REWARD_FUNCTIONS if name not in ("reasoning_gym", "code", "judge")]
 )
 def test_the_table_of_returned_keys_is_true(name: str) -> None:
     options = {"format": {"pattern": "x"}, "length": {"max_chars": 3}}.get(name, {})
     config = RewardConfig(terms=[{"name": name, "key": "own", **options}])
     for response in ("#### 1", "\\boxed{1}", ""):
         row = {"data_source": "x", "solution_str": response, "ground_truth": "1", "extra_info": {}}
-        assert set(normalize_result(resolve(config, seed=0)(**row))[1]) == {"own", *RETURNED[name]}
+        _, extras = normalize_result(resolve(config, seed=0)(**row))
+        assert set(extras) == {"own", *REWARD_FUNCTIONS[name].returns}
 
 
 @pytest.mark.parametrize(

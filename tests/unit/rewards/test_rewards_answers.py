@@ -223,6 +223,5 @@ def test_the_exit_guard_lets_forks_end_and_goes_away(tmp_path: Path) -> None:
         assert manager.outcomes([ScoreRequest("x", "fork", None)])[0].score == 5.0
     assert os._exit is real
     guard = ExitGuard()
-    guard.install()
     guard.remove()
     assert os._exit is real

@@ -14,11 +14,11 @@ from hybridflow.config.reward import RewardConfig
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.apart.decoding import ERRORS, PLAIN, read
-from hybridflow.rewards.apart.programs import Program
-from hybridflow.rewards.apart.texts import together
+from hybridflow.rewards.apart.programs import Program, together
 from hybridflow.rewards.functions.code import compute_score
-from hybridflow.rewards.run_programs import Ran, build_runner
+from hybridflow.rewards.run_programs import build_runner
 from hybridflow.sandbox.sandbox import Sandbox
+from hybridflow.sandbox.verdict import Verdict
 
 pytestmark = pytest.mark.xdist_group("sandbox")
 CHEATS = programs_in("cheats")
@@ -59,12 +59,11 @@ class _Service:
     def prepare(self) -> None:
         self.sandbox.layers()
 
-    def run(self, programs: Sequence[Program]) -> list[Ran]:
+    def run(self, programs: Sequence[Program]) -> list[Verdict]:
         found = []
         for program in programs:
             code = together() if program.tests else program.code
-            verdict = self.sandbox.run(self.START, stdin=program.stdin, files={"code.py": code})
-            found.append(Ran(verdict.status, verdict.stdout))
+            found.append(self.sandbox.run(self.START, stdin=program.stdin, files={"code.py": code}))
         return found
 
 

@@ -19,10 +19,9 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
 from hybridflow.rewards.apart.programs import Program
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.call import call
-from hybridflow.rewards.managers import call_manager, load_manager
-from hybridflow.rewards.resolve import resolve
-from hybridflow.rewards.run_programs import MAX_OUTPUT, RemoteRunner, ran_of
+from hybridflow.rewards.call import call, call_manager, load_manager
+from hybridflow.rewards.compose import resolve
+from hybridflow.rewards.run_programs import MAX_OUTPUT, RemoteRunner, verdict_of
 
 PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}
 ECHO = {"inputs": ["a", "b"], "outputs": ["a", "b"]}
@@ -232,11 +231,13 @@ def test_all_tries_of_a_busy_service_fit_into_the_time_of_a_response(service: st
 
 def test_what_a_service_says_of_a_program() -> None:
     def ran(**result: Any) -> str:
-        return ran_of({"status": "Failed", "run_result": result}).status
+        return verdict_of({"status": "Failed", "run_result": result}).status
 
     assert ran(status="TimeLimitExceeded") == "timed_out"
     assert ran(status="Finished", return_code=1) == "raised"
     assert ran(status="Error") == "raised"
-    assert ran_of({"status": "SandboxError", "message": "full"}).status == "lost"
-    long = ran_of({"run_result": {"status": "Finished", "return_code": 0, "stdout": "x" * (MAX_OUTPUT + 1)}})
-    assert (long.status, len(long.output)) == ("ok", MAX_OUTPUT)
+    assert verdict_of({"status": "SandboxError", "message": "full"}).status == "lost"
+    long = verdict_of(
+        {"run_result": {"status": "Finished", "return_code": 0, "stdout": "x" * (MAX_OUTPUT + 1)}}
+    )
+    assert (long.status, len(long.stdout)) == ("ok", MAX_OUTPUT)

@@ -19,6 +19,7 @@ from hybridflow.data.tasks.arithmetic_chain import worked_answer
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import ScoreRequest
 from hybridflow.rewards.call import call
+from hybridflow.rewards.compose import resolve
 from hybridflow.rewards.functions import (
     arithmetic_chain,
     exact_match,
@@ -30,7 +31,6 @@ from hybridflow.rewards.functions import (
 )
 from hybridflow.rewards.functions import math as math_reward
 from hybridflow.rewards.load import load_user_function
-from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
 
 

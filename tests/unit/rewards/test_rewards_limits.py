@@ -13,6 +13,7 @@ from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.cache import CachedScorer
+from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.pool import RateLimit
 
@@ -93,7 +94,7 @@ def test_equal_responses_are_scored_once_and_counted() -> None:
             raise ValueError("no")
         return float(len(called))
 
-    scorer = CachedScorer(InProcessScorer(lambda: compute_score, 30.0), size=2)
+    scorer = CachedScorer(InProcessScorer(lambda: RewardFunction.of(compute_score), 30.0), size=2)
     manager = RewardManager(scorer, on_error="zero")
 
     def scores(*texts: str) -> list[float]:
@@ -120,7 +121,8 @@ def test_rows_that_cannot_be_compared_equal_no_other_of_any_step() -> None:
         called.append(solution_str)
         return float(len(called))
 
-    with RewardManager(CachedScorer(InProcessScorer(lambda: compute_score, 30.0), size=8)) as manager:
+    scorer = CachedScorer(InProcessScorer(lambda: RewardFunction.of(compute_score), 30.0), size=8)
+    with RewardManager(scorer) as manager:
         for text in ("first", "second"):
             with manager.open() as session:
                 session.add(0, ScoreRequest("x", text, "truth", {"lock": threading.Lock()}))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.apart.programs import Program
-from hybridflow.rewards.apart.texts import together
+from hybridflow.rewards.apart.programs import Program, together
 from hybridflow.rewards.functions import geometry3k, math_dapo
 from hybridflow.rewards.table import function_of
 from hybridflow.rewards.test_cases import programs_of, same_text, solution_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.rewards.compose import resolve
 from hybridflow.rewards.functions import math, math_dapo
-from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
 
 PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"

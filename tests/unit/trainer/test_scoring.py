@@ -14,6 +14,7 @@ from hybridflow.episodes.scoring import Scoring
 from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Lineage, Outcome, Segment, Trajectory
+from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
 
@@ -67,15 +68,16 @@ def score(
     return scored, metrics.to_floats()
 
 
-def manager(on_error: Any = "raise") -> RewardManager:
-    return RewardManager(InProcessScorer(lambda: compute_score, RewardConfig().timeout), on_error=on_error)
+def manager(on_error: Any = "raise", function: Any = compute_score) -> RewardManager:
+    scorer = InProcessScorer(lambda: RewardFunction.of(function), RewardConfig().timeout)
+    return RewardManager(scorer, on_error=on_error)
 
 
 def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     def presuming(**row: Any) -> Any:
         return {"score": 1.0, "uid": "mine", "reward": 7.0, "advantages": 1.0, "share": 0.5}
 
-    rewards = RewardManager(InProcessScorer(lambda: presuming, RewardConfig().timeout))
+    rewards = manager(function=presuming)
     for _ in range(2):
         scored, _ = score(trajectories("4", "4", "5"), rewards)
         assert all(one.extra["share"] == 0.5 for one in scored)
@@ -113,7 +115,7 @@ def test_scores_of_single_tokens_land_on_the_tokens_that_were_sampled() -> None:
         Lineage(Prompt((5,)), (segment(0, 1, 2), Segment((9, 9)), segment(2, 3))),
         Lineage(Prompt((5, 5)), (segment(1, 4),)),
     )
-    rewards = RewardManager(InProcessScorer(lambda: by_token, RewardConfig().timeout), on_error="drop")
+    rewards = manager("drop", by_token)
     made = [replace(one, lineages=rows) for one in trajectories("list", "dict", "two")]
     (listed, as_dict, wrong), metrics = score(made, rewards)
     assert listed.sampled_ids == (1, 2, 4, 3)

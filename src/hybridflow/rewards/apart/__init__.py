@@ -4,5 +4,5 @@
     tests ──calls, as they come──► solution ──values──► tests          tests.py, solution.py
 
 `encoding.py` writes values beside the solution, and `decoding.py` reads them where nothing of it runs. These
-files go as texts to interpreters that may have the standard library only; `texts.py` joins them.
+files go as texts to interpreters that may have the standard library only; `programs.py` joins them.
 """

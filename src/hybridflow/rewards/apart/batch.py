@@ -12,8 +12,7 @@ import os
 import sys
 from typing import Any
 
-from hybridflow.rewards.apart.encoding import encode
-from hybridflow.rewards.apart.loading import load
+from hybridflow.rewards.apart.encoding import encode, load
 
 
 def main() -> None:

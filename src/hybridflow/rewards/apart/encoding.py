@@ -1,4 +1,5 @@
-"""Values of a solution as data: JSON, in which an object with one key is what JSON has no form for.
+"""A solution is loaded, and its values become data: JSON, in which what JSON has no form for is an object
+with one key.
 
     (1, {2: "a"})  ──►  {"tuple": [1, {"dict": [[2, "a"]]}]}
 
@@ -7,11 +8,28 @@ This runs beside the solution, so what comes out is the solution's word.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 SIMPLE: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 RAW_INTEGERS = 1 << 53
+
+
+def load(code: str, imports: list[str]) -> dict[str, Any]:
+    """Run a solution and return its names; what the tests import is added where it has no such name."""
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    names = module.__dict__
+    exec(compile(code, "solution.py", "exec", dont_inherit=True), names)
+    imported: dict[str, Any] = {}
+    for statement in imports:
+        with contextlib.suppress(Exception):
+            exec(statement, imported)
+    for name, value in imported.items():
+        names.setdefault(name, value)
+    return names
 
 
 def encode(value: Any, of_object: Callable[[Any], Any]) -> Any:

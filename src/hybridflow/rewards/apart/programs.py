@@ -6,14 +6,15 @@ compares. Else the tests run in a second process, which talks to that of the sol
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from hybridflow.rewards.apart.decoding import ERRORS, PLAIN, dict_of, read
-from hybridflow.rewards.apart.texts import BATCH, SOLUTION, TESTS, text_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def program_of_calls(
         "calls": list(calls),
         "mark": mark,
     }
-    return Program(text_of(*BATCH), json.dumps(request), len(checks), passed)
+    return Program(text_of("encoding", "batch"), json.dumps(request), len(checks), passed)
 
 
 def program_of_tests(solution: str, num_cases: int, request: Mapping[str, Any]) -> Program:
@@ -86,7 +87,9 @@ def program_of_tests(solution: str, num_cases: int, request: Mapping[str, Any]) 
         return [line == "1" for line in _marked(output, mark, num_cases)]
 
     stdin = json.dumps({"solution": solution, "mark": mark, **request})
-    return Program(text_of(*SOLUTION), stdin, num_cases, passed, tests=text_of(*TESTS))
+    return Program(
+        text_of("encoding", "solution"), stdin, num_cases, passed, tests=text_of("decoding", "tests")
+    )
 
 
 def _marked(output: str, mark: str, number: int) -> list[str]:
@@ -100,3 +103,21 @@ def _holds(check: Callable[[Any], bool], line: str) -> bool:
         return bool(check(read(line, _BUILDERS)))
     except ERRORS:  # it has raised, or is no data, or cannot be compared
         return False
+
+
+@functools.cache
+def text_of(*names: str) -> str:
+    """Return a program of some files of this folder, which runs the `main` of the last one."""
+    lines = ["from __future__ import annotations"]
+    for name in names:
+        text = resources.files(__package__).joinpath(f"{name}.py").read_text(encoding="utf-8")
+        own = ("from hybridflow.", "from __future__")
+        lines += [line for line in text.splitlines() if not line.startswith(own)]
+    return "\n".join([*lines, "main()", ""])
+
+
+@functools.cache
+def together() -> str:
+    """Return the program that is the solution's process and the tests' at once (`together.py`)."""
+    texts = {"solution": text_of("encoding", "solution"), "tests": text_of("decoding", "tests")}
+    return text_of("together").replace("texts: dict[str, str] = {}", f"texts = {texts!r}")

@@ -17,8 +17,7 @@ import traceback
 import types
 from typing import Any
 
-from hybridflow.rewards.apart.encoding import encode
-from hybridflow.rewards.apart.loading import load
+from hybridflow.rewards.apart.encoding import encode, load
 
 MUTABLE = (list, dict, set, bytearray)
 MAX_PRINTED = 1 << 20

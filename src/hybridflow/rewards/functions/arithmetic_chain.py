@@ -11,13 +11,7 @@ _ANSWER = re.compile(r"####\s*(-?\d{1,1000})\s*$")  # Python refuses to read a n
 _WORKED = re.compile(r"\s*(-?\d+ [-+] \d+ = -?\d+ \. )+#### -?\d+\s*")
 
 
-def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
+def compute_score(data_source: str, solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 if the response ends in `#### n` and n is the ground truth, else 0.0.
 
     Nothing but white space may follow n. `format` is 1.0 where the response is steps `a + b = c . ` (at least

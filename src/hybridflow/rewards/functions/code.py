@@ -17,12 +17,10 @@ def compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
     *,
     continuous: bool = True,
     max_cases: int = 10,
     runner: Runner | None = None,
-    **kwargs: Any,
 ) -> dict[str, Any]:
     """Return the share of the first `max_cases` cases that pass; if not `continuous`, 1.0 for all, else 0.0.
 
@@ -36,11 +34,11 @@ def compute_score(
     verdict = ""
     for program, ran in zip(programs, runner.run(programs), strict=True):
         if ran.status in FAILED:
-            raise RewardError(f"the sandbox failed: {ran.output}")
+            raise RewardError(f"the sandbox failed: {ran.stderr}")
         if ran.status != "ok" and program.must_end_well:
             passed += [False] * program.num_cases
         else:  # what was computed before it was stopped counts
-            passed += program.passed(ran.output)
+            passed += program.passed(ran.stdout)
         if ran.status != "ok":
             verdict = verdict or ran.status
     share = sum(passed) / len(passed)

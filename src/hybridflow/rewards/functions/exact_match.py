@@ -10,14 +10,7 @@ from hybridflow.rewards.functions.ground_truth import required
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    strip: bool = True,
-    normalize: bool = False,
-    **kwargs: Any,
+    data_source: str, solution_str: str, ground_truth: Any, *, strip: bool = True, normalize: bool = False
 ) -> dict[str, Any]:
     """Score 1.0 if the response equals the ground truth (any one of them, if it is a list), else 0.0.
 

@@ -6,15 +6,7 @@ import re
 from typing import Any
 
 
-def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    pattern: str,
-    **kwargs: Any,
-) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, *, pattern: str) -> float:
     """Score 1.0 if `pattern` is found in the response, else 0.0.
 
     `.` matches line ends too; anchor the pattern with ^ and $ to match the whole response.

@@ -9,13 +9,7 @@ from hybridflow.rewards.functions import math
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    format_score: float = 0.1,
-    **kwargs: Any,
+    data_source: str, solution_str: str, ground_truth: Any, *, format_score: float = 0.1
 ) -> dict[str, Any]:
     """Return (1 - format_score) · acc + format_score · format, both 1.0 or 0.0.
 

@@ -13,11 +13,9 @@ def compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
     *,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
-    **kwargs: Any,
 ) -> dict[str, Any]:
     """Score 1.0 if the last answer is the ground truth's number, `format_score` for another number.
 

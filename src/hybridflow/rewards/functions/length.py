@@ -6,14 +6,7 @@ from typing import Any
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    max_chars: int,
-    buffer_chars: int = 0,
-    **kwargs: Any,
+    data_source: str, solution_str: str, ground_truth: Any, *, max_chars: int, buffer_chars: int = 0
 ) -> float:
     """Return the excess in [0, 1]: 0 up to `max_chars`, rising linearly to 1 at `max_chars + buffer_chars`.
 

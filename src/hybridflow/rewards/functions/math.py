@@ -38,13 +38,7 @@ _WITHOUT_VALUE = (ArithmeticError, TypeError, ValueError, NotImplementedError, R
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    boxed_only: bool = True,
-    **kwargs: Any,
+    data_source: str, solution_str: str, ground_truth: Any, *, boxed_only: bool = True
 ) -> dict[str, Any]:
     r"""Score 1.0 if the answer in the last `\boxed{...}` of the response equals the ground truth, else 0.0.
 

@@ -12,13 +12,7 @@ LONGEST = 300
 """Characters at the end of a response in which the answer is looked for."""
 
 
-def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
+def compute_score(data_source: str, solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 if the last answer is the ground truth, else -1.0; `pred` is that answer in one spelling.
 
     The page on rewards states what is equal. Needs no math-verify. Source: arXiv 2503.14476, section 3.5.

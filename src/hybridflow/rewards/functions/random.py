@@ -17,7 +17,6 @@ def compute_score(
     *,
     seed: int = 0,
     probability: float = 0.5,
-    **kwargs: Any,
 ) -> float:
     """Score 1.0 with `probability`, else 0.0.
 

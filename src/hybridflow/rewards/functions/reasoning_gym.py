@@ -21,11 +21,7 @@ _MARKED = re.compile(r"####(.*?)(?:\n|$)")
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    **kwargs: Any,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the task's score of the response's answer, in [0, 1]; "acc" is 1.0 only for a full score.
 

@@ -14,13 +14,7 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    format_score: float = 0.0,
-    **kwargs: Any,
+    data_source: str, solution_str: str, ground_truth: Any, *, format_score: float = 0.0
 ) -> dict[str, Any]:
     """Score 1.0 if the last answer is one of the right ones, `format_score` for another, 0.0 without one.
 

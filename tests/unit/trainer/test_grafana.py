@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,7 +17,6 @@ from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.background import BackgroundTracker
-from hybridflow.rollout.server import app
 from hybridflow.rollout.server.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,9 +123,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
         run = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     metrics = Metrics("m")
     metrics.answers["/v1/completions", 200] += 1
-    service: Any = SimpleNamespace(client=SimpleNamespace(replicas=()), open_choices=0)
-    server = metrics.text(app._gauges(service), app._vllm_gauges(service))
-    return {"run": samples(run), "server": samples(server)}
+    return {"run": samples(run), "server": samples(metrics.page(0, ()))}
 
 
 def tracker_of(trackers: Trackers) -> Any:

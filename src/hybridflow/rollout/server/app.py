@@ -27,7 +27,6 @@ from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorRespo
 from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
-from hybridflow.rollout.server.metrics import Gauges
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.readers import Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
@@ -88,10 +87,8 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(
-            service.metrics.text(_gauges(service), _vllm_gauges(service)),
-            media_type="text/plain; version=0.0.4",
-        )
+        page = service.metrics.page(service.open_choices, service.client.replicas)
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     app.add_middleware(
         Gate,
@@ -254,28 +251,6 @@ def _model_card(model: ServedModel, started: int) -> dict[str, Any]:
         "created": started,
         "owned_by": "hybridflow",
         "max_model_len": model.max_model_len,
-    }
-
-
-def _gauges(service: Service) -> Gauges:
-    replicas = service.client.replicas
-    return {
-        "responses_open": ("Responses in work or waiting.", service.open_choices),
-        "responses_in_engines": (
-            "Responses that the engines have not answered.",
-            sum(replica.load for replica in replicas),
-        ),
-        "replicas_alive": ("Engines that serve.", sum(replica.failure is None for replica in replicas)),
-    }
-
-
-def _vllm_gauges(service: Service) -> Gauges:
-    replicas = service.client.replicas
-    waiting = sum(replica.waiting for replica in replicas)
-    running = sum(replica.load for replica in replicas) - waiting
-    return {
-        "num_requests_running": ("Requests that get tokens.", running),
-        "num_requests_waiting": ("Requests without room in an engine.", waiting),
     }
 
 

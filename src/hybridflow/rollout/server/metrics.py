@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hybridflow.rollout.client import Replica
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-Gauges = dict[str, tuple[str, float]]
-"""Current values by name, each with its meaning."""
 
 
 class Histogram:
@@ -35,16 +32,9 @@ class Histogram:
         self._counts[bisect_left(SECONDS, value)] += 1
         self._sum += value
 
-    def family(self, name: str, meaning: str, label: str, model: str) -> HistogramMetricFamily:
-        """Return it for Prometheus; each bucket includes the smaller ones."""
-        buckets = []
-        total = 0
-        for bound, count in zip((*map(str, SECONDS), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(name, meaning, labels=[label])
-        family.add_metric([model], buckets, self._sum)
-        return family
+    def read(self) -> tuple[list[tuple[str, int]], float]:
+        """Return the count of each bucket, which includes the smaller ones, and the sum of all values."""
+        return list(zip((*map(str, SECONDS), "+Inf"), accumulate(self._counts), strict=True)), self._sum
 
 
 class Metrics:
@@ -60,69 +50,49 @@ class Metrics:
         self.seconds = Histogram()
         self.first_token = Histogram()
 
-    def text(self, gauges: Gauges, vllm_gauges: Gauges) -> str:
-        """Return the page in Prometheus' text format, with the current values of both kinds of gauges."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Page([*self._own(gauges), *self._as_vllm(vllm_gauges)]))
-        page: bytes = generate_latest(registry)
-        return page.decode()
-
-    def _own(self, gauges: Gauges) -> Iterator[Metric]:
+    def page(self, open_choices: int, replicas: Sequence[Replica]) -> str:
+        """Return the page in Prometheus' text format; what is open now comes from the arguments."""
+        load = sum(replica.load for replica in replicas)
+        waiting = sum(replica.waiting for replica in replicas)
+        alive = sum(replica.failure is None for replica in replicas)
         answers = CounterMetricFamily(
             "hybridflow_http_answers", "Answers by path and status.", labels=["model", "path", "status"]
         )
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([self._model, path, str(status)], count)
-        yield answers
-        yield self._counter("hybridflow_prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
-        yield self._counter(
-            "hybridflow_generated_tokens", "Tokens of responses that were handed on.", self.generated_tokens
-        )
-        yield self._counter(
-            "hybridflow_requests_cancelled", "Requests whose client went away.", self.cancelled
-        )
-        for name, (meaning, value) in gauges.items():
-            yield self._gauge(f"hybridflow_{name}", meaning, value)
-        for name, meaning, histogram in (
-            ("request_seconds", "From admission to the last token.", self.seconds),
-            ("first_token_seconds", "From admission to the first token, of streams.", self.first_token),
-        ):
-            yield histogram.family(f"hybridflow_{name}", meaning, "model", self._model)
+        metrics: list[Metric] = [answers]
 
-    def _as_vllm(self, gauges: Gauges) -> Iterator[Metric]:
-        label = "model_name"
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", self.prompt_tokens, label)
-        yield self._counter(
-            "vllm:generation_tokens", "Tokens of responses that were handed on.", self.generated_tokens, label
-        )
-        for name, (meaning, value) in gauges.items():
-            yield self._gauge(f"vllm:{name}", meaning, value, label)
-        for name, meaning, histogram in (
-            ("e2e_request_latency_seconds", "From admission to the last token.", self.seconds),
-            (
-                "time_to_first_token_seconds",
-                "From admission to the first token, of streams.",
-                self.first_token,
-            ),
-        ):
-            yield histogram.family(f"vllm:{name}", meaning, label, self._model)
+        def add(kind: Any, name: str | None, vllm: str | None, meaning: str, *value: Any) -> None:
+            for label, prefix, known_as in (("model", "hybridflow_", name), ("model_name", "vllm:", vllm)):
+                if known_as is not None:
+                    family = kind(prefix + known_as, meaning, labels=[label])
+                    family.add_metric([self._model], *value)
+                    metrics.append(family)
 
-    def _counter(self, name: str, meaning: str, value: float, label: str = "model") -> CounterMetricFamily:
-        family = CounterMetricFamily(name, meaning, labels=[label])
-        family.add_metric([self._model], value)
-        return family
-
-    def _gauge(self, name: str, meaning: str, value: float, label: str = "model") -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, meaning, labels=[label])
-        family.add_metric([self._model], value)
-        return family
+        counter = CounterMetricFamily
+        gauge = GaugeMetricFamily
+        histogram = HistogramMetricFamily
+        generated = "Tokens of responses that were handed on."
+        whole = "From admission to the last token."
+        first = "From admission to the first token, of streams."
+        add(counter, "prompt_tokens", "prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        add(counter, "generated_tokens", "generation_tokens", generated, self.generated_tokens)
+        add(counter, "requests_cancelled", None, "Requests whose client went away.", self.cancelled)
+        add(gauge, "responses_open", None, "Responses in work or waiting.", open_choices)
+        add(gauge, "responses_in_engines", None, "Responses that the engines have not answered.", load)
+        add(gauge, "replicas_alive", None, "Engines that serve.", alive)
+        add(gauge, None, "num_requests_running", "Requests that get tokens.", load - waiting)
+        add(gauge, None, "num_requests_waiting", "Requests without room in an engine.", waiting)
+        add(histogram, "request_seconds", "e2e_request_latency_seconds", whole, *self.seconds.read())
+        add(histogram, "first_token_seconds", "time_to_first_token_seconds", first, *self.first_token.read())
+        return generate_latest(_Page(metrics)).decode()
 
 
-class _Page:
-    """A page's metrics, as a registry collects them."""
+class _Page(Collector):
+    """A page's metrics, as they are written."""
 
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> list[Metric]:
-        return self._families
+        return self._metrics

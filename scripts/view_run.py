@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hybridflow.observability.samples import SampleWriter
-from hybridflow.observability.timeline import timeline
+from hybridflow.observability.timing import timeline
 from hybridflow.observability.trackers import build_trackers
 from hybridflow.observability.trackers.jsonl import StepLines
 

@@ -6,6 +6,11 @@ Workers are built when they are first needed, and called by name. `LocalBackend`
 in the driver's process: a call runs at once in the caller's thread, so `breakpoint()` works in a worker and a
 traceback is one piece. The parts that `submit` returns are therefore already done. An engine that generates
 is stepped in a thread of its own, as everywhere.
+
+Driver and workers of one process are kept apart as two processes are, without copies of tensors: `isolate`
+gives the other side containers of its own around the same tensors, so that adding, removing or replacing a
+field has no effect elsewhere, and `TensorVersions` detects tensors that were written in place, by PyTorch's
+version counter.
 """
 
 from __future__ import annotations
@@ -13,19 +18,72 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
 
 from hybridflow.controller.dispatch import Call, Lane, registration_of
 from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.peers import Peers
 from hybridflow.controller.place import Place, RankInfo
-from hybridflow.controller.read_only import TensorVersions, isolate
 from hybridflow.controller.worker import Factories, Worker
 from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.observability.profiling import profiler
 from hybridflow.protocol import DataProto
+
+
+def isolate(value: Any) -> Any:
+    """Return the same value in new containers (DataProto, dict, list, tuple, object columns) that share the
+    tensors.
+    """
+    if isinstance(value, DataProto):
+        columns = {name: isolate(column) for name, column in value.non_tensor_batch.items()}
+        return DataProto(value.batch.clone(recurse=False), columns, value.meta_info, value.remote)
+    if type(value) is dict:
+        return {key: isolate(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [isolate(entry) for entry in value]
+    if type(value) is tuple:
+        return tuple(isolate(entry) for entry in value)
+    if isinstance(value, np.ndarray):
+        copy = value.copy()
+        if copy.dtype == object:
+            copy[...] = np.frompyfunc(isolate, 1, 1)(value)
+        return copy
+    return value
+
+
+class TensorVersions:
+    """The version counters of all tensors inside a value, to find out later which were written."""
+
+    def __init__(self, value: Any) -> None:
+        self._seen = [
+            (name, tensor, tensor._version)
+            for name, tensor in _tensors(value, "")
+            if not tensor.is_inference()
+        ]
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that were written since."""
+        return [name for name, tensor, version in self._seen if tensor._version != version]
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, DataProto):
+        for key, tensor in value.batch.items():
+            if isinstance(tensor, Tensor):
+                yield str(key), tensor
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _tensors(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _tensors(entry, f"{name}[{index}]")
 
 
 class WorkerHost:

@@ -43,8 +43,7 @@ from hybridflow.episodes.rollout_traces import RolloutTraces
 from hybridflow.episodes.scoring import Scoring
 from hybridflow.errors import RolloutError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.observability.timeline import timeline
-from hybridflow.observability.timing import Timer
+from hybridflow.observability.timing import Timer, timeline
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.trajectory import Outcome, Trajectory

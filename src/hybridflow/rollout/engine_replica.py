@@ -26,8 +26,8 @@ import torch
 from hybridflow.distributed.device import set_current
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
-from hybridflow.observability.occupancy import Occupancy
 from hybridflow.observability.profiling import profiler
+from hybridflow.observability.timing import Occupancy
 from hybridflow.rollout.base import (
     EngineSession,
     GenerationOutput,

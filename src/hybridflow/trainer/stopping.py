@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C as a wish to end a run, honoured where no finished work is lost.
+"""What ends a run before its last step, so that no finished work is lost: signals, and a machine's end.
+
+SIGTERM and Ctrl-C are wishes to end it:
 
     signal ──► StopSignals ─┬─ nothing unsaved, work in progress can be thrown away ──► Stopped, at once
                             ├─ generation, scoring, validation ──► Stopped at the next point between two items
@@ -7,16 +9,24 @@
 
 A second signal ends the run at once, whatever it is doing. One that comes right after the first is taken for
 the same wish: `timeout` sends each signal twice, and a terminal's Ctrl-C may come with a SIGTERM of a parent.
+
+A machine that is lent for a time says when it is taken back, and the run saves before that:
+
+    an environment variable ──► Expiry ◄── seconds of steps and of saves
+                                  └── due() after a step: no further step and save would be done in time
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -161,3 +171,95 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 def _nothing_unsaved() -> bool:
     return False
+
+
+VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+"""Environment variables in which platforms say when the machine is taken back."""
+FIRST_SAVE_SECONDS = 60.0
+"""Seconds that a save is taken to need before one was measured."""
+MILLISECONDS = 1e11
+"""A larger number cannot be seconds since 1970: that would be the year 5138."""
+
+
+@dataclass
+class Expiry:
+    """The time at which the machine is taken back, and what it takes to save before it."""
+
+    at: float | None = None
+    """Seconds since 1970; None: nobody has said so."""
+    redundant: float = 0.0
+    """Further seconds that a save keeps from the end."""
+    clock: Callable[[], float] = time.time
+    longest_step: float = 0.0
+    longest_save: float = 0.0
+
+    def step_took(self, seconds: float) -> None:
+        """Count a step; the longest one is what the next may take."""
+        self.longest_step = max(self.longest_step, seconds)
+
+    def save_took(self, seconds: float) -> None:
+        """Count a save in the same way."""
+        self.longest_save = max(self.longest_save, seconds)
+
+    def due(self) -> bool:
+        """Return whether to save now: after one more step there may be no time for it.
+
+        False where nobody has said when the machine ends, and where that time has passed.
+        """
+        if self.at is None:
+            return False
+        left = self.at - self.clock()
+        needed = self.longest_step + (self.longest_save or FIRST_SAVE_SECONDS) + self.redundant
+        if not 0 < left <= needed:
+            return False
+        logger.warning(
+            "the machine is taken back in %.0f s, and a step and a save may take %.0f s: saving now",
+            left,
+            needed,
+        )
+        return True
+
+
+def expiry_of(redundant: float, environment: Mapping[str, str] = os.environ) -> Expiry:
+    """Return what the environment says; a value that is no time is told and not used.
+
+    A value is seconds or milliseconds since 1970, or a date and time in ISO 8601, without a zone in UTC.
+    """
+    for name in VARIABLES:
+        value = environment.get(name, "").strip()
+        if not value:
+            continue
+        at = _seconds(value)
+        if at is None:
+            logger.warning(
+                "%s=%s is no time: wanted seconds since 1970, or 2026-01-31T12:00:00Z", name, value
+            )
+            continue
+        said = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+        if at <= time.time():
+            logger.warning("%s=%s (%s) has passed and is not used", name, value, said)
+            continue
+        logger.info("the machine is taken back at %s (%s): the run saves before it", said, name)
+        return Expiry(at, redundant)
+    return Expiry(redundant=redundant)
+
+
+def _seconds(value: str) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp()
+    if number > MILLISECONDS:
+        number /= 1000
+    if 0 < number < MILLISECONDS:
+        return number
+    return None

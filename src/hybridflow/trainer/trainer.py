@@ -19,10 +19,9 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.expiry import Expiry
 from hybridflow.trainer.source import BatchSource, TrainBatch
 from hybridflow.trainer.state import RunState
-from hybridflow.trainer.stopping import StopSignals
+from hybridflow.trainer.stopping import Expiry, StopSignals
 
 AfterStep = Callable[[int, dict[str, float]], bool]
 """Called with the step just done and the metrics logged for it; True ends the run there."""

@@ -15,10 +15,9 @@ from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.exact import weight_sums
-from hybridflow.workers.log_prob_check import LogProbCheck
+from hybridflow.workers.log_prob_check import LogProbCheck, OffPolicy, measure_off_policy
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, add_update, mini_batches
-from hybridflow.workers.off_policy import OffPolicy, measure_off_policy
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "response_mask")

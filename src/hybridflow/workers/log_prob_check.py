@@ -2,6 +2,14 @@
 
 an update's first forward, under the weights that generated ──look_first──► its log-probs against
 old_log_probs, entropy; then the loss
+
+`measure_off_policy` compares where the columns of a batch are:
+
+    old_log_probs, rollout_log_probs ──┬─ LogProbCheck ─► training/rollout_*_diff_*
+                                       ├─ bounds       ─► rollout_corr/*
+                                       └─ version      ─► training/off_policy/{k3_kl,ratio}/*
+
+Parts of a batch are measured for themselves, each in whole groups, and their metrics add up.
 """
 
 from __future__ import annotations
@@ -12,10 +20,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridflow.algorithms.masked import masked_sum
+from hybridflow.algorithms.rollout_correction import Bounds
+from hybridflow.algorithms.staleness import mismatch_by_staleness
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.correction import correction_means, rows_of_version
+from hybridflow.workers.correction import correction_means, measure_correction, rows_of_version, sampled_rows
 
 APART = "training/rollout_log_probs_diff_max"
 """Metric: the largest difference of a sampled token's log-probs, in nats."""
@@ -121,4 +131,56 @@ def look_first(outputs: Mapping[str, Tensor], micro: DataProto, watch: LogProbCh
         metrics.add_mean(
             "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())
         )
+    return metrics
+
+
+PREFIX = "training/off_policy"
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """What is to be measured of a batch; what is None is not."""
+
+    check: LogProbCheck | None = None
+    """Set where the actor's pass has given the old log-probs: they are compared with the rollout's."""
+    bounds: Bounds | None = None
+    """The bounds of the ratios; set where a batch is not corrected and the rollout's log-probs say how far
+    the rollout is.
+    """
+    version: int | None = None
+    """The actor's version; set where a batch has tokens of older weights, and old log-probs are those of
+    the actor.
+    """
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be measured."""
+        return self == OffPolicy()
+
+
+def measure_off_policy(batch: DataProto, wanted: OffPolicy) -> Metrics:
+    """Return the metrics that are wanted.
+
+    Raises TrainingError in exact mode where the rollout's log-probs are not those of training.
+    """
+    metrics = Metrics()
+    if wanted.is_empty:
+        return metrics
+    rows = batch.batch
+    trained = rows["old_log_probs"]
+    rollout = rows["rollout_log_probs"]
+    check = wanted.check
+    if check is not None:
+        if check.exact:
+            check_same(batch, rollout, trained, step=check.step, version=check.version)
+        compared = comparable_tokens(batch, check.version)
+        metrics.update(difference(rollout[compared], trained[compared]))
+    if wanted.bounds is not None:
+        metrics.update(measure_correction(batch, wanted.bounds))
+    if wanted.version is not None:
+        mask = rows["response_mask"] & sampled_rows(batch)[:, None]
+        staleness = wanted.version - rows["policy_version"].long()
+        for steps, values in mismatch_by_staleness(trained, rollout, mask, staleness).items():
+            for name, (numerator, denominator) in values.items():
+                metrics.add_mean(f"{PREFIX}/{name}/{steps}_steps", numerator, denominator)
     return metrics

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 from hybridflow.controller import Future, WorkerGroup
 from hybridflow.controller.dealing import cut_items, plan_items
 from hybridflow.errors import RolloutError, WorkerError, WorkerLost
-from hybridflow.observability.occupancy import Occupancy
 from hybridflow.observability.progress import progress
+from hybridflow.observability.timing import Occupancy
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop

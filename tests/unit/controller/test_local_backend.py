@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.controller import Dispatch, LocalBackend, RankInfo, Worker, WorkerGroup, register
-from hybridflow.controller.read_only import TensorVersions, isolate
+from hybridflow.controller.local import TensorVersions, isolate
 from hybridflow.protocol import DataProto
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.observability.report.follow import RunFollower
-from hybridflow.observability.timeline import MOST_SPANS, MOST_TRAJECTORIES, Timeline, timeline
-from hybridflow.observability.timing import Timer
+from hybridflow.observability.timing import MOST_SPANS, MOST_TRAJECTORIES, Timeline, Timer, timeline
 from hybridflow.observability.trackers import build_trackers
 from hybridflow.observability.trackers.jsonl import StepLines, lanes_of
 from hybridflow.protocol.spans import TraceSpan

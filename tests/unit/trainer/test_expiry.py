@@ -11,8 +11,8 @@ from tiny_trainer import sft_config, tiny_model
 
 from hybridflow.checkpoint.layout import step_folders
 from hybridflow.checkpoint.store import PendingSave
-from hybridflow.trainer.expiry import VARIABLES, Expiry, expiry_of
 from hybridflow.trainer.sft.build import build
+from hybridflow.trainer.stopping import VARIABLES, Expiry, expiry_of
 
 MLP, SAGEMAKER = VARIABLES
 

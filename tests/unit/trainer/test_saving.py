@@ -24,8 +24,8 @@ from hybridflow.checkpoint.tensor_file import write_tensors
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.controller import LocalBackend
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer import saving
-from hybridflow.trainer.saving import RunSaves, SavedEngine
+from hybridflow.trainer import state as run_state
+from hybridflow.trainer.state import RunSaves, SavedEngine
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 BESIDE, AT_ONCE = CheckpointContentsConfig(async_save=True), CheckpointContentsConfig()
@@ -237,7 +237,7 @@ def test_one_given_up_leaves_nothing_once_its_threads_are_done(
 def test_one_given_up_does_not_wait_for_ever(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saving, "GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr(run_state, "GIVE_UP_SECONDS", 0.1)
     house = House(tmp_path)
     house.save(1)
     gate.reached.wait(600)

@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from hybridflow.controller.future import Part
+from hybridflow.controller.local import TensorVersions
 from hybridflow.controller.ray.transport import Held, decode
-from hybridflow.controller.read_only import TensorVersions
 from hybridflow.errors import WorkerLost
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observability.timeline import ROLES, TimeSpan, timeline
+from hybridflow.observability.timing import ROLES, TimeSpan, timeline
 from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker
 
 METRICS_FILE = "metrics.jsonl"

@@ -38,7 +38,6 @@ from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.trainer.expiry import expiry_of
 from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import check_reference_tokens
 from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
@@ -57,14 +56,13 @@ from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
-from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.schedules.continuous import ContinuousSource
 from hybridflow.trainer.schedules.exact import ExactSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.source import Resumable
-from hybridflow.trainer.state import RunState
-from hybridflow.trainer.stopping import StopSignals
+from hybridflow.trainer.state import RunState, SavedEngine
+from hybridflow.trainer.stopping import StopSignals, expiry_of
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers.losses import find_policy_loss
 

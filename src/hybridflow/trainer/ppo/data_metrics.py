@@ -1,7 +1,7 @@
 """Metrics of a batch: scores, rewards, lengths, and the age of the weights that sampled it.
 
 The names are verl's. The mismatch of log-probs by staleness is measured where these are, in
-`workers/off_policy.py`.
+`workers/log_prob_check.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.trainer.ppo.columns import explained_variance
 from hybridflow.workers.correction import sampled_rows
-from hybridflow.workers.off_policy import PREFIX
+from hybridflow.workers.log_prob_check import PREFIX
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:

@@ -30,13 +30,13 @@ from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.log_prob_check import (
     APART,
     LogProbCheck,
+    OffPolicy,
     check_same,
     check_same_weights,
     comparable_tokens,
     difference,
 )
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
-from hybridflow.workers.off_policy import OffPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from hybridflow.agent.collate import group_index
-from hybridflow.observability.occupancy import Occupancy
 from hybridflow.observability.progress import progress
+from hybridflow.observability.timing import Occupancy
 from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed

@@ -24,17 +24,15 @@ from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.expiry import expiry_of
 from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
-from hybridflow.trainer.saving import SavedEngine
 from hybridflow.trainer.sft.kinds import kind_of
 from hybridflow.trainer.sft.reference import add_reference
 from hybridflow.trainer.sft.step import RowSource, SFTStep, SFTValidator
-from hybridflow.trainer.state import RunState
-from hybridflow.trainer.stopping import StopSignals
+from hybridflow.trainer.state import RunState, SavedEngine
+from hybridflow.trainer.stopping import StopSignals, expiry_of
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers import RolloutWorker
 from hybridflow.workers.comparison import ComparisonGroup, ComparisonWorker

@@ -140,7 +140,7 @@ def _train(run: Run, costs: Costs) -> float:
     devices = costs.cluster.devices
     count = float(run.get("batch", devices))
     rows = Rows(count, 0.0, Lengths(length, length))
-    return costs.update(shape_of(run["model"]), rows, _engine(run, devices, length, 1))
+    return costs.passes(shape_of(run["model"]), rows, _engine(run, devices, length, 1), learns=True)
 
 
 def _step(run: Run, costs: Costs) -> float:
@@ -157,11 +157,11 @@ def _step(run: Run, costs: Costs) -> float:
     max_tokens = int(run.get("max_tokens", run["limit"]))
     engine = _engine(run, trainers, max_tokens, int(run["optimizer_steps"]))
     passes = int(run.get("passes", 1))
-    working = passes * costs.forward(shape, rows, engine)
-    working += costs.update(shape, rows, engine)
+    working = passes * costs.passes(shape, rows, engine, learns=False)
+    working += costs.passes(shape, rows, engine, learns=True)
     if run.get("critic"):
-        working += costs.forward(shape, rows, engine)
-        working += costs.update(shape, rows, engine)
+        working += costs.passes(shape, rows, engine, learns=False)
+        working += costs.passes(shape, rows, engine, learns=True)
     tensor = int(run.get("tensor", 1))
     refilled = mode in ("fully_async", "colocated_async", "lent")
     making = costs.generation(shape, rows, generating or devices, tensor, 256, refilled=refilled)

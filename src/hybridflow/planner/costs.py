@@ -127,8 +127,10 @@ class Costs:
         flops = rows * (2.0 * shape.active + shape.pair_flops(context))
         computing = flops / tensor / hardware.peak / self.efficiency.mfu
         layers = len(shape.layers)
-        sent = 2 * layers * rows * shape.hidden * self.itemsize * 2 * (tensor - 1) / tensor
-        talking = 2 * layers * self.cluster.latency(tensor) + sent / self.cluster.rate(tensor)
+        talking = 0.0
+        if tensor > 1:
+            sent = 2 * layers * rows * shape.hidden * self.itemsize * 2 * (tensor - 1) / tensor
+            talking = 2 * layers * self.cluster.latency(tensor) + sent / self.cluster.rate(tensor)
         launching = layers * self.efficiency.decode_layer
         slowest = max if hardware.overlaps else sum
         return slowest((reading, computing)) + sampling + launching + talking
@@ -163,49 +165,25 @@ class Costs:
             seconds += (ends - begins) * self.decode_step(shape, left, context, tensor)
         return seconds
 
-    def forward(self, shape: ModelShape, rows: Rows, engine: RoleEngine) -> float:
-        """Return the seconds of a forward pass over all rows."""
-        passing = self._passes(shape, rows.tokens, rows.square, engine, 1.0, 1.0)
-        return passing + self._host(shape, engine, self.itemsize)
-
-    def update(self, shape: ModelShape, rows: Rows, engine: RoleEngine) -> float:
-        """Return the seconds of the engine's passes over the rows with gradients, and its optimizer steps."""
-        adapters = engine.trains_adapters
-        forwards = 3.0 if not adapters else 2.0
-        forwards += 1.0 if engine.model.enable_gradient_checkpointing else 0.0
-        share = 1 / max(engine.optimizer_steps / engine.epochs, 1.0)
-        one = self._passes(shape, rows.tokens * share, rows.square * share, engine, forwards, 2.0)
-        trained = 0.02 if adapters else 1.0
-        held = shape.parameters / engine.layout.world_size * engine.layout.dp_replicate * trained
-        stepping = held * STEP_BYTES / self.cluster.hardware.bandwidth + self.efficiency.update
-        return engine.optimizer_steps * (one + stepping) + self._host(shape, engine, STATE_BYTES)
-
-    def _host(self, shape: ModelShape, engine: RoleEngine, each: int) -> float:
-        """Return the seconds in which what is offloaded comes to the device and goes back."""
-        if not (engine.fsdp.param_offload or engine.fsdp.offload_policy):
-            return 0.0
-        held = shape.parameters / engine.layout.world_size * engine.layout.dp_replicate * each
-        return 2 * held / (self.cluster.hardware.host * self.efficiency.links)
-
-    def _passes(
-        self,
-        shape: ModelShape,
-        tokens: float,
-        square: float,
-        engine: RoleEngine,
-        forwards: float,
-        gathers: float,
-    ) -> float:
-        """Return the seconds of passes that compute `forwards` times a forward pass, and gather sharded
-        parameters `gathers` times.
+    def passes(self, shape: ModelShape, rows: Rows, engine: RoleEngine, *, learns: bool) -> float:
+        """Return the seconds of a forward pass over all rows; with `learns` those of the engine's passes with
+        gradients, and of its optimizer steps.
         """
         layout = engine.layout
         hardware = self.cluster.hardware
         links = self.efficiency.links
+        adapters = engine.trains_adapters
+        share = forwards = gathers = 1.0  # of the rows at once; of a forward pass; of sharded parameters
+        if learns:
+            share = 1 / max(engine.optimizer_steps / engine.epochs, 1.0)
+            forwards = 2.0 if adapters else 3.0
+            forwards += 1.0 if engine.model.enable_gradient_checkpointing else 0.0
+            gathers = 2.0
         layers = len(shape.layers) / layout.pp
+        tokens = rows.tokens * share
         here = tokens / layout.data
         micros = max(1.0, math.ceil(here / (engine.max_tokens * layout.cp)))
-        computing = self.computing(shape, tokens, square) * forwards / layout.world_size
+        computing = self.computing(shape, tokens, rows.square * share) * forwards / layout.world_size
 
         # bytes of the weights that one rank computes with
         stage = self.itemsize / layout.pp
@@ -215,19 +193,21 @@ class Costs:
 
         # ranks gather parameters, and sum their gradients in float32
         ranks = layout.dp_shard * layout.tp
-        shared = dense if layout.dp_shard > 1 else 0.0
-        if ranks > layout.ep:  # else each rank has a part of the experts to itself, and nothing is sent
-            shared += experts
-        learns = gathers > 1 and not engine.trains_adapters
+        sums = learns and not adapters
         summed = 4 / self.itemsize
-        reshards = engine.fsdp.reshard_after_forward
-        sent = shared * (gathers if reshards else 1.0)
-        if learns:
-            sent += shared * summed
-        if reshards:
-            sent *= micros
-        sharing = sent / self.cluster.rate(ranks)
-        if learns and layout.dp_replicate > 1:  # copies sum their shards once for an optimizer step
+        sharing = 0.0
+        if ranks > 1:
+            shared = dense if layout.dp_shard > 1 else 0.0
+            if ranks > layout.ep:  # else each rank has a part of the experts to itself, and nothing is sent
+                shared += experts
+            reshards = engine.fsdp.reshard_after_forward
+            sent = shared * (gathers if reshards else 1.0)
+            if sums:
+                sent += shared * summed
+            if reshards:
+                sent *= micros
+            sharing = sent / self.cluster.rate(ranks)
+        if sums and layout.dp_replicate > 1:  # copies sum their shards once for an optimizer step
             shard = dense / layout.dp_shard + experts * layout.ep / ranks
             sharing += 2 * shard * summed / self.cluster.rate(ranks * layout.dp_replicate)
         sharing /= links
@@ -249,7 +229,18 @@ class Costs:
         fixed = micros * layers * forwards * self.efficiency.pass_layer + talking
         bubble = (micros + layout.pp - 1) / micros
         slowest = max if hardware.overlaps else sum
-        return (slowest((computing, reading, sharing)) + fixed) * bubble
+        seconds = (slowest((computing, reading, sharing)) + fixed) * bubble
+
+        held = shape.parameters / layout.world_size * layout.dp_replicate
+        fetching = 0.0
+        if engine.fsdp.param_offload or engine.fsdp.offload_policy:  # there and back
+            each = STATE_BYTES if learns else self.itemsize
+            fetching = 2 * (held * each) / (hardware.host * links)
+        if not learns:
+            return seconds + fetching
+        trained = 0.02 if adapters else 1.0
+        stepping = held * trained * STEP_BYTES / hardware.bandwidth + self.efficiency.update
+        return engine.optimizer_steps * (seconds + stepping) + fetching
 
     def sync(self, shape: ModelShape, trainers: int, tensor: int, *, apart: bool) -> float:
         """Return the seconds in which each rank of generation gets its slice of the weights of an update.

@@ -73,7 +73,10 @@ class Lengths:
     def square(self) -> float:
         """The mean square of a length."""
         points = self.seen or tuple(self.quantile(point) for point in _POINTS)
-        return sum(point * point for point in points) / len(points)
+        total = 0.0
+        for point in points:
+            total += point * point
+        return total / len(points)
 
     def segments(self, rows: float) -> Iterator[Segment]:
         """Yield stretches in which the `rows` rows that begin together run, by about a fifth fewer each."""

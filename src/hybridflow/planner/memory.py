@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
@@ -90,7 +91,7 @@ class RoleEngine:
         by_tokens = max(1, self.max_tokens // self.longest)
         return min(by_tokens, self.max_rows or by_tokens)
 
-    @property
+    @cached_property
     def trains_adapters(self) -> bool:
         """Whether only adapters of LoRA are trained."""
         return self.trained and bool(self.model.lora_rank)

@@ -191,9 +191,9 @@ def calls_of(
     """Return the seconds of a role's calls in a step, named as their `timing_s/` metrics."""
     seconds = {}
     if role != "actor":
-        seconds[CALLS[role]] = costs.forward(shape, rows, engine)
+        seconds[CALLS[role]] = costs.passes(shape, rows, engine, learns=False)
     elif not config.algorithm.rollout_correction.bypass_mode:
-        seconds["old_log_prob"] = costs.forward(shape, rows, engine)
+        seconds["old_log_prob"] = costs.passes(shape, rows, engine, learns=False)
     if role in ("actor", "critic"):
-        seconds[f"update_{role}"] = costs.update(shape, rows, engine)
+        seconds[f"update_{role}"] = costs.passes(shape, rows, engine, learns=True)
     return seconds

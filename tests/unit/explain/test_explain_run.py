@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.explain import format_bytes
+from hybridflow.config.explain import Line, format_bytes
 from hybridflow.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.model import ModelConfig, OptimConfig
@@ -57,35 +57,145 @@ def vocabulary(folder: Path) -> int:
     ).vocab_size
 
 
-def shown(tiny: Path, *overrides: str) -> dict[str, str]:
+def lines_of(tiny: Path, *overrides: str) -> list[Line]:
     config = prepare_config(PPOConfig, [*STEP, f"actor_rollout_ref.model.path='{tiny}'", *overrides]).config
     lines = explain_run(config)
     assert all(line.how for line in lines) and len({line.label for line in lines}) == len(lines)
-    return {line.label: line.value for line in lines}
+    return lines
+
+
+def shown(tiny: Path, *overrides: str) -> dict[str, str]:
+    return {line.label: line.value for line in lines_of(tiny, *overrides)}
 
 
 def whole(tiny: Path) -> int:
     return LAYERS * BLOCK + HIDDEN * vocabulary(tiny) + HIDDEN
 
 
-def test_one_process(tiny: Path) -> None:
-    said, count = shown(tiny), whole(tiny)
-    assert said["processes"] == "1" and "worker processes" not in said
-    assert said["memory, actor: weights"] == format_bytes(4 * count)
-    assert "memory, actor: float32 masters" not in said
-    assert said["memory, actor: Adam moments"] == format_bytes(8 * count)
-    assert said["memory, KV cache, at most"] == format_bytes(256 * 256 * (2 * LAYERS + 1) * KV * HEAD * 4)
-    # 16 × 4 rows, 1024 // 256 = 4 rows at a time
-    assert said["actor micro-batches per mini-batch, at most"] == "16"
-    assert not any("critic" in label or "reference" in label for label in said)
-    assert (
-        shown(tiny, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2")[
-            "actor micro-batches per mini-batch, at most"
-        ]
-        == "32"
-    )
-    spin = shown(tiny, "algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo")
-    assert spin["actor micro-batches per mini-batch, at most"] == "20"  # 16 × 5 rows, 4 at a time
+CASES = """
+one process: trainer.device=cpu
+device and dtype: cpu, float32 (trainer.device=cpu: memory is estimated for it; set trainer.device=cuda to
+processes: 1 (
+memory, actor: weights: {4 * W}
+memory, actor: Adam moments: {8 * W}
+memory, KV cache, at most: {256 * 256 * (2 * LAYERS + 1) * KV * HEAD * 4}
+actor micro-batches per mini-batch, at most: 16
+not worker processes|memory, actor: float32 masters|critic|reference|CPU memory, offloaded
+
+two rows at a time: actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
+actor micro-batches per mini-batch, at most: 32
+
+the data's own answer: algorithm.adv_estimator=spin actor_rollout_ref.actor.policy_loss.loss_mode=dpo
+actor micro-batches per mini-batch, at most: 20
+
+a critic and a reference: trainer.device=cuda algorithm.adv_estimator=gae algorithm.use_kl_in_reward=true
+device and dtype: cuda, bfloat16 (trainer.device=cuda: memory is estimated for it)
+memory, critic: float32 masters: {4 * (W + HIDDEN + 1)}
+memory, reference: weights: {2 * W}
+not CPU memory, offloaded
+
+two dtypes: algorithm.adv_estimator=gae critic.fsdp_config.mixed_precision.param_dtype=bfloat16
+device and dtype: cpu, actor float32, critic bfloat16
+
+a teacher: algorithm.adv_estimator=on_policy_distillation distillation.teacher_model.path=MODEL
+memory, teacher: weights: {4 * W}
+not memory, reference: weights
+
+a process reward model: algorithm.adv_estimator=prime
+memory, process reward model: Adam moments: {8 * W}
+process reward model micro-batches per mini-batch, at most: 64
+
+LoRA: actor_rollout_ref.model.lora_rank=4 algorithm.use_kl_in_reward=true
+actor parameters in training: {f"{LORA:,} of {W + LORA:,}"}
+memory, actor: Adam moments: {8 * LORA}
+not memory, reference
+
+LoRA, two ranks: actor_rollout_ref.model.lora_rank=4 algorithm.use_kl_in_reward=true trainer.n_gpus_per_node=2
+reference is: the actor's module
+memory of each process, actor: Adam moments: {4 * LORA}
+
+LoRA with a reference elsewhere: actor_rollout_ref.model.lora_rank=4 algorithm.use_kl_in_reward=true \
+trainer.resource_pools={train:[2],held:[1]} trainer.placement={reference:held}
+memory of each process of held, reference: weights: {4 * W}
+not reference is:
+
+pools: trainer.resource_pools={train:[2,2],made:[2]} trainer.placement={rollout:made} \
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 algorithm.use_kl_in_reward=true
+worker processes: 6
+pool train: 4 processes
+pool made: 2 processes
+actor is spread over: 4 ranks (shards 4)
+generation on pool made: 1 × 2 processes
+responses generated per process, about: 256
+actor rows per process and mini-batch, about: 16
+actor micro-batches per mini-batch, at most: 4
+memory of each process of train, actor: weights: {W}
+memory of each process of made, KV cache, at most: {256 * 256 * (2 * LAYERS + 1) * HEAD * 4}
+not memory of each process of made, actor
+
+shared tokens: trainer.n_gpus_per_node=4 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2
+actor rows per process and mini-batch, about: 32
+actor is spread over: 4 ranks (shards 4, sequence 2)
+
+offloaded: trainer.device=cuda actor_rollout_ref.actor.fsdp_config.param_offload=true \
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=true
+memory, actor: weights: {2 * W}
+CPU memory, offloaded: {(2 + 4 + 8) * W}
+
+offloaded on a CPU: trainer.device=cpu actor_rollout_ref.actor.fsdp_config.param_offload=true \
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=true
+not CPU memory, offloaded
+
+the page's bytes, one device: trainer.device=cuda actor_rollout_ref.actor.use_kl_loss=true \
+actor_rollout_ref.actor.fsdp_config.offload_policy=true actor_rollout_ref.ref.fsdp_config.param_offload=true
+CPU memory, offloaded: {(18 + 2) * W}
+
+the page's bytes, two devices: trainer.device=cuda actor_rollout_ref.actor.use_kl_loss=true \
+actor_rollout_ref.actor.fsdp_config.offload_policy=true actor_rollout_ref.ref.fsdp_config.param_offload=true \
+trainer.n_gpus_per_node=2
+CPU memory of each process, offloaded: {(16 + 2) * W // 2}
+
+a mixed rope: +actor_rollout_ref.model.override_config.rope_scaling.type=yarn \
++actor_rollout_ref.model.override_config.rope_scaling.factor=2
+actor model: attention over packed rows by PyTorch's kernels; rope yarn (factor 2, \
+original_max_position_embeddings 4096, rope_theta 10000); rows of up to 8192 tokens are generated; \
+dtype float32
+"""
+"""Each case: its name and its overrides, beginnings of lines with bytes in braces, labels that are not.
+`docs/models_and_memory.md` has the bytes of a weight: 16, 18 on one device, and 2 more for a reference.
+"""
+
+
+def in_words(value: str | int) -> str:
+    return value if isinstance(value, str) else format_bytes(value)
+
+
+@pytest.mark.parametrize("case", CASES.strip().split("\n\n"), ids=lambda case: case.partition(":")[0])
+def test_what_is_said_of_a_run(case: str, tiny: Path) -> None:
+    head, *wanted = case.splitlines()
+    lines = lines_of(tiny, *head.partition(": ")[2].replace("MODEL", f"'{tiny}'").split())
+    names = {**globals(), "W": whole(tiny)}
+    printed = [f"{line.label}: {line.value} ({line.how})" for line in lines]
+    for line in wanted:
+        if line.startswith("not "):
+            assert not any(each.startswith(tuple(line[4:].split("|"))) for each in printed), line
+        else:
+            text = re.sub(r"{(.+)}", lambda found: in_words(eval(found[1], names)), line)
+            assert any(each.startswith(text) for each in printed), (text, printed)
+
+
+def test_a_layout_that_cannot_be_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
+        shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4")
+
+
+def test_a_supervised_run(tiny: Path) -> None:
+    keys = ["data.task.name=arithmetic_chain", f"model.path='{tiny}'", "trainer.n_gpus_per_node=2"]
+    config = prepare_config(SFTConfig, [*keys, "model.lora_rank=4"]).config
+    said = {line.label: line.value for line in explain_run(config)}
+    assert said["SFT rows per process and mini-batch, about"] == "128"
+    assert said["SFT micro-batches per mini-batch, at most"] == "16"
+    assert said["memory of each process, model: Adam moments"] == format_bytes(4 * LORA)
 
 
 INT8 = ("actor_rollout_ref.rollout.quantization=int8", "algorithm.rollout_correction.rollout_is=token")
@@ -109,22 +219,6 @@ def test_rounded_weights(tiny: Path) -> None:
     assert apart["memory of each process of made, generation: whole weights"] == format_bytes(2 * whole(tiny))
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(1, 18), (2, 16)])
-def test_offloaded_bytes_of_a_weight_are_those_of_the_page(tiny: Path, ranks: int, each: int) -> None:
-    """docs/models_and_memory.md: 16 bytes for a trained weight, 18 on one device, 2 more for a reference."""
-    said = shown(
-        tiny,
-        "trainer.device=cuda",
-        f"trainer.n_gpus_per_node={ranks}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.fsdp_config.offload_policy=true",
-        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
-    )
-    of = " of each process" if ranks > 1 else ""
-    wanted = format_bytes((each + 2) * whole(tiny) // ranks)
-    assert said[f"CPU memory{of}, offloaded"] == wanted
-
-
 def product(how: str) -> float:
     """The number that an arithmetic such as `32 rows × (2 × 28 layers + 1 spare) × 2 bytes` comes to."""
     return float(eval(re.sub(r"[a-z,]", "", how).replace("×", "*")))
@@ -132,120 +226,9 @@ def product(how: str) -> float:
 
 def test_the_arithmetic_of_the_cache_comes_to_its_bytes(tiny: Path) -> None:
     for device in ("cpu", "cuda"):
-        keys = [*STEP, f"actor_rollout_ref.model.path='{tiny}'", f"trainer.device={device}"]
-        lines = {line.label: line for line in explain_run(prepare_config(PPOConfig, keys).config)}
+        lines = {line.label: line for line in lines_of(tiny, f"trainer.device={device}")}
         cache = lines["memory, KV cache, at most"]
         assert format_bytes(product(cache.how)) == cache.value, cache
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
-def test_the_first_line_names_device_and_dtype(tiny: Path, device: str, dtype: str) -> None:
-    keys = [*STEP, f"actor_rollout_ref.model.path='{tiny}'", f"trainer.device={device}"]
-    first = explain_run(prepare_config(PPOConfig, keys).config)[0]
-    assert (first.label, first.value) == ("device and dtype", f"{device}, {dtype}")
-    assert f"trainer.device={device}" in first.how and ("plan for a GPU" in first.how) == (device == "cpu")
-
-
-def test_roles_of_different_dtypes_are_named(tiny: Path) -> None:
-    said = shown(
-        tiny, "algorithm.adv_estimator=gae", "critic.fsdp_config.mixed_precision.param_dtype=bfloat16"
-    )
-    assert said["device and dtype"] == "cpu, actor float32, critic bfloat16"
-
-
-def test_what_is_in_force_in_a_model(tiny: Path) -> None:
-    override = "actor_rollout_ref.model.override_config"
-    said = shown(tiny, f"+{override}.rope_scaling.type=yarn", f"+{override}.rope_scaling.factor=2")
-    assert "rope yarn (factor 2, original_max_position_embeddings 4096" in said["actor model"]
-    assert "rows of up to 8192 tokens" in said["actor model"] and "dtype float32" in said["actor model"]
-
-
-def test_masters_and_other_roles(tiny: Path) -> None:
-    said, count = (
-        shown(tiny, "trainer.device=cuda", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
-        whole(tiny),
-    )
-    assert said["memory, critic: float32 masters"] == format_bytes(4 * (count + HIDDEN + 1))
-    assert said["memory, reference: weights"] == format_bytes(2 * count)
-    said = shown(
-        tiny, "algorithm.adv_estimator=on_policy_distillation", f"distillation.teacher_model.path='{tiny}'"
-    )
-    assert said["memory, teacher: weights"] == format_bytes(4 * count)
-    assert "memory, reference: weights" not in said
-    said = shown(tiny, "algorithm.adv_estimator=prime")
-    assert said["memory, process reward model: Adam moments"] == format_bytes(8 * count)
-    # 64 × 4 rows, 4 at a time
-    assert said["process reward model micro-batches per mini-batch, at most"] == "64"
-
-
-def test_lora_trains_little_and_has_no_second_model(tiny: Path) -> None:
-    lora = ["actor_rollout_ref.model.lora_rank=4", "algorithm.use_kl_in_reward=true"]
-    said = shown(tiny, *lora)
-    assert said["actor parameters in training"] == f"{LORA:,} of {whole(tiny) + LORA:,}"
-    assert said["memory, actor: Adam moments"] == format_bytes(8 * LORA)
-    assert not any(label.startswith("memory, reference") for label in said)
-    said = shown(tiny, *lora, "trainer.n_gpus_per_node=2")
-    assert said["reference is"] == "the actor's module"
-    assert said["memory of each process, actor: Adam moments"] == format_bytes(4 * LORA)
-    said = shown(
-        tiny, *lora, "trainer.resource_pools={train: [2], held: [1]}", "trainer.placement={reference: held}"
-    )
-    assert "reference is" not in said
-    assert said["memory of each process of held, reference: weights"] == format_bytes(4 * whole(tiny))
-
-
-def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
-    where = ["trainer.resource_pools={train: [2, 2], made: [2]}", "trainer.placement={rollout: made}"]
-    said = shown(
-        tiny,
-        *where,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "algorithm.use_kl_in_reward=true",
-    )
-    assert (said["worker processes"], said["pool train"], said["pool made"]) == (
-        "6",
-        "4 processes",
-        "2 processes",
-    )
-    assert said["actor is spread over"] == "4 ranks (shards 4)"
-    assert said["generation on pool made"] == "1 × 2 processes"
-    assert said["responses generated per process, about"] == "256"
-    assert said["actor rows per process and mini-batch, about"] == "16"
-    assert said["actor micro-batches per mini-batch, at most"] == "4"
-    assert said["memory of each process of train, actor: weights"] == format_bytes(whole(tiny))
-    assert said["memory of each process of made, KV cache, at most"] == format_bytes(
-        256 * 256 * (2 * LAYERS + 1) * HEAD * 4
-    )
-    assert not any("of made" in label and "actor" in label for label in said)
-    said = shown(
-        tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    )
-    assert said["actor rows per process and mini-batch, about"] == "32"
-    assert said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"
-    with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
-        shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4")
-
-
-def test_offload_empties_the_device_and_moves_nothing_on_a_cpu(tiny: Path) -> None:
-    keys = [f"actor_rollout_ref.actor.fsdp_config.{name}_offload=true" for name in ("param", "optimizer")]
-    plain, moved = shown(tiny, "trainer.device=cuda"), shown(tiny, "trainer.device=cuda", *keys)
-    assert plain["memory, actor: weights"] == moved["memory, actor: weights"]
-    assert moved["CPU memory, offloaded"] == format_bytes((2 + 4 + 8) * whole(tiny))
-    assert "CPU memory, offloaded" not in plain
-    assert "CPU memory, offloaded" not in shown(tiny, *keys, "trainer.device=cpu")
-
-
-def test_a_supervised_run(tiny: Path) -> None:
-    keys = [
-        "data.task.name=arithmetic_chain",
-        f"model.path='{tiny}'",
-        "trainer.n_gpus_per_node=2",
-        "model.lora_rank=4",
-    ]
-    said = {line.label: line.value for line in explain_run(prepare_config(SFTConfig, keys).config)}
-    assert said["SFT rows per process and mini-batch, about"] == "128"
-    assert said["SFT micro-batches per mini-batch, at most"] == "16"
-    assert said["memory of each process, model: Adam moments"] == format_bytes(4 * LORA)
 
 
 def needs(tiny: Path, layout: ParallelLayout, fsdp: FSDPConfig, lora: LoraSettings | None) -> Needs:

@@ -53,8 +53,8 @@ def test_a_pass_takes_its_flops_over_the_peak() -> None:
     rows = Rows(64, 100, Lengths(400, 400))
     training = engine(recomputes=False)
     flops = 2.0 * QWEN.active * rows.tokens + QWEN.causal_flops(rows.tokens, rows.square)
-    assert costs().forward(QWEN, rows, training) == pytest.approx(flops / H100.peak)
-    update = costs().update(QWEN, rows, training)
+    assert costs().passes(QWEN, rows, training, learns=False) == pytest.approx(flops / H100.peak)
+    update = costs().passes(QWEN, rows, training, learns=True)
     stepping = QWEN.parameters * 100 / H100.bandwidth
     assert update == pytest.approx(3 * flops / H100.peak + stepping)
 
@@ -63,21 +63,21 @@ def test_halving_what_a_peak_gives_doubles_the_time() -> None:
     rows = Rows(64, 100, Lengths(400, 400))
     training = engine(recomputes=False)
     half = Efficiency(0.5, 0.5, 1.0, 0.0, update=0.0, pass_layer=0.0, links=1.0)
-    whole = costs().forward(QWEN, rows, training)
-    assert costs(1, half).forward(QWEN, rows, training) == pytest.approx(2 * whole)
+    whole = costs().passes(QWEN, rows, training, learns=False)
+    assert costs(1, half).passes(QWEN, rows, training, learns=False) == pytest.approx(2 * whole)
 
 
 def test_stages_wait_for_each_other() -> None:
     rows = Rows(64, 0, Lengths(1024, 1024))
-    one = costs(4).forward(QWEN, rows, engine(1024, dp_replicate=4))
-    staged = costs(4).forward(QWEN, rows, engine(1024, pp=4))
+    one = costs(4).passes(QWEN, rows, engine(1024, dp_replicate=4), learns=False)
+    staged = costs(4).passes(QWEN, rows, engine(1024, pp=4), learns=False)
     assert staged == pytest.approx(one * (64 + 3) / 64)
 
 
 def test_shards_are_gathered_over_the_slower_link() -> None:
     rows = Rows(2, 0, Lengths(16, 16))
-    inside = costs(8).forward(QWEN, rows, engine(dp_shard=8))
-    across = costs(16).forward(QWEN, rows, engine(dp_shard=16))
+    inside = costs(8).passes(QWEN, rows, engine(dp_shard=8), learns=False)
+    across = costs(16).passes(QWEN, rows, engine(dp_shard=16), learns=False)
     assert inside == pytest.approx(2 * QWEN.parameters / H100.link)
     assert across == pytest.approx(2 * QWEN.parameters / H100.network)
 
@@ -90,7 +90,7 @@ def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
     exchanges = 2 * len(SPARSE.layers) * H100.link_latency
 
     def seconds(**sizes: int) -> float:
-        return costs(8).forward(SPARSE, rows, engine(**sizes))
+        return costs(8).passes(SPARSE, rows, engine(**sizes), learns=False)
 
     assert seconds(dp_shard=8) == pytest.approx((dense + experts) / H100.link, rel=0.01)
     assert seconds(dp_shard=8, ep=4) == pytest.approx((dense + experts / 4) / H100.link + exchanges, rel=0.01)
@@ -101,8 +101,8 @@ def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
 
 def test_copies_sum_their_shards_once_for_a_step() -> None:
     rows = Rows(2, 0, Lengths(1, 1))
-    one = costs(16).update(QWEN, rows, engine(dp_shard=8))
-    two = costs(16).update(QWEN, rows, engine(dp_replicate=2, dp_shard=8))
+    one = costs(16).passes(QWEN, rows, engine(dp_shard=8), learns=True)
+    two = costs(16).passes(QWEN, rows, engine(dp_replicate=2, dp_shard=8), learns=True)
     assert two - one == pytest.approx(2 * 4 * QWEN.parameters / 8 / H100.network, rel=0.01)
 
 

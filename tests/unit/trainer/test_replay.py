@@ -61,13 +61,7 @@ def test_a_step_without_a_checkpoint_begins_at_the_start(
     kept = KeptRows(run)
     step = kept.read(2)
     step.rows.batch["token_level_scores"][0] += 1.0
-    kept.write(
-        step.rows,
-        2,
-        epoch=step.epoch,
-        given_columns=list(step.given_columns),
-        given_loss_mask=step.given_loss_mask,
-    )
+    kept.write(step)
     assert main(["replay", str(run), "--step", "2"]) == 1
     shown = capsys.readouterr().out
     assert "differs: metric critic/score/mean at step 2" in shown and "differs: weight actor/model" in shown

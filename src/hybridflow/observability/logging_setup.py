@@ -49,18 +49,10 @@ def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
     numeric = logging.getLevelNamesMapping().get(str(level).upper())
     if numeric is None:
         raise ConfigError(f"log level {level!r} is unknown: use DEBUG, INFO, WARNING or ERROR")
-    handler: logging.Handler
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal if rich is None else rich:
-        columns_fit = console.width >= WIDE_ENOUGH_FOR_COLUMNS
-        handler = RichHandler(
-            console=console,
-            show_path=False,
-            show_time=columns_fit,
-            show_level=columns_fit,
-            log_time_format="%H:%M:%S",
-        )
+        handler = _rich_handler()
     else:
-        handler = logging.StreamHandler(sys.stderr)
         form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
         handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
     handler.name = _HANDLER_NAME
@@ -87,3 +79,14 @@ def quieten_third_parties() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _rich_handler() -> logging.Handler:
+    columns_fit = console.width >= WIDE_ENOUGH_FOR_COLUMNS
+    return RichHandler(
+        console=console,
+        show_path=False,
+        show_time=columns_fit,
+        show_level=columns_fit,
+        log_time_format="%H:%M:%S",
+    )

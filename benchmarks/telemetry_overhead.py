@@ -28,7 +28,7 @@ from typing import Any
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.observability.tracing.queue import LINGER_SECONDS
+from hybridflow.observability.tracing import LINGER_SECONDS
 from hybridflow.observability.trackers.base import Tracker
 from hybridflow.trainer.ppo.build import build
 

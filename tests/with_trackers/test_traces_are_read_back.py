@@ -21,9 +21,8 @@ from fake_weave import fake_weave
 
 from hybridflow.config.actor_rollout_ref import RolloutTraceConfig, TraceBackend
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.observability.tracing import queue
-from hybridflow.observability.tracing.build import exporter_of, trace_problems
-from hybridflow.observability.tracing.queue import TraceQueue
+from hybridflow.observability import tracing
+from hybridflow.observability.tracing import TraceQueue, exporter_of, trace_problems
 from hybridflow.protocol.spans import TraceSpan
 
 LIBRARIES = ("mlflow", "weave", "trackio", "opentelemetry.exporter.otlp.proto.http")
@@ -64,7 +63,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for libraries that a busy machine imports slowly."""
-    monkeypatch.setattr(queue, "CLOSE_SECONDS", 600.0)
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 600.0)
 
 
 def send(backend: TraceBackend, folder: Path) -> None:

@@ -17,8 +17,7 @@ from rich.table import Table
 from hybridflow.errors import HybridFlowError
 
 if TYPE_CHECKING:
-    from hybridflow.trainer.replay.diff import RunDiff
-    from hybridflow.trainer.replay.difference import Difference
+    from hybridflow.trainer.replay.diff import Difference, RunDiff
     from hybridflow.trainer.replay.replay import Replay
     from hybridflow.trainer.replay.reverify import Judged
 

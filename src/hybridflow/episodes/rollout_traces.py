@@ -15,8 +15,7 @@ from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.observability.tracing.build import exporter_of
-from hybridflow.observability.tracing.queue import TraceQueue
+from hybridflow.observability.tracing import TraceQueue, exporter_of
 from hybridflow.protocol.spans import Attribute, TraceSpan
 from hybridflow.protocol.trajectory import Trajectory
 

@@ -49,7 +49,12 @@ def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
     numeric = logging.getLevelNamesMapping().get(str(level).upper())
     if numeric is None:
         raise ConfigError(f"log level {level!r} is unknown: use DEBUG, INFO, WARNING or ERROR")
-    handler = _rich_handler() if (console.is_terminal if rich is None else rich) else _plain_handler()
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if console.is_terminal if rich is None else rich:
+        handler = _rich_handler()
+    else:
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
     handler.name = _HANDLER_NAME
     root = logging.getLogger()
     for old in [h for h in root.handlers if h.name == _HANDLER_NAME]:
@@ -83,15 +88,5 @@ def _rich_handler() -> logging.Handler:
         show_path=False,
         show_time=columns_fit,
         show_level=columns_fit,
-        rich_tracebacks=False,
-        markup=False,
         log_time_format="%H:%M:%S",
     )
-
-
-def _plain_handler() -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    )
-    return handler

@@ -51,7 +51,7 @@ class NotebookView(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep what the tables show."""
-        if any(name in metrics for field in FIELDS for name in field.names):
+        if any(field.value(metrics) is not None for field in FIELDS):
             self._steps = dict(list({**self._steps, step: metrics}.items())[-MAX_ROWS:])
             self._done = step
         validation = {name: value for name, value in metrics.items() if VALIDATION.match(name)}
@@ -66,9 +66,14 @@ class NotebookView(Tracker):
         """Return the HTML of the present state."""
         parts = [f"<p>{self._bar()} {html.escape(self._words())}</p>"]
         if self._steps:
-            names = [field.label for field in FIELDS if self._has(field.names)]
-            rows = [self._row(step, metrics) for step, metrics in self._steps.items()]
-            parts.append(_table(["step", *names], rows))
+            there = self._steps.values()
+            fields = [field for field in FIELDS if any(field.value(each) is not None for each in there)]
+            rows = []
+            for step, metrics in self._steps.items():
+                values = [(field, field.value(metrics)) for field in fields]
+                cells = ["" if value is None else field.form(value) for field, value in values]
+                rows.append([str(step), *cells])
+            parts.append(_table(["step", *(field.label for field in fields)], rows))
         if self._validations:
             steps = list(self._validations)
             first = steps[0]
@@ -93,17 +98,6 @@ class NotebookView(Tracker):
         if self._progress.seconds_left:
             text += f" · {duration(self._progress.seconds_left)} left"
         return text
-
-    def _has(self, names: tuple[str, ...]) -> bool:
-        return any(name in metrics for metrics in self._steps.values() for name in names)
-
-    def _row(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        cells = [str(step)]
-        for field in FIELDS:
-            if self._has(field.names):
-                values = [field.form(metrics[name]) for name in field.names if name in metrics]
-                cells.append(next(iter(values), ""))
-        return cells
 
 
 def _table(names: list[str], rows: list[list[str]]) -> str:

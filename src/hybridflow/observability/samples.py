@@ -52,17 +52,10 @@ TOKEN_FIELDS = (
     "loss_mask",
 )
 _NO_SCORES = {
-    "uid",
-    "finish_reason",
-    "data_source",
-    "reward_model",
-    "ground_truth",
-    "solution_str",
-    "extra_info",
-    "index",
-    "raw_prompt",
-    "ability",
+    *("uid", "finish_reason", "data_source", "reward_model", "ground_truth"),
+    *("solution_str", "extra_info", "index", "raw_prompt", "ability"),
 }
+"""Columns beside which all numbers are scores of the reward."""
 
 
 class SampleWriter:
@@ -163,8 +156,7 @@ def sample_rows(
             row[MEDIA] = _media(prompt, media, decode)
         if scores:
             row["score"] = scores[index]
-        row |= _non_tensors(batch, index)
-        row |= _place_in_trajectory(batch, index)
+        row |= _facts(batch, index)
         if token_level:
             row["tokens"] = _token_columns(columns, index, here, response, decode, pieces)
         if "uid" in batch.non_tensor_batch:
@@ -238,45 +230,30 @@ def _scores(batch: DataProto) -> list[float]:
     return [totals[trajectory] for trajectory in ids]
 
 
-def _place_in_trajectory(batch: DataProto, index: int) -> dict[str, Any]:
-    """Return the conversation of an agent's trajectory, and which of its rows this one is."""
-    if "trajectory_id" not in batch or "extra_info" not in batch.non_tensor_batch:
-        return {}
-    info = batch.non_tensor_batch["extra_info"][index]
-    if not isinstance(info, Mapping) or "messages" not in info:
-        return {}
-    lineage = int(batch.batch["lineage"][index])
-    place = {"trajectory_id": int(batch.batch["trajectory_id"][index]), "lineage": lineage}
-    if info["messages"] and lineage == 0:
-        return {**place, "messages": info["messages"]}
-    return place
-
-
-def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
-    """Return what the data says of a row, why its response ended, and the scores of the reward."""
-    columns = batch.non_tensor_batch
-    row = _truth(columns, index)
-    row |= {name: columns[name][index] for name in ("finish_reason", "data_source") if name in columns}
-    for name, column in columns.items():
-        value = column[index]
+def _facts(batch: DataProto, index: int) -> dict[str, Any]:
+    """Return what the data says of a row, why its response ended, the scores of the reward and, of an agent's
+    trajectory, the conversation and which of its rows this one is.
+    """
+    told = {name: column[index] for name, column in batch.non_tensor_batch.items()}
+    row: dict[str, Any] = {}
+    if "ground_truth" in told:
+        row["ground_truth"] = told["ground_truth"]
+    elif isinstance(told.get("reward_model"), Mapping):
+        row["ground_truth"] = told["reward_model"].get("ground_truth")
+    info = told.get("extra_info")
+    if info:
+        row["extra_info"] = info
+    if isinstance(info, Mapping) and info:
+        row["extra_info"] = {name: value for name, value in info.items() if name != "messages"}
+    row |= {name: told[name] for name in ("finish_reason", "data_source") if name in told}
+    for name, value in told.items():
         if name not in _NO_SCORES and (isinstance(value, numbers.Real) or hasattr(value, "item")):
             row[name] = _plain(value)
-    return row
-
-
-def _truth(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the ground truth and what else the data says of a row, as far as it says something."""
-    row: dict[str, Any] = {}
-    if "ground_truth" in columns:
-        row["ground_truth"] = columns["ground_truth"][index]
-    elif "reward_model" in columns and isinstance(columns["reward_model"][index], Mapping):
-        row["ground_truth"] = columns["reward_model"][index].get("ground_truth")
-    if "extra_info" in columns and columns["extra_info"][index]:
-        row["extra_info"] = columns["extra_info"][index]
-        if isinstance(row["extra_info"], Mapping):
-            row["extra_info"] = {
-                name: value for name, value in row["extra_info"].items() if name != "messages"
-            }
+    if "trajectory_id" in batch and isinstance(info, Mapping) and "messages" in info:
+        row["trajectory_id"] = int(batch.batch["trajectory_id"][index])
+        row["lineage"] = int(batch.batch["lineage"][index])
+        if info["messages"] and row["lineage"] == 0:
+            row["messages"] = info["messages"]
     return row
 
 

@@ -6,7 +6,7 @@
     └── reward
 
 Whoever waits for something notes it in the trajectory's `SpanLog`; `episodes/rollout_traces.py` makes the
-tree, and `observability/tracing/` sends it away.
+tree, and `observability/tracing.py` sends it away.
 """
 
 from __future__ import annotations

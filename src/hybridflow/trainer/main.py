@@ -29,7 +29,7 @@ from hybridflow.distributed.accelerators import check_package, is_accelerator, n
 from hybridflow.errors import ConfigError, WorkerLost, install_extra
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
-from hybridflow.observability.tracing.build import trace_problems
+from hybridflow.observability.tracing import trace_problems
 from hybridflow.observability.trackers.build import check_trackers, tracker_problems
 from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed

@@ -17,6 +17,7 @@ from hybridflow.observability.advice import Advice, AdviceWatch, StallWatch
 LEARNED = Path(__file__).parents[3] / "benchmarks" / "results" / "learn"
 STEPS = 30
 Metrics = dict[str, float]
+Value = float | tuple[float, float]
 
 
 def healthy(step: int) -> Metrics:
@@ -62,110 +63,58 @@ def found_in(plant: Callable[[int, Metrics], Metrics]) -> dict[str, Advice]:
     return found
 
 
-def later(step: int, before: float, after: float) -> float:
-    return before if step <= 12 else after
-
-
-ILLNESSES: dict[str, tuple[str, Callable[[int, Metrics], Metrics], str]] = {
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+FLAT: dict[str, Value] = {"critic/score/mean": 0.4}
+ILLNESSES: dict[str, tuple[str, str, dict[str, Value]]] = {
+    "no variance at all": ("rewards", f"{ROLLOUT}.n", {"critic/score/max": 0.0}),
     "zero variance": (
-        "zero_variance",
-        lambda step, m: {"training/zero_variance_groups": 0.6},
-        "algorithm.filter_groups.enable",
+        *("zero_variance", "algorithm.filter_groups.enable"),
+        {"training/zero_variance_groups": 0.6},
     ),
-    "no variance at all": (
-        "rewards",
-        lambda step, m: {"critic/score/max": 0.0},
-        "actor_rollout_ref.rollout.n",
-    ),
-    "truncation": (
-        "truncated",
-        lambda step, m: {"response_length/clip_ratio": 0.3},
-        "data.max_response_length",
-    ),
-    "entropy gone": ("entropy", lambda step, m: {"actor/entropy": 1e-5}, "actor_rollout_ref.actor.optim.lr"),
-    "entropy collapse": (
-        "entropy",
-        lambda step, m: {"actor/entropy": later(step, 0.8, 0.01), "critic/score/mean": 0.4},
-        "actor_rollout_ref.actor.optim.lr",
-    ),
-    "KL blow-up of an update": (
-        "kl",
-        lambda step, m: {"actor/ppo_kl": later(step, 0.002, 0.9)},
-        "actor_rollout_ref.actor.optim.lr",
-    ),
-    "KL blow-up against the reference": (
-        "kl",
-        lambda step, m: {"actor/kl_loss": later(step, 0.01, 3.0)},
-        "actor_rollout_ref.actor.kl_loss_coef",
-    ),
-    "length blow-up": (
-        "length",
-        lambda step, m: {"response_length/mean": later(step, 100.0, 400.0), "critic/score/mean": 0.4},
-        "data.max_response_length",
-    ),
+    "truncation": ("truncated", "data.max_response_length", {"response_length/clip_ratio": 0.3}),
+    "entropy gone": ("entropy", f"{ACTOR}.optim.lr", {"actor/entropy": 1e-5}),
+    "entropy collapse": ("entropy", f"{ACTOR}.optim.lr", {"actor/entropy": (0.8, 0.01), **FLAT}),
+    "KL blow-up of an update": ("kl", f"{ACTOR}.optim.lr", {"actor/ppo_kl": (0.002, 0.9)}),
+    "KL blow-up against the reference": ("kl", f"{ACTOR}.kl_loss_coef", {"actor/kl_loss": (0.01, 3.0)}),
+    "length": ("length", "data.max_response_length", {"response_length/mean": (100.0, 400.0), **FLAT}),
     "repetition": (
-        "length",
-        lambda step, m: {"reward_watch/repetition": 0.5},
-        "reward.reward_kwargs.overlong_buffer_cfg.enable",
+        *("length", "reward.reward_kwargs.overlong_buffer_cfg.enable"),
+        {"reward_watch/repetition": 0.5},
     ),
     "mismatch": (
-        "log_probs",
-        lambda step, m: {"training/rollout_log_probs_diff_max": 0.02},
-        "algorithm.rollout_correction.rollout_is",
+        *("log_probs", "algorithm.rollout_correction.rollout_is"),
+        {"training/rollout_log_probs_diff_max": 0.02},
     ),
     "growing mismatch": (
-        "log_probs",
-        lambda step, m: {"training/rollout_probs_diff_mean": later(step, 1e-3, 1e-2)},
-        "algorithm.rollout_correction.rollout_is",
+        *("log_probs", "algorithm.rollout_correction.rollout_is"),
+        {"training/rollout_probs_diff_mean": (1e-3, 1e-2)},
     ),
-    "idle engines": (
-        "idle",
-        lambda step, m: {"fully_async/rollouter/idle_ratio": 0.6},
-        "trainer.async.run_ahead",
-    ),
-    "idle trainer": (
-        "idle",
-        lambda step, m: {"fully_async/trainer/idle_ratio": 0.7},
-        "trainer.resource_pools",
-    ),
-    "cache thrash": (
-        "cache",
-        lambda step, m: {"rollout/preemptions": 40.0},
-        "actor_rollout_ref.rollout.gpu_memory_utilization",
-    ),
-    "lost prefixes": (
-        "cache",
-        lambda step, m: {"rollout/prefix_hit_ratio": 0.02},
-        "actor_rollout_ref.rollout.enable_prefix_caching",
-    ),
-    "hacking": (
-        "hacking",
-        lambda step, m: {name: 0.7 - 0.01 * step for name in m if name.startswith("val-core/")},
-        "algorithm.use_kl_in_reward",
-    ),
+    "idle engines": ("idle", "trainer.async.run_ahead", {"fully_async/rollouter/idle_ratio": 0.6}),
+    "idle trainer": ("idle", "trainer.resource_pools", {"fully_async/trainer/idle_ratio": 0.7}),
+    "cache thrash": ("cache", f"{ROLLOUT}.gpu_memory_utilization", {"rollout/preemptions": 40.0}),
+    "lost prefixes": ("cache", f"{ROLLOUT}.enable_prefix_caching", {"rollout/prefix_hit_ratio": 0.02}),
+    "hacking": ("hacking", "algorithm.use_kl_in_reward", {"val-core/task/acc/mean@1": (0.7, 0.4)}),
     "failed trajectories": (
-        "failures",
-        lambda step, m: {"training/num_failed/deadline": 20.0},
-        "actor_rollout_ref.rollout.agent.deadline",
+        *("failures", f"{ROLLOUT}.agent.deadline"),
+        {"training/num_failed/deadline": 20.0},
     ),
-    "failed rewards": ("failures", lambda step, m: {"reward/num_errors": 20.0}, "reward.timeout"),
-    "low MFU": (
-        "mfu",
-        lambda step, m: {"perf/mfu/actor": 0.05},
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    ),
-    "skipped steps": (
-        "skipped_steps",
-        lambda step, m: {"actor/num_skipped_steps": 1.0},
-        "actor_rollout_ref.actor.optim.lr",
-    ),
+    "failed rewards": ("failures", "reward.timeout", {"reward/num_errors": 20.0}),
+    "low MFU": ("mfu", f"{ACTOR}.ppo_max_token_len_per_gpu", {"perf/mfu/actor": 0.05}),
+    "skipped steps": ("skipped_steps", f"{ACTOR}.optim.lr", {"actor/num_skipped_steps": 1.0}),
 }
+"""The rule that finds it, a key that it names, and metrics: always, or before and after step 12."""
 
 
-@pytest.mark.parametrize(("rule", "plant", "key"), ILLNESSES.values(), ids=ILLNESSES)
-def test_each_illness_is_found_by_its_rule_alone(
-    rule: str, plant: Callable[[int, Metrics], Metrics], key: str
-) -> None:
+@pytest.mark.parametrize(("rule", "key", "values"), ILLNESSES.values(), ids=ILLNESSES)
+def test_each_illness_is_found_by_its_rule_alone(rule: str, key: str, values: dict[str, Value]) -> None:
+    def plant(step: int, metrics: Metrics) -> Metrics:
+        return {
+            name: value[step > 12] if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if not name.startswith("val-core/") or name in metrics
+        }
+
     found = found_in(plant)
     assert list(found) == [rule] and key in found[rule].keys
     assert key in str(found[rule]), "the message names the key"

@@ -15,9 +15,8 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutTraceConfig
 from hybridflow.config.load import load_config, prepare_config
 from hybridflow.errors import ConfigError
-from hybridflow.observability.tracing import build, queue
-from hybridflow.observability.tracing.build import OtelExporter, parts_of, tags_of, trace_problems
-from hybridflow.observability.tracing.queue import TraceQueue
+from hybridflow.observability import tracing
+from hybridflow.observability.tracing import OtelExporter, TraceQueue, parts_of, tags_of, trace_problems
 from hybridflow.protocol.spans import SpanLog, TraceSpan
 
 GENERATE = TraceSpan(
@@ -48,7 +47,7 @@ class Kept:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(tracing, "LINGER_SECONDS", 0.01)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")  # of a collector that is dead
 
 
@@ -126,7 +125,7 @@ def test_an_exporter_that_cannot_be_made_or_raises_loses_traces_only(fails: bool
 
 
 def test_what_is_too_much_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "MOST_WAITING", 4)
+    monkeypatch.setattr(tracing, "MOST_WAITING", 4)
     goes_on = threading.Event()
     kept = Kept()
 
@@ -152,7 +151,7 @@ def test_parts_for_viewers() -> None:
 def test_missing_packages_are_told_by_key_and_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(trace_problems(RolloutTraceConfig()))
     assert not list(trace_problems(RolloutTraceConfig("otel")))
-    monkeypatch.setattr(build, "OLDEST", {"otel": ("no-such-package", "1"), "mlflow": ("packaging", "999")})
+    monkeypatch.setattr(tracing, "OLDEST", {"otel": ("no-such-package", "1"), "mlflow": ("packaging", "999")})
     (missing,) = trace_problems(RolloutTraceConfig("otel"))
     assert "trace.backend=otel needs no-such-package" in missing and "hybridflow[otel]" in missing
     (old,) = trace_problems(RolloutTraceConfig("mlflow"))

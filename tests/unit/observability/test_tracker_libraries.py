@@ -74,24 +74,19 @@ def test_a_missing_library_names_its_extra(name: str, monkeypatch: pytest.Monkey
         check_trackers(TrainerConfig(logger=[name]))
 
 
-def test_online_without_a_key_is_refused_and_offline_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    install("wandb", monkeypatch, "99")
-    check_trackers(TrainerConfig(logger=["wandb"]))
-    monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ConfigError, match="set WANDB_API_KEY"):
-        check_trackers(TrainerConfig(logger=["wandb"]))
-    monkeypatch.setenv("WANDB_API_KEY", "k")
-    check_trackers(TrainerConfig(logger=["wandb"]))
-
-
-def test_swanlab_online_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install("swanlab", monkeypatch, "99")
-    monkeypatch.setenv("SWANLAB_MODE", "cloud")
-    with pytest.raises(ConfigError, match="set SWANLAB_API_KEY"):
-        check_trackers(TrainerConfig(logger=["swanlab"]))
+@pytest.mark.parametrize(("name", "mode"), [("wandb", "online"), ("swanlab", "cloud")])
+def test_online_without_a_key_is_refused_and_offline_is_not(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(name, monkeypatch, "99")
+    check_trackers(TrainerConfig(logger=[name]))
+    monkeypatch.setenv(f"{name.upper()}_MODE", mode)
+    with pytest.raises(ConfigError, match=f"MODE is {mode}, .* set {name.upper()}_API_KEY, run `{name}"):
+        check_trackers(TrainerConfig(logger=[name]))
     Path(".swanlab").mkdir()
     Path(".swanlab/.netrc").write_text("machine api.swanlab.cn login x password k")
-    check_trackers(TrainerConfig(logger=["swanlab"]))
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    check_trackers(TrainerConfig(logger=[name]))
 
 
 def test_weave_always_wants_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -130,13 +130,7 @@ def test_a_changed_token(run: Path, tmp_path: Path) -> None:
     step = kept.read(2)
     was = int(step.rows.batch["responses"][3, 1])
     step.rows.batch["responses"][3, 1] = was + 1
-    kept.write(
-        step.rows,
-        2,
-        epoch=step.epoch,
-        given_columns=list(step.given_columns),
-        given_loss_mask=step.given_loss_mask,
-    )
+    kept.write(step)
     found = diff_runs(run, changed)
     (first,) = found.differences
     assert (first.kind, first.step, first.row, first.position) == ("token", 2, 3, 1)

@@ -12,7 +12,7 @@ from tiny_trainer import TIMINGS, build, ppo_config, tiny_model
 from collectors import collecting
 from hybridflow.config import PPOConfig
 from hybridflow.episodes.rollout_traces import with_turns
-from hybridflow.observability.tracing import queue
+from hybridflow.observability import tracing
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.spans import TraceSpan
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(tracing, "LINGER_SECONDS", 0.01)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
 
 

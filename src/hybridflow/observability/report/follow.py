@@ -72,6 +72,7 @@ def _look(
 MAX_POINTS = 3000  # steps of a curve
 MAX_ROLLOUTS = 50_000  # rows of the table, the newest ones
 MAX_LOG = 32_768  # bytes of the log, its end
+MAX_SECONDS = 2**53  # what the page's numbers hold exactly
 
 SAMPLES = "samples"
 ALL_ROLLOUTS = "rollout_data"
@@ -104,9 +105,8 @@ class RunFollower:
         self._number += 1
         small = [self._read_small(name, parse) for name, parse in _SMALL.items()]
         config = self._small["config.yaml"][1] or {}
-        trainer = config.get("trainer")
-        if isinstance(trainer, Mapping) and isinstance(trainer.get("rollout_data_dir"), str):
-            path = Path(trainer["rollout_data_dir"]).expanduser()
+        if isinstance(folder := _trainer(config).get("rollout_data_dir"), str):
+            path = Path(folder).expanduser()
             if ALL_ROLLOUTS not in self.folders or self.folders[ALL_ROLLOUTS].path != path:
                 self.folders[ALL_ROLLOUTS] = Folder(path)
         sources: list[Lines | Folder] = [self.metrics, self.timeline, self.recorded, *self.folders.values()]
@@ -129,11 +129,12 @@ class RunFollower:
         epoch, _, seen = cursor.partition(".")
         reset = epoch != self._epoch
         after = int(seen) if seen.isdecimal() and not reset else 0
+        written = fingerprint(self.metrics.path)
         answer = {
             "cursor": f"{self._epoch}.{self._number}",
             "reset": reset,
             "now": time.time(),
-            "written": self._written(),
+            "written": None if written is None else written[2] / 1e9,
         }
         if not reset and self._newest <= after:
             return answer
@@ -177,7 +178,8 @@ class RunFollower:
     def _head(self, notes: list[str]) -> dict[str, Any]:
         """Return the facts of the run that are small; `notes` gets what is missing."""
         config = self._object("config.yaml", notes) or {}
-        if not self._exists("config.yaml"):
+        names = [_trainer(config).get(key) for key in ("project_name", "experiment_name")]
+        if self._small["config.yaml"][0] is None:
             notes.append("No config.yaml in the run folder.")
         if not self.metrics.by_step:
             notes.append("No metrics.jsonl with a step in it, so there are no curves.")
@@ -195,7 +197,7 @@ class RunFollower:
             for entry in self._advice
         ]
         return {
-            "title": " / ".join(_names_of_run(config)) or self.run.resolve().name,
+            "title": " / ".join(str(name) for name in names if name) or self.run.resolve().name,
             "summary": self._object("summary.json", notes),
             "machine": self._object("machine.json", notes),
             "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
@@ -263,15 +265,11 @@ class RunFollower:
             notes.append(complaint)
         return loaded
 
-    def _exists(self, name: str) -> bool:
-        return self._small[name][0] is not None
 
-    def _written(self) -> float | None:
-        """Return when the metrics were written last, in seconds since the epoch."""
-        seen = fingerprint(self.metrics.path)
-        if seen is None:
-            return None
-        return seen[2] / 1e9
+def _trainer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of the trainer in the run's configuration."""
+    trainer = config.get("trainer")
+    return trainer if isinstance(trainer, Mapping) else {}
 
 
 def _json(path: Path) -> Any:
@@ -317,13 +315,6 @@ def _sums(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> dict[str, 
     return summed
 
 
-def _names_of_run(config: Mapping[str, Any]) -> list[str]:
-    trainer = config.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return []
-    return [str(trainer[key]) for key in ("project_name", "experiment_name") if trainer.get(key)]
-
-
 def _value(config: Mapping[str, Any], key: str) -> str | None:
     """Return the value of a key in the run's configuration as text, or None where it has none."""
     value: Any = config
@@ -360,15 +351,11 @@ def _num_rows(line: Mapping[str, Any]) -> int:
 
 def _spans(line: Mapping[str, Any]) -> list[list[Any]]:
     """Return the spans of a step that are whole: [lane, name, start, end], in seconds since the epoch."""
+    whole = []
     spans = line.get("spans")
-    if not isinstance(spans, list):
-        return []
-    return [span for span in spans if isinstance(span, list) and len(span) == 4 and _is_span(*span)]
-
-
-def _is_span(lane: Any, name: Any, start: Any, end: Any) -> bool:
-    return isinstance(lane, str) and isinstance(name, str) and _is_time(start) and _is_time(end)
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value < 2**53
+    for span in spans if isinstance(spans, list) else ():
+        match span:
+            case [str(), str(), int() | float() as start, int() | float() as end]:
+                if 0 <= start < MAX_SECONDS and 0 <= end < MAX_SECONDS:
+                    whole.append(span)
+    return whole

@@ -33,6 +33,10 @@ class Field(NamedTuple):
     keep: int
     """Where the terminal is too narrow for the whole line, the fields with the lowest number go first."""
 
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """Return what is shown of a step."""
+        return next((metrics[name] for name in self.names if name in metrics), None)
+
 
 def _quantity(value: float) -> str:
     for size, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -79,7 +83,7 @@ class ConsoleTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         validation = {name: value for name, value in metrics.items() if VALIDATION.match(name)}
-        if any(name in metrics for field in FIELDS for name in field.names):
+        if any(field.value(metrics) is not None for field in FIELDS):
             left = self._time_left(metrics, step)
             self._progress.seconds_left = left
             if self._console.is_terminal or self._is_due(step, bool(validation)):
@@ -99,11 +103,7 @@ class ConsoleTracker(Tracker):
 
     def _step_line(self, metrics: Mapping[str, float], step: int, left: float | None) -> Text:
         """Return the line of a step, on a terminal without the fields for which it has no room."""
-        fields: list[tuple[Field, float]] = []
-        for field in FIELDS:
-            value = next((metrics[name] for name in field.names if name in metrics), None)
-            if value is not None:
-                fields.append((field, value))
+        fields = [(field, value) for field in FIELDS if (value := field.value(metrics)) is not None]
         if left is not None:
             fields.append((_LEFT, left))
         line = self._joined(fields, step)
@@ -143,16 +143,12 @@ class ConsoleTracker(Tracker):
             table.add_column(name, justify="right")
         for name, value in metrics.items():
             rest = VALIDATION.sub("", name)
-            match = _VARIANT.match(rest)
-            source, key, variant = (
-                (match["source"] or "", match["key"], match["variant"]) if match else ("", rest, "")
-            )
+            words = ("", rest, "")
+            if match := _VARIANT.match(rest):
+                words = (match["source"] or "", match["key"], match["variant"])
             seen = self._validations.setdefault(name, [])
-            changes = [_change(name, value - before) for before in (*seen[-1:], *seen[:1])] or [
-                Text(),
-                Text(),
-            ]
-            table.add_row(Text(source), Text(key), Text(variant), f"{value:.4f}", *changes)
+            changes = [_change(name, value - before) for before in (*seen[-1:], *seen[:1])]
+            table.add_row(*map(Text, words), f"{value:.4f}", *changes)
             seen.append(value)
         self._print(table)
 

@@ -32,8 +32,7 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.trainer.evaluation.answers import Answer, AnswerFile
 from hybridflow.trainer.evaluation.main import Endpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
-from hybridflow.trainer.evaluation.results import summarise, write_results
-from hybridflow.trainer.evaluation.scoring import AnswerScores
+from hybridflow.trainer.evaluation.results import AnswerScores, summarise, write_results
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of

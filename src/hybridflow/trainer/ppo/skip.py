@@ -19,7 +19,7 @@ from hybridflow.config.tree import flatten, to_tree
 from hybridflow.errors import DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
-from hybridflow.trainer.replay.kept_rows import KeptRows
+from hybridflow.trainer.replay.kept_rows import KeptRows, KeptStep
 from hybridflow.trainer.source import TrainBatch
 
 FROM_DUMP = "training/rollouts_from_dump"
@@ -87,8 +87,7 @@ class DumpedSource(SyncSource):
             rows = made.rows.select()
             rows.meta_info[SOURCE] = self.place()
             mask = rows.batch["loss_mask"] if "loss_mask" in rows else None
-            names = rows.names()
-            self.dumps.write(rows, step, epoch=made.epoch, given_columns=names, given_loss_mask=mask)
+            self.dumps.write(KeptStep(step, rows, made.epoch, tuple(rows.names()), mask))
             return made
         number = there[(step - 1) % len(there)] if self.repeats else step
         dump = self.dumps.read(number)

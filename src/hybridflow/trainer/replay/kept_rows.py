@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from hybridflow.errors import DataError
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.columns import BatchError
 from hybridflow.protocol.storage import plain
@@ -65,6 +67,18 @@ class KeptStep:
         return rows
 
 
+def config_of(run: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> PPOConfig:
+    """Return the configuration of a run folder, checked for what it needs to train where it `trains`.
+    ConfigError for a folder that is none.
+    """
+    recipe = run / "config.yaml"
+    if not recipe.is_file():
+        raise ConfigError(f"{run} is no run folder: config.yaml is missing")
+    return prepare_config(
+        PPOConfig, overrides, recipe=recipe, runs=trains, needs_model=trains, needs_files=trains
+    ).config
+
+
 class KeptRows:
     """The kept rows of a run folder, which need not have any."""
 
@@ -95,24 +109,18 @@ class KeptRows:
         given = made.rows.names()
         mask = made.rows.batch["loss_mask"] if "loss_mask" in made.rows else None
         yield
-        self.write(made.rows, step, epoch=made.epoch, given_columns=given, given_loss_mask=mask)
+        self.write(KeptStep(step, made.rows, made.epoch, tuple(given), mask))
 
-    def write(
-        self,
-        rows: DataProto,
-        step: int,
-        *,
-        epoch: int,
-        given_columns: list[str],
-        given_loss_mask: torch.Tensor | None,
-    ) -> Path:
+    def write(self, kept: KeptStep) -> Path:
         """Write the rows of a step, whole or not at all, in place of earlier ones; return their folder."""
+        rows = kept.rows
+        step = kept.step
         tensors: dict[str, Any] = {
             str(name): tensor for name, tensor in rows.batch.items() if name != "input_ids"
         }
-        if given_loss_mask is not None:
-            tensors[GIVEN_MASK] = given_loss_mask
-        facts = {"step": step, "epoch": epoch, "given": given_columns}
+        if kept.given_loss_mask is not None:
+            tensors[GIVEN_MASK] = kept.given_loss_mask
+        facts = {"step": step, "epoch": kept.epoch, "given": list(kept.given_columns)}
         saved = DataProto.from_dict(tensors, self._columns(rows), {**rows.meta_info, FACTS: facts})
         target = self.folder / f"{STEP}{step}"
         temporary = self.folder / f".tmp_{STEP}{step}_{os.getpid()}"

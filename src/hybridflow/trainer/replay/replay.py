@@ -8,7 +8,6 @@ Nothing is generated or scored, and nothing is written into the run folder.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,18 @@ from typing import Any
 from hybridflow.checkpoint.layout import STEP_PREFIX, step_folders, step_of
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
-from hybridflow.config.load import prepare_config
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
 from hybridflow.trainer.ppo.build import PPOTrainer, build
 from hybridflow.trainer.ppo.replay_buffer import not_noted
-from hybridflow.trainer.replay.compare_checkpoints import checkpoint_differences
-from hybridflow.trainer.replay.diff import metric_differences, repeatable
-from hybridflow.trainer.replay.difference import Difference
-from hybridflow.trainer.replay.kept_rows import KeptRows, KeptStep
+from hybridflow.trainer.replay.diff import (
+    MISSING,
+    Difference,
+    checkpoint_differences,
+    metric_differences,
+    repeatable,
+)
+from hybridflow.trainer.replay.kept_rows import KeptRows, KeptStep, config_of
 
 
 @dataclass
@@ -80,10 +82,7 @@ def replay(run: Path, step: int) -> Replay:
 
 def replay_config(run: Path, folder: Path, start: Path | None) -> PPOConfig:
     """Return the run's configuration with `folder` as run folder, going on from the checkpoint `start`."""
-    recipe = run / "config.yaml"
-    if not recipe.is_file():
-        raise ConfigError(f"{run} is no run folder: config.yaml is missing")
-    config = prepare_config(PPOConfig, [f"trainer.default_local_dir='{folder}'"], recipe=recipe).config
+    config = config_of(run, [f"trainer.default_local_dir='{folder}'"])
     resumes: dict[str, Any] = {}
     if start is not None:
         resumes = {"resume_mode": "resume_path", "resume_from_path": str(start.resolve())}
@@ -119,7 +118,8 @@ def _train(trainer: PPOTrainer, rows: list[KeptStep], run: Path, found: Replay) 
             continue
         ours = metrics.to_floats()
         found.num_metrics += sum(map(repeatable, ours))
-        found.differences += metric_differences(logged[one.step], ours, one.step, iter(ours))
+        stored = {name: logged[one.step].get(name, MISSING) for name in ours}
+        found.differences += metric_differences(stored, ours, one.step)
 
 
 def _compare_weights(trainer: PPOTrainer, saved: Path, step: int, found: Replay) -> None:
@@ -128,6 +128,6 @@ def _compare_weights(trainer: PPOTrainer, saved: Path, step: int, found: Replay)
     path = trainer.state.save(store)
     trainer.state.saves.commit(store)
     found.compared_weights = True
-    differences: Iterator[Difference] = checkpoint_differences(saved, path, step, found.notes)
+    differences = checkpoint_differences(saved, path, step, found.notes)
     # the driver's state has the place in the data, from which nothing was read
     found.differences += [one for one in differences if one.kind != "state"]

@@ -8,7 +8,6 @@ dynamic sampling has dropped are not among the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import Tensor
 from hybridflow.algorithms.advantages import AdvantageEstimator
 from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
-from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import replayed_steps
 from hybridflow.episodes.filters import shape_by_keys
 from hybridflow.errors import ConfigError
@@ -38,7 +36,7 @@ from hybridflow.trainer.ppo.columns import (
     find_estimator,
     leave_out_unpaired,
 )
-from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows, KeptStep
+from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows, KeptStep, config_of
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 
@@ -94,19 +92,16 @@ def reverify(run: Path, reward: str | None, estimator: str | None, step: int | N
 
 def reverified_config(run: Path, reward: str | None, estimator: str | None) -> PPOConfig:
     """Return the run's configuration with another reward function and estimator."""
-    recipe = run / "config.yaml"
-    if not recipe.is_file():
-        raise ConfigError(f"{run} is no run folder: config.yaml is missing")
-    config = prepare_config(PPOConfig, (), recipe=recipe, runs=False, needs_model=False, needs_files=False)
-    algorithm = config.config.algorithm
+    config = config_of(run, trains=False)
+    algorithm = config.algorithm
     if estimator is not None:
         algorithm = replace(algorithm, adv_estimator=estimator)
-    rewards = config.config.reward
+    rewards = config.reward
     if reward is not None:
         custom = replace(rewards.custom_reward_function, path=reward)
         rewards = replace(rewards, custom_reward_function=custom, terms=[])
     refuse_model(rewards)
-    return replace(config.config, algorithm=algorithm, reward=rewards)
+    return replace(config, algorithm=algorithm, reward=rewards)
 
 
 def _judge(
@@ -160,7 +155,16 @@ def _rescored(rows: DataProto, config: PPOConfig, manager: RewardManager) -> Dat
     samples = view.samples
     mask = samples.batch["response_mask"]
     with manager.open() as session:
-        for place, request in enumerate(_requests(samples)):
+        facts = samples.non_tensor_batch
+        for place in range(len(samples)):
+            request = ScoreRequest(
+                facts["data_source"][place],
+                facts["solution_str"][place],
+                facts["ground_truth"][place],
+                facts["extra_info"][place],
+                tuple(samples.batch["responses"][place][mask[place]].tolist()),
+                facts["extra_info"][place].get("messages") or (),
+            )
             session.add(place, request)
         scored = session.result()
     scores = place_scores(torch.tensor(scored.scores, dtype=torch.float32), mask)
@@ -176,22 +180,6 @@ def _rescored(rows: DataProto, config: PPOConfig, manager: RewardManager) -> Dat
     if "overlong_reward" in rows:
         rows.pop([], ["overlong_reward"])
     return shape_by_keys(rows, config)
-
-
-def _requests(samples: DataProto) -> Sequence[ScoreRequest]:
-    facts = samples.non_tensor_batch
-    mask = samples.batch["response_mask"]
-    return [
-        ScoreRequest(
-            facts["data_source"][place],
-            facts["solution_str"][place],
-            facts["ground_truth"][place],
-            facts["extra_info"][place],
-            tuple(samples.batch["responses"][place][mask[place]].tolist()),
-            facts["extra_info"][place].get("messages") or (),
-        )
-        for place in range(len(samples))
-    ]
 
 
 def _size(rows: DataProto) -> float:

@@ -1,34 +1,210 @@
-"""The exporters by the names that `rollout.trace.backend` knows, and what each needs to be installed.
+"""Traces of trajectories: they wait for a thread that sends them to a receiver, so that nobody else waits.
 
-TraceSpan trees ──OtelExporter, MlflowExporter, WeaveExporter, TrackioExporter──► a receiver of traces
+    TraceSpan ──put──► bounded queue ──thread: texts are decoded──► an exporter ──► its receiver
 
-Each imports its library when it is made, and shows the same titles, tags and parts of a trajectory.
+Each exporter imports its library when it is made, and shows the same titles, tags and parts of a trajectory.
+A collector that is dead or slow costs a warning and a count. Nothing is drawn from anybody's random state.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from packaging.version import Version
 
 from hybridflow.config.actor_rollout_ref import RolloutTraceConfig, TraceBackend
 from hybridflow.errors import install_extra
-from hybridflow.observability.tracing.queue import Exporter
 from hybridflow.observability.trackers.adapters import mlflow_experiment, mlflow_store
 from hybridflow.observability.trackers.libraries import wandb_key_is_set
 
 if TYPE_CHECKING:
     from hybridflow.protocol.spans import Attribute, TraceSpan
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+NANOSECONDS = 1_000_000_000
+Decode = Callable[[Sequence[int]], str]
+
+MOST_WAITING = 4096
+"""Traces that may wait; later ones are dropped, and counted."""
+MOST_AT_ONCE = 256
+"""Traces of one request to the collector."""
+LINGER_SECONDS = 0.5
+"""Time for further traces to come, after the first one, before a request is made."""
+CLOSE_SECONDS = 60.0
+"""How long the end of a run waits until the traces are sent."""
+DEAD_SECONDS = 2.0
+"""How long it waits where none was ever taken."""
+
+
+class Exporter(Protocol):
+    """Whatever sends traces somewhere; it may raise."""
+
+    def export(self, traces: Sequence[TraceSpan]) -> None:
+        """Send whole traces."""
+
+    def close(self) -> None:
+        """Send what is held back, and let go."""
+
+
+class TraceQueue:
+    """Sends traces in a thread of its own; `sent` and `lost` count them."""
+
+    def __init__(self, name: str, build: Callable[[], Exporter], decode: Decode | None = None) -> None:
+        """The thread, which begins with the first trace, builds the exporter. `decode` turns token ids into
+        text; None: traces have no texts.
+        """
+        self.name = name
+        self.sent = 0
+        self.lost = 0
+        self.takes_texts = decode is not None
+        self._decode = decode
+        self._waiting: queue.Queue[TraceSpan] = queue.Queue(MOST_WAITING)
+        self._closing = threading.Event()
+        self._counting = threading.Lock()
+        self._thread = threading.Thread(target=self._work, args=(build,), name=f"traces {name}", daemon=True)
+        self._given = 0
+
+    def put(self, trace: TraceSpan) -> None:
+        """Have a trace sent, or drop and count it where too many wait."""
+        with self._counting:
+            self._given += 1
+            if not self._thread.ident:
+                self._thread.start()
+        try:
+            self._waiting.put_nowait(trace)
+        except queue.Full:
+            self._lose(1, f"{MOST_WAITING} traces wait already")
+
+    def close(self) -> None:
+        """Wait at most CLOSE_SECONDS until all is sent; tell what was not."""
+        if not self._thread.ident:
+            return
+        self._closing.set()
+        seconds = CLOSE_SECONDS
+        if self.lost and not self.sent:
+            seconds = DEAD_SECONDS
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._lose(self._given - self.sent - self.lost, f"they were not taken within {seconds:g} s")
+        if self.lost:
+            logger.warning("%s took %d traces of this run, and %d are lost", self.name, self.sent, self.lost)
+
+    def _work(self, build: Callable[[], Exporter]) -> None:
+        exporter: Exporter | None = None
+        reason = ""
+        try:
+            exporter = build()
+        except (Exception, SystemExit) as error:  # a library's own: an address, the network, its interface
+            reason = f"{type(error).__name__}: {error}"
+        while (traces := self._next()) or not self._closing.is_set():
+            if exporter is None:
+                self._lose(len(traces), reason)
+            elif not self._sends(exporter, traces) and self._closing.is_set():
+                self._lose(self._waiting.qsize(), "the run has ended")
+                break
+        if exporter is not None:
+            try:
+                exporter.close()
+            except (Exception, SystemExit) as error:
+                self._lose(0, f"{type(error).__name__}: {error}")
+
+    def _next(self) -> list[TraceSpan]:
+        """Return the traces of one request; none where none has come for a while."""
+        traces: list[TraceSpan] = []
+        try:
+            traces.append(self._waiting.get(timeout=LINGER_SECONDS))
+            self._closing.wait(LINGER_SECONDS)
+            while len(traces) < MOST_AT_ONCE:
+                traces.append(self._waiting.get_nowait())
+        except queue.Empty:
+            pass
+        return traces
+
+    def _sends(self, exporter: Exporter, traces: list[TraceSpan]) -> bool:
+        """Send traces, or lose them; return which."""
+        if not traces:
+            return True
+        try:
+            exporter.export([self._with_texts(trace) for trace in traces])
+        except (Exception, SystemExit) as error:  # whatever a library or a tokenizer raises
+            self._lose(len(traces), f"{type(error).__name__}: {error}")
+            return False
+        self.sent += len(traces)
+        return True
+
+    def _with_texts(self, span: TraceSpan) -> TraceSpan:
+        """Return a span with texts as attributes, where they are wanted, and no token ids."""
+        decode = self._decode
+        attributes = dict(span.attributes)
+        if decode is not None:
+            for name, text in span.texts.items():
+                attributes[name] = text if isinstance(text, str) else decode(text)
+        children = tuple(self._with_texts(child) for child in span.children)
+        return replace(span, attributes=attributes, texts={}, children=children)
+
+    def _lose(self, count: int, why: str) -> None:
+        with self._counting:
+            first = not self.lost
+            self.lost += count
+        if first and count:
+            logger.warning(
+                "traces for %s (actor_rollout_ref.rollout.trace.backend) are lost: %s. The run goes on; "
+                "further ones are counted, and told at its end",
+                self.name,
+                why,
+            )
+
+
+INPUTS = ("prompt_text", "arguments")
+"""Texts that a span reads."""
+OUTPUTS = ("response_text", "answer", "reward", "score", "outcome", "finish_reason")
+"""Texts and facts that come of it."""
+TAGS = ("step", "sample_index", "rollout_n", "validate", "experiment_name")
+"""Facts of a trajectory by which verl's users look it up."""
+
+
+class Shown(NamedTuple):
+    """The attributes of a span by their parts."""
+
+    inputs: dict[str, Attribute]
+    outputs: dict[str, Attribute]
+    facts: dict[str, Attribute]
+
+
+def title_of(span: TraceSpan) -> str:
+    """Return the name that a viewer shows: with the tool, or the method of the environment."""
+    detail = span.attributes.get("tool") or span.attributes.get("method")
+    return f"{span.name} {detail}" if detail else span.name
+
+
+def parts_of(span: TraceSpan) -> Shown:
+    """Return what a span read, what came of it, and all other facts."""
+    inputs, outputs = (
+        {name: span.attributes[name] for name in names if name in span.attributes}
+        for names in (INPUTS, OUTPUTS)
+    )
+    facts = {name: value for name, value in span.attributes.items() if name not in (*INPUTS, *OUTPUTS)}
+    return Shown(inputs, outputs, facts)
+
+
+def tags_of(trace: TraceSpan) -> dict[str, str]:
+    """Return the facts by which a trace is found, as texts."""
+    return {name: str(trace.attributes[name]) for name in TAGS if name in trace.attributes}
 
 
 MLFLOW_KINDS = {
@@ -84,10 +260,6 @@ class MlflowExporter:
             status="ERROR" if span.error else "OK",
             end_time_ns=int(span.end * NANOSECONDS),
         )
-
-
-PACKAGE = "opentelemetry.exporter.otlp.proto.http"
-NANOSECONDS = 1_000_000_000
 
 
 class OtelExporter:
@@ -292,42 +464,3 @@ def exporter_of(
     }
     assert keys.backend is not None, "a run without a backend has no traces"
     return exporters[keys.backend]
-
-
-INPUTS = ("prompt_text", "arguments")
-"""Texts that a span reads."""
-OUTPUTS = ("response_text", "answer", "reward", "score", "outcome", "finish_reason")
-"""Texts and facts that come of it."""
-TAGS = ("step", "sample_index", "rollout_n", "validate", "experiment_name")
-"""Facts of a trajectory by which verl's users look it up."""
-
-
-class Shown(NamedTuple):
-    """The attributes of a span by their parts."""
-
-    inputs: dict[str, Attribute]
-    outputs: dict[str, Attribute]
-    facts: dict[str, Attribute]
-
-
-def title_of(span: TraceSpan) -> str:
-    """Return the name that a viewer shows: with the tool, or the method of the environment."""
-    detail = span.attributes.get("tool") or span.attributes.get("method")
-    return f"{span.name} {detail}" if detail else span.name
-
-
-def parts_of(span: TraceSpan) -> Shown:
-    """Return what a span read, what came of it, and all other facts."""
-    inputs = _some(span.attributes, INPUTS)
-    outputs = _some(span.attributes, OUTPUTS)
-    facts = {name: value for name, value in span.attributes.items() if name not in (*INPUTS, *OUTPUTS)}
-    return Shown(inputs, outputs, facts)
-
-
-def tags_of(trace: TraceSpan) -> dict[str, str]:
-    """Return the facts by which a trace is found, as texts."""
-    return {name: str(value) for name, value in _some(trace.attributes, TAGS).items()}
-
-
-def _some(attributes: Mapping[str, Attribute], names: tuple[str, ...]) -> dict[str, Attribute]:
-    return {name: attributes[name] for name in names if name in attributes}

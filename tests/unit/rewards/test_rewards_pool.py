@@ -20,7 +20,6 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.processes.keeper import living_descendants
 from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.manager import ScoredBatch
 from hybridflow.rewards.pool import RewardPool
 
@@ -291,10 +290,6 @@ def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> No
     assert outcomes[0].error and outcomes[1].score == 1.0
 
 
-def test_large_requests_travel(pool: RewardPool) -> None:
-    assert outcomes_of(pool, [request("number", 2.0, text="x" * 3_000_000)] * 3)[2].score == 2.0
-
-
 def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
     outcomes = outcomes_of(
         async_pool,
@@ -439,31 +434,6 @@ def test_close_ends_the_workers(bad_file: str) -> None:
     assert all(gone(pid) for pid in pids)
     with pytest.raises(RewardError, match="closed"):
         outcomes_of(pool, [request("number")])
-
-
-def test_dry_run_lists_scores_and_errors() -> None:
-    config = RewardConfig(num_workers=0)
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "reward_model": {"ground_truth": "72"},
-            "extra_info": {"index": 0},
-            "answer": "#### 71",
-        },
-        {
-            "data_source": "elsewhere",
-            "reward_model": {"ground_truth": "1"},
-            "extra_info": None,
-            "answer": "1",
-        },
-        {"data_source": "math", "reward_model": {"ground_truth": "x"}, "extra_info": {}, "answer": "x"},
-    ]
-    with build_reward_manager(config, seed=0) as manager:
-        table = dry_run(manager, rows, config, num_rows=2)
-        assert [row["score"] for row in table] == [1.0, None] and table[0]["response"] == "#### 72"
-        assert "knows no reward for data_source 'elsewhere'" in table[1]["error"]
-        assert dry_run(manager, rows, config, response="answer", num_rows=1)[0]["score"] == 0.0
-        assert dry_run(manager, rows, config, response="empty", num_rows=1)[0]["response"] == ""
 
 
 STARTING = """

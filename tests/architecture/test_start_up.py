@@ -49,6 +49,11 @@ def test_help_shows_without_torch() -> None:
     assert process.seconds < 4.0, "usually 0.3"
 
 
+def test_a_reward_worker_is_light() -> None:
+    process = run("import hybridflow.rewards.worker, hybridflow.rewards.build")
+    assert not process.modules & {"torch", "ray", "transformers"}
+
+
 def test_algorithms_need_only_torch() -> None:
     """Every file of the maths, not only its first page, and nothing heavy but torch."""
     process = run(

@@ -19,7 +19,7 @@ from hybridflow.data.messages import media_keys
 from hybridflow.data.row_schema import PLAIN_PROMPTS, PROMPT_HINT, complete_row, require_prompts
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.dry_run import GROUND_TRUTH, choose_response, dry_run
+from hybridflow.rewards.dry_run import GROUND_TRUTH, choose_responses, dry_run
 from hybridflow.rewards.early_checks import refuse_model
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
     else:
         chosen = first_rows(config, rows)
         texts = []
-        console.print(Text(f"Fed as the response: {choose_response(response, chosen, config.reward)[0]}."))
+        console.print(Text(f"Fed as the response: {choose_responses(response, chosen, config.reward)[0]}."))
     # one process suffices for a few rows, and starts faster than several
     reward = replace(config.reward, num_workers=min(config.reward.num_workers, 1))
     with closing(build_reward_manager(reward, config.trainer.seed)) as manager:
@@ -51,7 +51,6 @@ def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
             config.reward,
             response=texts or response,
             num_rows=len(chosen),
-            reward_fn_key="data_source",
             are_conversations=uses_agents(config),
         )
     console.print(_table(results))

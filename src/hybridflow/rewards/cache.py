@@ -49,10 +49,11 @@ class _CachedScoring:
     def __init__(self, inner: OpenScoring, cache: CachedScorer) -> None:
         self._inner = inner
         self._cache = cache
-        self._begun: dict[bytes, int] = {}
-        """Numbers of the requests that the scorer has, by their keys."""
-        self._results: list[Outcome | bytes] = []
-        """For each request its kept outcome, or the key of what the scorer has."""
+        self._keys: list[bytes] = []
+        """Of each request."""
+        self._begun: dict[bytes, None] = {}
+        """Keys of the requests that the scorer has."""
+        self._known: dict[bytes, Outcome] = {}
 
     def add(self, request: ScoreRequest) -> None:
         try:
@@ -60,27 +61,22 @@ class _CachedScoring:
         except Exception:  # whatever the rows of a dataset hold: such a row equals no other, of no step
             payload = os.urandom(16)
         key = hashlib.blake2b(payload, digest_size=16).digest()
-        found = self._cache.find(key)
-        if found is None and key not in self._begun:
-            self._begun[key] = len(self._begun)
-            self._inner.add(request)
-        self._results.append(found or key)
+        if key not in self._known and key not in self._begun:
+            if found := self._cache.find(key):
+                self._known[key] = found
+            else:
+                self._begun[key] = None
+                self._inner.add(request)
+        self._keys.append(key)
 
     def outcomes(self) -> list[Outcome]:
-        scored = self._inner.outcomes()
-        for key, number in self._begun.items():
-            self._cache.keep(key, scored[number])
-        outcomes: list[Outcome] = []
-        new = set(self._begun)
-        for result in self._results:
-            if isinstance(result, Outcome):
-                outcomes.append(result)
-                continue
-            outcome = scored[self._begun[result]]
-            if result not in new:
-                outcome = replace(outcome, seconds=0.0, tries=0)
-            new.discard(result)
-            outcomes.append(outcome)
+        scored = dict(zip(self._begun, self._inner.outcomes(), strict=True))
+        for key, outcome in scored.items():
+            self._cache.keep(key, outcome)
+        outcomes = []
+        for key in self._keys:
+            outcomes.append(self._known.get(key) or scored[key])
+            self._known[key] = replace(outcomes[-1], seconds=0.0, tries=0)
         return outcomes
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ from hybridflow.rewards.table import REWARD_FUNCTIONS, function_of
 GROUND_TRUTH = "ground_truth"
 EMPTY = "empty"
 
-Respond = Callable[[Mapping[str, Any], tuple[str, Any]], str]
-"""The response to a row, by the row and its (data source, ground truth)."""
-
 
 def dry_run(
     manager: RewardManager,
@@ -26,27 +23,22 @@ def dry_run(
     *,
     response: str | Sequence[str] = GROUND_TRUTH,
     num_rows: int = 10,
-    reward_fn_key: str = "data_source",
     are_conversations: bool = False,
 ) -> list[dict[str, Any]]:
     """Score the first `num_rows` rows.
 
     Returns for each: row, data_source, prompt, response, ground_truth, score, extras, seconds, error.
-    `response` is a list with a response for each row, or a word that `choose_response` explains. With
+    `response` is a list with a response for each row, or a word that `choose_responses` explains. With
     `are_conversations`, `extra_info` has `num_turns` and `messages` as a run with agents gives them: here one
     turn, after the row's prompt. `reward.on_error` is not applied: a failing row has score None and its
     error. Raises DataError for a row without the columns that scoring needs.
     """
     chosen = rows[:num_rows]
+    responses = response
     if isinstance(response, str):
-        _, respond = choose_response(response, chosen, config)
-        responses = [
-            respond(row, _needed(position, row, reward_fn_key)) for position, row in enumerate(chosen)
-        ]
-    else:
-        responses = list(response)
+        _, responses = choose_responses(response, chosen, config)
     requests = [
-        _request(position, row, text, reward_fn_key, are_conversations)
+        _request(position, row, text, are_conversations)
         for position, (row, text) in enumerate(zip(chosen, responses, strict=True))
     ]
     table = []
@@ -69,10 +61,10 @@ def dry_run(
     return table
 
 
-def choose_response(
+def choose_responses(
     response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig
-) -> tuple[str, Respond]:
-    """Return in words what is fed for the word `response`, and the function that gives a row's response.
+) -> tuple[str, list[str]]:
+    """Return in words what is fed for the word `response`, and the response to each row.
 
     "ground_truth" is the answer itself, written as the row's built-in function wants it (`#### 72` for
     gsm8k); "empty" is the empty text. Another word is the name of a column, else of a file whose text is the
@@ -80,30 +72,31 @@ def choose_response(
     where the ground truth is asked for and no row has one.
     """
     if response == GROUND_TRUTH:
-        if rows and all(_needed(place, row, "data_source")[1] is None for place, row in enumerate(rows)):
+        needed = [_needed(place, row) for place, row in enumerate(rows)]
+        if rows and all(truth is None for _, truth in needed):
             raise DataError(
                 "--response ground_truth: the rows have no ground truth (reward_model.ground_truth or the "
                 "column answer), so no right response is known; name a column that holds one "
                 "(--response COLUMN), give a text or a file, or let the model answer (--response generate)"
             )
-        forms = sorted({answer_form(config, str(row.get("data_source"))) for row in rows} - {"{}"})
+        forms = [answer_form(config, source) for source, _ in needed]
         written = ""
-        if forms:
-            written = f", written as {' or '.join(forms).replace('{}', 'ANSWER')}"
+        if special := sorted({*forms} - {"{}"}):
+            written = f", written as {' or '.join(special).replace('{}', 'ANSWER')}"
         words = f"the ground truth of each row{written}: a right reward scores it as right"
-        return words, lambda row, needed: answer_form(config, needed[0]).format(_one_of(needed[1]))
+        return words, [form.format(_one_of(truth)) for form, (_, truth) in zip(forms, needed, strict=True)]
     if response == EMPTY:
-        return "the empty text: a right reward scores it as wrong", lambda row, needed: ""
+        return "the empty text: a right reward scores it as wrong", [""] * len(rows)
     if any(response in row for row in rows):
-        return f"the column {response} of the data", lambda row, needed: str(row.get(response, ""))
+        return f"the column {response} of the data", [str(row.get(response, "")) for row in rows]
     if not Path(response).is_file():
         words = f"the text {response!r}, for every row (there is no column or file of that name)"
-        return words, lambda row, needed: response
+        return words, [response] * len(rows)
     try:
         text = Path(response).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--response {response} cannot be read: {error}") from error
-    return f"the text of the file {response}, for every row", lambda row, needed: text
+    return f"the text of the file {response}, for every row", [text] * len(rows)
 
 
 def _one_of(ground_truth: Any) -> Any:
@@ -142,25 +135,23 @@ def answer_form(config: RewardConfig, data_source: str) -> str:
     return REWARD_FUNCTIONS[name].answer_form
 
 
-def _needed(position: int, row: Mapping[str, Any], reward_fn_key: str) -> tuple[str, Any]:
+def _needed(position: int, row: Mapping[str, Any]) -> tuple[str, Any]:
     """The data source and the ground truth of a row."""
     reward_model = row.get("reward_model")
     if (
-        reward_fn_key not in row
+        "data_source" not in row
         or not isinstance(reward_model, Mapping)
         or "ground_truth" not in reward_model
     ):
         raise DataError(
-            f"row {position}: wanted the columns {reward_fn_key} and reward_model with a ground_truth, got "
+            f"row {position}: wanted the columns data_source and reward_model with a ground_truth, got "
             f"{sorted(map(str, row))}; see data.reward_fn_key for the first"
         )
-    return str(row[reward_fn_key]), reward_model["ground_truth"]
+    return str(row["data_source"]), reward_model["ground_truth"]
 
 
-def _request(
-    position: int, row: Mapping[str, Any], text: str, reward_fn_key: str, is_conversation: bool
-) -> ScoreRequest:
-    source, truth = _needed(position, row, reward_fn_key)
+def _request(position: int, row: Mapping[str, Any], text: str, is_conversation: bool) -> ScoreRequest:
+    source, truth = _needed(position, row)
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, Mapping):
         extra_info = {}

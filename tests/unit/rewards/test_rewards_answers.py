@@ -21,101 +21,42 @@ from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.worker import MAX_ANSWER
 
 FUNCTION = """
-import collections, os, sys
+import os
 import numpy as np
 
 class Trap(float):
     def __reduce__(self):
         return open, (os.environ["TRAP"], "w")
 
-def sockets():
-    for number in range(3, 4096):
-        try:
-            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                yield number
-        except OSError:
-            pass
-
-def noise(text):
-    for number in sockets():
-        os.write(number, text)
-
-def forks():
-    if os.fork() == 0:
-        return 3.0  # the child goes on in the library's code
-    os.wait()
-    return 1.0
-
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "trap":
-        return {"score": Trap(1.0), "extra": Trap(2.0), "list": [Trap(3.0)]}
-    if solution_str == "numpy":
-        return {"score": np.float32(1), "flag": np.bool_(True), "many": np.arange(3), "one": np.int64(4)}
-    if solution_str == "object":
-        return {"score": 1.0, "pattern": object()}
-    if solution_str == "huge":
-        return {"score": 1.0, "small": 1, "text": "x" * (70 << 20)}
-    if solution_str == "noise":
-        noise(b"progress: 10 %\\n")
-    if solution_str == "short noise":
-        noise(b"\\n")
-    if solution_str == "length":
-        noise((1 << 20).to_bytes(4, "big"))
-    if solution_str == "pickle":
-        import pickle
-        noise(pickle.dumps(Trap(1.0)))
-    if solution_str == "closes":
-        os.closerange(3, 4096)
-    if solution_str == "stdout":
-        os.write(1, b"to stdout\\n")
-        print("more", flush=True)
-    if solution_str == "forks":
-        return forks()
-    return 1.0
+    return {
+        "trap": {"score": Trap(1.0), "extra": Trap(2.0), "list": [Trap(3.0)]},
+        "numpy": {"score": np.float32(1), "flag": np.bool_(True), "many": np.arange(3), "one": np.int64(4)},
+        "object": {"score": 1.0, "pattern": object()},
+        "huge": {"score": 1.0, "small": 1, "text": "x" * (70 << 20)},
+        "plain": 1.0,
+    }[solution_str]
 """
 
 
-@pytest.fixture
-def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def test_what_comes_back_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd.py").write_text(FUNCTION)
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
-    config = RewardConfig(
-        custom_reward_function=CustomRewardConfig(str(tmp_path / "odd.py")), num_workers=1, timeout=60
-    )
+    function = CustomRewardConfig(str(tmp_path / "odd.py"))
+    config = RewardConfig(custom_reward_function=function, num_workers=1, timeout=60)
+    texts = ("trap", "numpy", "object", "huge", "plain")
     with build_reward_manager(config, seed=0) as manager:
-        yield lambda *texts: manager.outcomes([ScoreRequest("x", text, None) for text in texts])
-
-
-def test_a_value_with_reduce_runs_no_code_in_the_trainer(scored: Any, tmp_path: Path) -> None:
-    (outcome,) = scored("trap")
-    assert not (tmp_path / "sprung").exists()
-    assert outcome.score == 1.0 and outcome.extras == {"extra": 2.0, "list": [3.0]}
-    assert [type(outcome.score), type(outcome.extras["extra"])] == [float, float]
-
-
-def test_numpy_values_arrive_as_numbers_and_lists(scored: Any) -> None:
-    (outcome,) = scored("numpy")
-    assert outcome.score == 1.0 and outcome.extras == {"flag": True, "many": [0, 1, 2], "one": 4}
-
-
-def test_what_cannot_be_sent_names_its_key_and_type(scored: Any) -> None:
-    unsendable, huge, fine = scored("object", "huge", "plain")
+        trap, numpy, unsendable, huge, fine = manager.outcomes(
+            [ScoreRequest("x", text, None) for text in texts]
+        )
+    assert not (tmp_path / "sprung").exists(), "a value with __reduce__ runs no code in the trainer"
+    assert trap.score == 1.0 and trap.extras == {"extra": 2.0, "list": [3.0]}
+    assert [type(trap.score), type(trap.extras["extra"])] == [float, float]
+    assert numpy.score == 1.0 and numpy.extras == {"flag": True, "many": [0, 1, 2], "one": 4}
     assert unsendable.error == "RewardError" and "'pattern'" in unsendable.detail
     assert "(object)" in unsendable.detail
     assert huge.error == "RewardError" and "'text'" in huge.detail and f"{MAX_ANSWER:,}" in huge.detail
     assert fine.score == 1.0
-
-
-@pytest.mark.parametrize("text", ["noise", "short noise", "length", "pickle", "closes"])
-def test_bytes_in_the_workers_socket_end_that_sample_as_died(scored: Any, text: str, tmp_path: Path) -> None:
-    spoilt, after = scored(text, "plain")
-    assert spoilt.error == "died" and after.score == 1.0
-    assert "closed" in spoilt.detail or "ended" in spoilt.detail or "bytes of its own" in spoilt.detail
-    assert not (tmp_path / "sprung").exists()
-
-
-def test_stdout_and_forks_do_no_harm(scored: Any) -> None:
-    assert [outcome.score for outcome in scored("stdout", "forks", "plain")] == [1.0, 1.0, 1.0]
 
 
 def test_frames_are_taken_whole_and_stray_bytes_refused() -> None:

@@ -20,14 +20,37 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.processes.keeper import living_descendants
 from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.manager import ScoredBatch
 from hybridflow.rewards.pool import RewardPool
 
 TIMEOUT = 10.0
 
 BAD = """
-import asyncio, ctypes, os, re, subprocess, sys, time, json
+import asyncio, ctypes, os, pickle, re, subprocess, sys, time, json
+
+def write_into_sockets(text):
+    for number in range(3, 4096):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                os.write(number, text)
+        except OSError:
+            pass
+
+class Trap:
+    def __reduce__(self):
+        return open, (os.environ["TRAP"], "w")
+
+def fork_many():
+    for _ in range(400):
+        if os.fork() == 0:
+            time.sleep(600)
+    time.sleep(600)
+
+def go_on_in_a_fork():  # the child goes on in the library's code
+    if os.fork():
+        os.wait()
+    return 1.0
+
 BAD = {
     "raises": lambda info: 1 / 0,
     "nan": lambda info: float("nan"),
@@ -41,6 +64,16 @@ BAD = {
     "hangs_in_c": lambda info: re.match("(a+)+$", "a" * 60 + "b"),
     "kills": lambda info: os._exit(3),
     "segfault": lambda info: ctypes.string_at(0),
+    "ends": lambda info: os._exit(0),
+    "noise": lambda info: write_into_sockets(b"progress: 10 %\\n"),
+    "short_noise": lambda info: write_into_sockets(b"\\n"),
+    "length": lambda info: write_into_sockets((1 << 20).to_bytes(4, "big")),
+    "pickle": lambda info: write_into_sockets(pickle.dumps(Trap())),
+    "closes": lambda info: os.closerange(3, 4096),
+    "allocates": lambda info: len(bytearray(30 << 30)),
+    "floods": lambda info: [os.write(1, b"x" * (1 << 20)) for _ in range(64)] and 1.0,
+    "forks": lambda info: go_on_in_a_fork(),
+    "forks_many": lambda info: fork_many(),
     "child": lambda info: (
         open(info["note"], "w").write(str(subprocess.Popen(["sleep", "3600"]).pid)) and time.sleep(3600)
     ),
@@ -67,6 +100,11 @@ async def async_score(data_source, solution_str, ground_truth, extra_info):
         return extra_info["number"]
     if solution_str == "awaits_forever":
         await asyncio.sleep(3600)
+    if solution_str == "gate":
+        while not os.path.exists(extra_info["gate"]):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)
+        return extra_info["number"] / 2 if extra_info["number"] % 20 != 7 else 1 / 0
     if solution_str == "own_timeout":
         raise TimeoutError("the judge is away")
     return BAD[solution_str](extra_info)
@@ -89,6 +127,13 @@ DEADLY = {
     "hangs_in_c": ("timeout", f"reward.timeout={TIMEOUT:g} "),
     "kills": ("died", "exit code 3"),
     "segfault": ("died", "SIGSEGV"),
+    "ends": ("died", "exit code 0"),
+    "noise": ("died", ""),
+    "short_noise": ("died", ""),
+    "length": ("died", ""),
+    "pickle": ("died", ""),
+    "closes": ("died", ""),
+    "forks": ("", ""),
 }
 
 
@@ -177,16 +222,33 @@ def test_scores_that_nobody_waits_for_are_ended(bad_file: str, tmp_path: Path) -
     pool.close()
 
 
-def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> None:
+def test_every_bad_sample_is_blamed_and_the_others_score(
+    bad_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     table = HARMLESS | DEADLY
     requests = [item for response in table for item in (request(response), request("number", 5.0))]
+    pool = RewardPool(config_of(bad_file), seed=0)
     outcomes = outcomes_of(pool, requests)
+    pool.close()
     assert [outcome.score for outcome in outcomes[1::2]] == [5.0] * len(table)
     for response, outcome in zip(table, outcomes[::2], strict=True):
         kind, text = table[response]
         assert (response, outcome.error) == (response, kind), outcome.detail
         assert text in outcome.detail
     assert outcomes[2 * list(table).index("hangs")].seconds >= TIMEOUT
+    assert not (tmp_path / "sprung").exists(), "what is written into the socket is not read as a pickle"
+
+
+def test_what_a_function_takes_of_the_machine_costs_its_own_row(
+    bad_file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = RewardPool(config_of(bad_file, num_workers=1, timeout=600.0, memory_limit_mb=1024), seed=0)
+    texts = ("allocates", "floods", "forks_many", "number")
+    outcomes = outcomes_of(pool, [request(text) for text in texts])
+    pool.close()
+    assert [outcome.error for outcome in outcomes] == ["MemoryError", "", "died", ""]
+    assert len(capfd.readouterr().out) < 4 << 20, "what is printed beyond the limit is dropped"
 
 
 def test_the_same_in_process(bad_file: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -212,12 +274,6 @@ def test_workers_are_their_own_light_processes(pool: RewardPool) -> None:
     assert (outcome.extras["torch"], outcome.extras["threads"]) == (False, "1")
 
 
-def test_killing_a_worker_also_ends_what_the_function_started(pool: RewardPool, tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    assert outcomes_of(pool, [request("child", note=str(note))])[0].error == "timeout"
-    assert wait_until(lambda: gone(int(note.read_text())))
-
-
 def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
     workers = {outcome.extras["pid"] for outcome in outcomes_of(pool, [request("pid")] * 4)}
     for pid in workers:
@@ -234,10 +290,6 @@ def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> No
     assert outcomes[0].error and outcomes[1].score == 1.0
 
 
-def test_large_requests_travel(pool: RewardPool) -> None:
-    assert outcomes_of(pool, [request("number", 2.0, text="x" * 3_000_000)] * 3)[2].score == 2.0
-
-
 def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
     outcomes = outcomes_of(
         async_pool,
@@ -246,6 +298,29 @@ def test_async_samples_run_together_and_each_has_its_deadline(async_pool: Reward
     )
     assert [outcome.score for outcome in outcomes[:20]] == [float(number) for number in range(20)]
     assert [outcome.error for outcome in outcomes[20:]] == ["timeout", "TimeoutError"]
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_nothing_is_lost_and_nobody_waits_for_a_slow_reward(
+    count: int, bad_file: str, tmp_path: Path
+) -> None:
+    pool = RewardPool(config_of(bad_file, "async_score", timeout=600.0), seed=0)
+    order = [(number * 7919) % count for number in range(count)]  # they end in another order than theirs
+    with RewardManager(pool, on_error="drop") as manager, manager.open() as session:
+        for place in order:
+            session.add(place, request("gate", float(place), gate=str(tmp_path / "gate")))
+        # no response can be scored before the last one has come, so no `add` has waited for a score
+        (tmp_path / "gate").touch()
+        batch = session.result()
+    failing = [place % 20 == 7 for place in range(count)]
+    assert [bool(kind) for kind in batch.dropped] == failing
+    assert batch.scores == [0.0 if failing[place] else place / 2 for place in range(count)]
+    assert (
+        batch.metrics["reward/num_errors/ZeroDivisionError"]
+        == batch.metrics["reward/num_errors"]
+        == count / 20
+    )
+    assert batch.metrics["reward/num_timeouts"] == 0.0
 
 
 def test_an_async_worker_that_dies_is_tried_again_sample_by_sample(async_pool: RewardPool) -> None:
@@ -361,50 +436,108 @@ def test_close_ends_the_workers(bad_file: str) -> None:
         outcomes_of(pool, [request("number")])
 
 
-ORPHAN = """
-import os, signal, sys, threading, time
+STARTING = """
+import os, subprocess, time
+
+def note_pid(info, pid):
+    with open(info["note"], "a") as file:
+        file.write(f"{pid} ")
+
+def session(info):
+    note_pid(info, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+
+def daemon(info):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note_pid(info, os.getpid())
+            os.execvp("sleep", ["sleep", "600"])
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(info["note"]) or not open(info["note"]).read():
+        time.sleep(0.01)
+
+def tree(info):
+    # a shell in a session of its own, whose child is in another one
+    subprocess.Popen(["setsid", "sh", "-c", "setsid sleep 600 & echo $! $$ >> " + info["note"] + "; wait"])
+    while not os.path.exists(info["note"]) or not open(info["note"]).read().endswith("\\n"):
+        time.sleep(0.01)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    how, then = solution_str.split()
+    globals()[how](extra_info)
+    if then == "hangs":
+        time.sleep(600)
+    if then == "exits":
+        os._exit(7)
+    if then == "aborts":
+        os.abort()
+    return 1.0
+"""
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> str:
+    (tmp_path / "starting.py").write_text(STARTING)
+    return str(tmp_path / "starting.py")
+
+
+def noted(note: Path) -> list[int]:
+    pids = [int(pid) for pid in note.read_text().split()]
+    assert pids
+    return pids
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "detail"),
+    [
+        ("session returns", "", ""),
+        ("daemon returns", "", ""),
+        ("tree returns", "", ""),
+        ("session hangs", "timeout", "2 seconds"),
+        ("daemon hangs", "timeout", "2 seconds"),
+        ("session exits", "died", "exit code 7"),
+        ("daemon exits", "died", "exit code 7"),
+        ("session aborts", "died", "SIGABRT"),
+        ("daemon aborts", "died", "SIGABRT"),
+    ],
+)
+def test_processes_that_a_function_starts_end_with_its_worker(
+    starting: str, text: str, kind: str, detail: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "pids"
+    pool = RewardPool(config_of(starting, num_workers=1, timeout=2.0), seed=0)
+    (outcome,) = outcomes_of(pool, [ScoreRequest("x", text, None, {"note": str(note)})])
+    assert outcome.error == kind and detail in outcome.detail
+    if not kind:
+        assert not any(map(gone, noted(note))), "they live as long as the worker does"
+    pool.close()
+    assert all(map(gone, noted(note)))
+
+
+TRAINER = """
+import os, signal, sys, threading
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.pool import RewardPool
 # no guard against being imported again: workers must not run this file
-pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=2), 0)
-print(*(worker.keeper.pid for hosts in pool._hosts for worker in hosts._workers), flush=True)
-threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-RewardManager(pool).outcomes([ScoreRequest("x", "hangs", None)])
+pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=1), 0)
+print(*(worker.keeper.pid for worker in pool._hosts[0]._workers), flush=True)
+request = ScoreRequest("x", sys.argv[3], None, {"note": sys.argv[2]})
+# the pool is used by a thread that ends before the process: its workers must not end with it
+thread = threading.Thread(target=lambda: RewardManager(pool).outcomes([request]), daemon=True)
+thread.start()
+thread.join(None if "returns" in sys.argv[3] else 1)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_a_killed_parent_even_while_busy(bad_file: str, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(ORPHAN)
-    parent = subprocess.run(
-        [sys.executable, str(script), bad_file], capture_output=True, text=True, timeout=600
-    )
-    pids = [int(pid) for pid in parent.stdout.split()]
-    assert parent.returncode == -signal.SIGKILL and len(pids) == 2
-    assert wait_until(lambda: all(gone(pid) for pid in pids))
-
-
-def test_dry_run_lists_scores_and_errors() -> None:
-    config = RewardConfig(num_workers=0)
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "reward_model": {"ground_truth": "72"},
-            "extra_info": {"index": 0},
-            "answer": "#### 71",
-        },
-        {
-            "data_source": "elsewhere",
-            "reward_model": {"ground_truth": "1"},
-            "extra_info": None,
-            "answer": "1",
-        },
-        {"data_source": "math", "reward_model": {"ground_truth": "x"}, "extra_info": {}, "answer": "x"},
-    ]
-    with build_reward_manager(config, seed=0) as manager:
-        table = dry_run(manager, rows, config, num_rows=2)
-        assert [row["score"] for row in table] == [1.0, None] and table[0]["response"] == "#### 72"
-        assert "knows no reward for data_source 'elsewhere'" in table[1]["error"]
-        assert dry_run(manager, rows, config, response="answer", num_rows=1)[0]["score"] == 0.0
-        assert dry_run(manager, rows, config, response="empty", num_rows=1)[0]["response"] == ""
+@pytest.mark.parametrize("text", ["session returns", "tree returns", "session hangs"])
+def test_nothing_is_left_of_a_killed_trainer(starting: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    note = tmp_path / "pids"
+    words = [sys.executable, str(tmp_path / "trainer.py"), starting, str(note), text]
+    trainer = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert trainer.returncode == -signal.SIGKILL, trainer.stderr
+    pids = [int(trainer.stdout), *(noted(note) if "returns" in text else [])]
+    assert wait_until(lambda: all(map(gone, pids)))

@@ -230,7 +230,7 @@ class Recording:
 
     async def whole(self, job: Job) -> list[Piece]:
         """Return all responses, each as one piece, and record them; ApiError where one fails."""
-        choices = range(len(job.prompts) * job.n)
+        choices = range(len(job.prompts) * job.body.n)
         tasks = [asyncio.ensure_future(self._one(job, choice)) for choice in choices]
         self._running.update(tasks)
         try:
@@ -248,7 +248,7 @@ class Recording:
             yield piece
 
     async def _one(self, job: Job, choice: int) -> Piece:
-        place = choice // job.n
+        place = choice // job.body.n
         prompt = job.prompts[place]
         try:
             output = await self._policy.generate(Prompt(tuple(prompt)), sampling=job.sampling[place])

@@ -13,13 +13,11 @@ from serving import TOKENIZER, TOOL_TEMPLATE, Served, ids, serve_script
 from hybridflow.rollout.base import GenerationRequest
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
-    }
-]
+SCHEMA = {"type": "object", "properties": {"a": {}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
 HELLO: list[Any] = [{"role": "user", "content": "say hello"}]
+CALL_IT: list[Any] = [{"role": "user", "content": "call it"}]
+HERMES = {"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}
 
 
 def says(request: GenerationRequest) -> list[int]:
@@ -38,205 +36,142 @@ def says(request: GenerationRequest) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve_script(
-        says, model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}, seconds=0.001
-    ) as server:
+    with serve_script(says, model=HERMES, seconds=0.001) as server:
         yield server
         server.wait_idle()
         assert server.sessions[0].idle
 
 
+def chat(served: Served, messages: Any = HELLO, **fields: Any) -> Any:
+    return served.openai.chat.completions.create(model="tiny", messages=messages, **fields)
+
+
+def complete(served: Served, prompt: Any = "ab", **fields: Any) -> Any:
+    return served.openai.completions.create(model="tiny", prompt=prompt, **fields)
+
+
+def choices_of(stream: Any) -> list[Any]:
+    return [choice for chunk in stream for choice in chunk.choices]
+
+
 def test_chat(served: Served) -> None:
-    answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, n=2, seed=1)
+    answer = chat(served, n=2, seed=1)
     assert [choice.message.content for choice in answer.choices] == ["hello world"] * 2
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     assert [c.index for c in answer.choices] == [0, 1]
     prompt = len(ids("u:say hello;a:"))
-    assert answer.usage is not None and answer.usage.prompt_tokens == prompt
-    assert (
-        answer.usage.completion_tokens
-        == 2 * (len(ids("hello world")) + 1)
-        == answer.usage.total_tokens - prompt
-    )
+    size = 2 * (len(ids("hello world")) + 1)
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, size, prompt + size)
 
 
 def test_chat_streams_what_it_answers(served: Served) -> None:
-    stream = served.openai.chat.completions.create(
-        model="tiny", messages=HELLO, n=2, stream=True, stream_options={"include_usage": True}, logprobs=True
-    )
-    texts, reasons, counts, usage = {0: "", 1: ""}, {}, {0: 0, 1: 0}, None
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            counts[choice.index] += len(choice.logprobs.content or []) if choice.logprobs else 0
-            if choice.finish_reason:
-                reasons[choice.index] = choice.finish_reason
-    assert texts == {0: "hello world", 1: "hello world"} and reasons == {0: "stop", 1: "stop"}
+    chunks = list(chat(served, n=2, stream=True, stream_options={"include_usage": True}, logprobs=True))
     size = len(ids("hello world")) + 1
-    assert counts == {0: size, 1: size} and usage is not None and usage.completion_tokens == 2 * size
+    for index in (0, 1):
+        own = [choice for choice in choices_of(chunks) if choice.index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == "hello world"
+        assert [choice.finish_reason for choice in own if choice.finish_reason] == ["stop"]
+        assert sum(len(choice.logprobs.content or []) for choice in own if choice.logprobs) == size
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2 * size
 
 
 def test_content_in_parts_and_older_turns(served: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}
+    brief = [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]
     messages: list[Any] = [
-        {
-            "role": "developer",
-            "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
-        },
+        {"role": "developer", "content": brief},
         {"role": "user", "content": "x"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}
-            ],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "6"},
     ]
-    answer = served.openai.chat.completions.create(
-        model="tiny", messages=messages, extra_body={"return_token_ids": True}
-    )
-    assert (
-        TOKENIZER.decode(answer.model_extra["prompt_token_ids"])
-        == "s:be brief;u:x;a:<tool_call>f 5</tool_call>;t:6;a:"
-    )
+    answer = chat(served, messages, extra_body={"return_token_ids": True})
+    prompt = TOKENIZER.decode(answer.model_extra["prompt_token_ids"])
+    assert prompt == "s:be brief;u:x;a:<tool_call>f 5</tool_call>;t:6;a:"
     assert answer.choices[0].model_extra["token_ids"] == [*ids("hello world"), TOKENIZER.eos_token_id]
 
 
 def test_log_probs_name_tokens_and_their_rivals(served: Served) -> None:
-    answer = served.openai.chat.completions.create(
-        model="tiny", messages=HELLO, logprobs=True, top_logprobs=1
-    )
-    listed = answer.choices[0].logprobs.content
+    listed = chat(served, logprobs=True, top_logprobs=1).choices[0].logprobs.content
     assert "".join(entry.token for entry in listed) == "hello world<|im_end|>"
     assert all(bytes(entry.bytes).decode() == entry.token and entry.logprob == -0.5 for entry in listed)
     assert all([rival.token for rival in entry.top_logprobs] == [entry.token] for entry in listed)
 
 
 def test_rivals_come_with_their_tokens(served: Served) -> None:
-    ask = served.openai.chat.completions.create
-    chunks = list(ask(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, stream=True))
-    parts = [
-        choice.logprobs.content
-        for chunk in chunks
-        for choice in chunk.choices
-        if choice.logprobs and choice.logprobs.content
-    ]
+    choices = choices_of(chat(served, logprobs=True, top_logprobs=2, stream=True))
+    parts = [choice.logprobs.content for choice in choices if choice.logprobs and choice.logprobs.content]
     assert len(parts) > 3 and all(len(entry.top_logprobs) == 2 for part in parts for entry in part)
-    (whole,) = ask(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2).choices
+    (whole,) = chat(served, logprobs=True, top_logprobs=2).choices
     assert [entry for part in parts for entry in part] == whole.logprobs.content
 
 
 def test_tokens_can_be_named_by_their_ids(served: Served) -> None:
     extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
-    choice = served.openai.completions.create(
-        model="tiny", prompt="ab", logprobs=2, max_tokens=4, extra_body=extra
-    ).choices[0]
+    choice = complete(served, logprobs=2, max_tokens=4, extra_body=extra).choices[0]
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in ids("hell")] and choice.text == "hell"
     assert [len(place) for place in choice.logprobs.top_logprobs] == [2] * 4
-    listed = (
-        served.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, extra_body=extra)
-        .choices[0]
-        .logprobs.content
-    )
-    assert (listed[0].token, bytes(listed[0].bytes)) == (f"token_id:{ids('h')[0]}", b"h")
+    first = chat(served, logprobs=True, extra_body=extra).choices[0].logprobs.content[0]
+    assert (first.token, bytes(first.bytes)) == (f"token_id:{ids('h')[0]}", b"h")
 
 
 def test_completions_of_texts_and_token_ids(served: Served) -> None:
-    ask = served.openai.completions.create
-    answer = ask(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=4, echo=True)
+    answer = complete(served, ["ab", "cd"], n=2, max_tokens=4, echo=True)
     assert [choice.text for choice in answer.choices] == ["abhell", "abhell", "cdhell", "cdhell"]
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
-        4,
-        16,
-    )
-    answer = ask(
-        model="tiny", prompt=ids("ab"), logprobs=2, max_tokens=4, extra_body={"return_token_ids": True}
-    )
-    choice = answer.choices[0]
-    assert choice.text == "hell"
-    assert choice.model_extra == {
-        "stop_reason": None,
-        "prompt_token_ids": ids("ab"),
-        "token_ids": ids("hell"),
-    }
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 16)
+    extra = {"return_token_ids": True}
+    choice = complete(served, ids("ab"), logprobs=2, max_tokens=4, extra_body=extra).choices[0]
+    own = {"stop_reason": None, "prompt_token_ids": ids("ab"), "token_ids": ids("hell")}
+    assert choice.text == "hell" and choice.model_extra == own
     assert choice.logprobs.tokens == list("hell") and choice.logprobs.text_offset == [0, 1, 2, 3]
     assert [list(place)[-1] for place in choice.logprobs.top_logprobs] == list("hell")
-    assert [
-        choice.text for choice in ask(model="tiny", prompt=[ids("ab"), ids("c")], max_tokens=2).choices
-    ] == ["he", "he"]
+    several = complete(served, [ids("ab"), ids("c")], max_tokens=2)
+    assert [choice.text for choice in several.choices] == ["he", "he"]
 
 
 def test_completions_stream_with_token_ids(served: Served) -> None:
-    ask = served.openai.completions.create
-    stream = ask(model="tiny", prompt="ab", stream=True, logprobs=0, extra_body={"return_token_ids": True})
-    choices = [choice for chunk in stream for choice in chunk.choices]
+    choices = choices_of(complete(served, stream=True, logprobs=0, extra_body={"return_token_ids": True}))
     assert "".join(choice.text for choice in choices) == "hello world" and choices[-1].finish_reason == "stop"
-    assert [token for choice in choices for token in choice.model_extra["token_ids"]] == [
-        *ids("hello world"),
-        TOKENIZER.eos_token_id,
-    ]
+    said = [token for choice in choices for token in choice.model_extra["token_ids"]]
+    assert said == [*ids("hello world"), TOKENIZER.eos_token_id]
     assert [place for choice in choices for place in choice.logprobs.text_offset] == list(range(12))
-    stream = ask(model="tiny", prompt="ab", stream=True, echo=True)
-    assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "abhello world"
+    repeated = choices_of(complete(served, stream=True, echo=True))
+    assert "".join(choice.text for choice in repeated) == "abhello world"
 
 
 def test_stop_texts_are_cut_off_and_never_shown(served: Served) -> None:
-    ask = served.openai.completions.create
     for stop, text in ((["o w", "zz"], "hell"), ("wor", "hello "), ("ld!", "hello world")):
-        parts = [
-            choice.text
-            for chunk in ask(model="tiny", prompt="a", stop=stop, stream=True)
-            for choice in chunk.choices
-        ]
-        assert "".join(parts) == text == ask(model="tiny", prompt="a", stop=stop).choices[0].text
-    answer = ask(model="tiny", prompt="a", extra_body={"stop_token_ids": ids("w")})
-    assert answer.choices[0].text == "hello " and answer.choices[0].model_extra["stop_reason"] == ids("w")[0]
+        parts = choices_of(complete(served, stop=stop, stream=True))
+        assert "".join(choice.text for choice in parts) == text
+        assert complete(served, stop=stop).choices[0].text == text
+    choice = complete(served, extra_body={"stop_token_ids": ids("w")}).choices[0]
+    assert choice.text == "hello " and choice.model_extra["stop_reason"] == ids("w")[0]
 
 
 def test_tool_calls(served: Served) -> None:
-    ask = served.openai.chat.completions.create
-    messages: list[Any] = [{"role": "user", "content": "call it"}]
-    answer = ask(model="tiny", messages=messages, tools=TOOLS).choices[0]
-    assert answer.finish_reason == "tool_calls" and answer.message.content == "I call."
-    assert [
-        (call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls
-    ] == [("add", {"a": 1})] * 2
-    text, calls = "", {}
-    for chunk in ask(model="tiny", messages=messages, tools=TOOLS, stream=True):
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            calls |= {
-                call.index: (call.function.name, call.function.arguments, call.id)
-                for call in choice.delta.tool_calls or []
-            }
-            reason = choice.finish_reason
-    assert text == "I call. "
-    assert [call[:2] for call in calls.values()] == [("add", '{"a": 1}')] * 2
-    assert reason == "tool_calls"
-    assert calls.keys() == {0, 1} and calls[0][2] != calls[1][2]
-    assert (
-        CALL
-        in ask(model="tiny", messages=messages, tools=TOOLS, tool_choice="none").choices[0].message.content
-    )
+    choice = chat(served, CALL_IT, tools=TOOLS).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I call."
+    calls = [call.function for call in choice.message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1})] * 2
+    choices = choices_of(chat(served, CALL_IT, tools=TOOLS, stream=True))
+    assert "".join(choice.delta.content or "" for choice in choices) == "I call. "
+    assert choices[-1].finish_reason == "tool_calls"
+    streamed = [call for choice in choices for call in choice.delta.tool_calls or []]
+    told = [(call.index, call.function.name, call.function.arguments) for call in streamed]
+    assert told == [(0, "add", '{"a": 1}'), (1, "add", '{"a": 1}')] and streamed[0].id != streamed[1].id
+    assert CALL in chat(served, CALL_IT, tools=TOOLS, tool_choice="none").choices[0].message.content
 
 
 def test_nulls_say_nothing_and_answers_come_back_as_history(served: Served) -> None:
     """What the client's own objects hold, sent as they are: most of it is null."""
-    messages: list[Any] = [{"role": "user", "content": "call it"}]
     unset: dict[str, Any] = dict.fromkeys(("n", "stream", "logprobs", "top_logprobs", "stop", "audio"))
-    first = served.openai.chat.completions.create(
-        model="tiny", messages=messages, tools=TOOLS, extra_body=unset
-    )
+    first = chat(served, CALL_IT, tools=TOOLS, extra_body=unset)
     message = first.choices[0].message
     said = message.model_dump()
     assert said["tool_calls"] and {"annotations", "audio", "function_call", "refusal"} <= said.keys()
-    messages += [{**said, "annotations": []}, {"role": "tool", "content": "6", "name": None}]
-    messages[-1]["tool_call_id"] = message.tool_calls[0].id
-    messages.append({"role": "user", "content": "say hello"})
-    again = served.openai.chat.completions.create(model="tiny", messages=messages)
+    result = {"role": "tool", "content": "6", "name": None, "tool_call_id": message.tool_calls[0].id}
+    again = chat(served, [*CALL_IT, {**said, "annotations": []}, result, *HELLO])
     # the script calls again, since the words of the first turn are in the prompt
     assert again.choices[0].message.content.startswith("I call.")
     assert again.usage.prompt_tokens > first.usage.prompt_tokens
@@ -246,24 +181,16 @@ def test_nulls_say_nothing_and_answers_come_back_as_history(served: Served) -> N
     ("choice", "number"), [("required", 2), ({"type": "function", "function": {"name": "add"}}, 3)]
 )
 def test_a_call_that_is_asked_for_is_begun_for_the_model(served: Served, choice: Any, number: int) -> None:
-    answer = served.openai.chat.completions.create(
-        model="tiny", messages=HELLO, tools=TOOLS, tool_choice=choice
-    ).choices[0]
-    (call,) = answer.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == (
-        "add",
-        {"a": number},
-    )
-    assert answer.message.content is None
+    message = chat(served, tools=TOOLS, tool_choice=choice).choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": number})
+    assert message.content is None
 
 
 def test_one_call_where_one_is_wanted(served: Served) -> None:
-    ask = served.openai.chat.completions.create
-    messages: list[Any] = [{"role": "user", "content": "call it"}]
-    answer = ask(model="tiny", messages=messages, tools=TOOLS, parallel_tool_calls=False).choices[0]
-    assert answer.finish_reason == "tool_calls" and len(answer.message.tool_calls) == 1
-    chunks = ask(model="tiny", messages=messages, tools=TOOLS, parallel_tool_calls=False, stream=True)
-    choices = [choice for chunk in chunks for choice in chunk.choices]
+    choice = chat(served, CALL_IT, tools=TOOLS, parallel_tool_calls=False).choices[0]
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+    choices = choices_of(chat(served, CALL_IT, tools=TOOLS, parallel_tool_calls=False, stream=True))
     assert sum(len(choice.delta.tool_calls or []) for choice in choices) == 1
     assert choices[-1].finish_reason == "tool_calls"
     served.wait_idle()  # the rest of the response is not generated
@@ -279,19 +206,9 @@ def test_one_call_where_one_is_wanted(served: Served) -> None:
     ],
 )
 def test_what_has_to_be_a_call_is_one_or_an_error(reply: str, told: str, status: int, stream: bool) -> None:
-    with serve_script(
-        lambda request: ids(reply), model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}
-    ) as server:
+    with serve_script(lambda request: ids(reply), model=HERMES) as server:
         with pytest.raises(openai.APIError, match=told) as caught:
-            answer = server.openai.chat.completions.create(
-                model="tiny",
-                messages=HELLO,
-                tools=TOOLS,
-                tool_choice="required",
-                max_tokens=50,
-                stream=stream,
-            )
-            list(answer)
+            list(chat(server, tools=TOOLS, tool_choice="required", max_tokens=50, stream=stream))
         if isinstance(caught.value, openai.APIStatusError):  # a stream has begun with 200
             assert caught.value.status_code == status
         server.wait_idle()
@@ -302,15 +219,11 @@ def test_models_health_version_metrics(served: Served) -> None:
     assert served.openai.models.retrieve("tiny").model_extra["max_model_len"] == 512
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         served.openai.models.retrieve("other")
-    served.openai.completions.create(model="tiny", prompt="ab", max_tokens=2)
+    complete(served, max_tokens=2)
     assert served.http.get("/health").json() == {"status": "ok"}
     assert "version" in served.http.get("/version").json()
-    page = served.http.get("/metrics").text
-    values = {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in page.splitlines()
-        if not line.startswith("#")
-    }
+    lines = [line for line in served.http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
     assert values['hybridflow_http_answers_total{model="tiny",path="/v1/completions",status="200"}'] >= 1
     assert values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2
     assert values['hybridflow_replicas_alive{model="tiny"}'] == 1

@@ -37,7 +37,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
         assert server.http.post(PLAIN, json={"prompt": "1", "max_tokens": 2}).status_code == 200
         (replica,) = service.client.replicas
-        assert replica.failure is None
+        assert isinstance(replica, EngineReplica) and replica.failure is None
 
 
 def ask(server: Served, path: str, body: dict[str, Any] | bytes) -> httpx.Response:
@@ -210,11 +210,9 @@ def test_a_long_text_holds_up_no_short_one_and_is_dropped_with_its_client() -> N
             threading.Event().wait(0.01)
         assert server.service.readers.num_open == 0
         tokenizer.go_on.set()
-        while server.service.readers.is_working and (ends := ends - 1):
-            threading.Event().wait(0.01)
-        assert (
-            len(tokenizer.slow) == 1
-        )  # the first slice of the first text, and nothing after the client left
+        # the thread of long texts goes on with the next one
+        assert ask(server, PLAIN, {"prompt": "a" * 70_000, "max_tokens": 2}).status_code == 200
+        assert len(tokenizer.slow) == 1, "of the first text one slice was read, and nothing of the other"
 
 
 PROCESS = """
@@ -298,12 +296,6 @@ def test_each_of_several_responses_has_a_seed_of_its_own(n: int) -> None:
         assert len(set(seeds)) == 4 * n  # without a seed they are new ones
 
 
-def test_several_responses_to_one_prompt_differ(served: Served) -> None:
-    body = {"prompt": "1", "n": 8, "max_tokens": 16, "seed": 1, "ignore_eos": True}
-    choices = ask(served, PLAIN, body).json()["choices"]
-    assert len({choice["text"] for choice in choices}) == 8
-
-
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
 @pytest.mark.parametrize(
     "value", ['"\\ud800"', "[" * 100_000, "9" * 5_000], ids=["surrogate", "deep", "long"]
@@ -329,8 +321,3 @@ def test_a_call_that_the_model_wrote_never_breaks_the_answer(name: str, value: s
     for part in parts:
         text = part if isinstance(part, str) else part.name + part.arguments
         assert text.encode()
-
-
-def test_the_engine_lives(served: Served) -> None:
-    (replica,) = served.service.client.replicas
-    assert isinstance(replica, EngineReplica) and replica.failure is None

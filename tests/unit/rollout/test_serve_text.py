@@ -19,6 +19,7 @@ from hybridflow.rollout.base import GenerationOutput, PartialOutput, SamplingPar
 from hybridflow.rollout.server.job import Job, ToolUse
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.reading import ChoiceReader
+from hybridflow.rollout.server.schema import SamplingBody
 from hybridflow.rollout.server.text import BYTE_OF, Detokenizer, StopCutter, TokenNames
 from hybridflow.tools.parsers import ToolCall
 
@@ -159,17 +160,9 @@ def answered(
     """The parts of a response, which comes in pieces of `size` tokens."""
     tokenizer = model.tokenizer
     job = Job(
-        prompts=[encode_rendered(tokenizer, prompt)],
-        n=1,
-        sampling=[SamplingParams(512)],
-        seed=None,
-        stream=True,
-        include_usage=False,
-        log_probs=False,
-        return_token_ids=False,
-        names_are_ids=False,
-        skip_special_tokens=True,
-        sticky=None,
+        SamplingBody(),
+        [encode_rendered(tokenizer, prompt)],
+        [SamplingParams(512)],
         tools=ToolUse(parser),
         messages=[{"role": "assistant", "content": prompt}],
         template_options={"tools": TOOLS, **options},

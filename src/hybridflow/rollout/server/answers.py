@@ -1,5 +1,9 @@
-"""Answers to chat and completions in OpenAI's shape, whole and as chunks of a stream. The fields token_ids,
-stop_reason and prompt_token_ids are our own. `responses.py` and `messages.py` have those of the other paths.
+"""The writer of answers, whole and as events of a stream, and its shapes for OpenAI's chat and completions.
+
+pieces ──ChoicesAnswer──► choices          (chat, completions)
+       ──BlocksAnswer───► texts and calls  (`responses.py`, `messages.py`)
+
+The fields token_ids, stop_reason and prompt_token_ids are our own.
 """
 
 from __future__ import annotations
@@ -7,6 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -14,7 +19,6 @@ from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.reading import Piece
-from hybridflow.rollout.server.text import NumberedNames, TokenNames
 from hybridflow.tools.parsers import ToolCall
 
 LEAST = -9999.0
@@ -27,27 +31,25 @@ class Answer(ABC):
     names_events: ClassVar[bool] = False
     """Whether each event of a stream has a line with its type; else the stream ends with `[DONE]`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, model: ServedModel) -> None:
         self.job = job
+        self.model = model
+        self.num_prompt_tokens = sum(len(prompt) for prompt in job.prompts)
+        """Tokens of all prompts; a prompt counts once, whatever the number of its responses."""
         self.num_tokens = 0
         """Response tokens that were written so far."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts; a prompt counts once, whatever the number of its responses."""
-        return sum(len(prompt) for prompt in self.job.prompts)
 
     @abstractmethod
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the answer to a request without stream."""
 
     @abstractmethod
-    def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the events of a stream that tell a piece."""
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the events of a stream that tell a piece; none where it has nothing that was asked for."""
 
-    def last_events(self) -> list[dict[str, Any]]:
-        """Return the events that end a stream in which nothing failed."""
-        return []
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that end a stream in which nothing failed."""
+        yield from ()
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """Return the event that tells of an error after the stream has begun."""
@@ -55,67 +57,67 @@ class Answer(ABC):
 
 
 class BlocksAnswer(Answer):
-    """Answer with one response, whose texts and calls are blocks; each event has a type."""
+    """Answer with one response, whose texts and calls are blocks; each event has a type.
+
+    A block is started, gets its text or its arguments, and is stopped.
+    """
 
     names_events = True
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._begun = False
-        self._text = ""
-        """Text of the block that is open."""
+    def __init__(self, job: Job, model: ServedModel) -> None:
+        super().__init__(job, model)
+        self._has_begun = False
+        self.call: ToolCall | None = None
+        """Call that is written now; None: a text."""
+        self.text = ""
+        """Text of the block that is open, which has some."""
 
-    def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the events that open, fill and close the piece's blocks."""
-        events: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
-            events += self.begin()
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self.begin()
         for part in piece.parts:
             if isinstance(part, ToolCall):
-                events += self._end_text()
-                events += self.call(part)
-            elif self._text or part.strip():  # between calls there is white space
-                if not self._text:
-                    events += self.begin_text()
-                self._text += part
-                events.append(self.text(part))
+                yield from self._stop_text()
+                self.call = part
+                yield from self.start_block()
+                yield self.delta(part.arguments)
+                yield from self.stop_block()
+                self.call = None
+            elif self.text or part.strip():  # between calls there is white space
+                if not self.text:
+                    yield from self.start_block()
+                self.text += part
+                yield self.delta(part)
         self.num_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
-            events += self._end_text()
-            events += self.end(piece)
-        return events
+            yield from self._stop_text()
+            yield from self.end(piece)
 
-    def _end_text(self) -> list[dict[str, Any]]:
-        if not self._text:
-            return []
-        text = self._text
-        self._text = ""
-        return self.end_text(text)
+    def _stop_text(self) -> Iterator[dict[str, Any]]:
+        if self.text:
+            yield from self.stop_block()
+            self.text = ""
 
     @abstractmethod
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the events that begin a stream."""
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that begin a stream."""
 
     @abstractmethod
-    def begin_text(self) -> list[dict[str, Any]]:
-        """Return the events that open a block of text."""
+    def start_block(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that open the block of a call or of a text."""
 
     @abstractmethod
-    def text(self, delta: str) -> dict[str, Any]:
-        """Return the event that adds to it."""
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return the event that adds to the text or to the arguments of the call."""
 
     @abstractmethod
-    def end_text(self, text: str) -> list[dict[str, Any]]:
-        """Return the events that close it."""
+    def stop_block(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that close it."""
 
     @abstractmethod
-    def call(self, call: ToolCall) -> list[dict[str, Any]]:
-        """Return the events of a call."""
-
-    @abstractmethod
-    def end(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the events that end a stream; `piece` is the last one."""
+    def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the events that end a stream; `piece` is the last one."""
 
 
 class ChoicesAnswer(Answer):
@@ -124,71 +126,75 @@ class ChoicesAnswer(Answer):
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    has_one_prompt: ClassVar[bool] = False
+    """Whether the ids of the prompt stand beside the choices."""
 
     def __init__(self, job: Job, model: ServedModel) -> None:
-        super().__init__(job)
-        self.names = model.names
-        if job.names_are_ids:
-            self.names = NumberedNames(model.tokenizer)
+        super().__init__(job, model)
         self._begun: set[int] = set()
-        self._written: Counter[int] = Counter()
+        self.written: Counter[int] = Counter()
         """For each response, the calls (chat) or characters (completions) that were written so far."""
         self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model.name}
+        self._has_usage = job.body.stream_options is not None and job.body.stream_options.include_usage
 
     @abstractmethod
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """Return the chunk that tells a piece."""
+    def content(self, piece: Piece, *, streams: bool, is_first: bool) -> dict[str, Any]:
+        """Return the fields of a choice that tell a whole response, or the next (the first) part of one."""
 
-    def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the piece's chunk; none where it has nothing that the client asked for."""
-        tells_tokens = piece.token_ids and (self.job.return_token_ids or self.job.log_probs)
+    @abstractmethod
+    def log_probs(self, piece: Piece) -> dict[str, Any]:
+        """Return the log-probs of a piece, in nats."""
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        answer = {**self._head, "object": self.kind, **self._choices(pieces, streams=False)}
+        return {**answer, "usage": self._usage()}
+
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        tells_tokens = piece.token_ids and (self.job.body.return_token_ids or self.job.log_probs)
         if piece.parts or piece.finish_reason or tells_tokens:
-            return [self.chunk(piece)]
-        return []
+            chunk = {**self._head, "object": self.chunk_kind, **self._choices([piece], streams=True)}
+            yield {**chunk, "usage": None} if self._has_usage else chunk
 
-    def usage(self) -> dict[str, int]:
-        """Return the counts of tokens."""
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        if self._has_usage:
+            yield {**self._head, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_tokens,
         }
 
-    def last_events(self) -> list[dict[str, Any]]:
-        """Return a chunk with the counts of tokens where the client asked for it."""
-        if not self.job.include_usage:
-            return []
-        return [{**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}]
+    def _choices(self, pieces: list[Piece], *, streams: bool) -> dict[str, Any]:
+        """Return the choices of an answer or a chunk, and what stands beside them."""
+        choices = []
+        beside: dict[str, Any] = {}
+        for piece in pieces:
+            is_first = piece.choice not in self._begun
+            self._begun.add(piece.choice)
+            self.num_tokens += len(piece.token_ids)
+            choice = {
+                "index": piece.choice,
+                **self.content(piece, streams=streams, is_first=is_first),
+                "logprobs": self.log_probs(piece) if self.job.log_probs else None,
+                "finish_reason": piece.finish_reason,
+            }
+            if piece.finish_reason is not None:
+                choice["stop_reason"] = piece.stop_reason
+            if self.job.body.return_token_ids:
+                choice["token_ids"] = piece.token_ids
+                if is_first:
+                    place = beside if self.has_one_prompt else choice
+                    place["prompt_token_ids"] = self.job.prompts[piece.choice // self.job.body.n]
+            choices.append(choice)
+        return {"choices": choices, **beside}
 
-    def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        self._finish(choice, piece)
-        if piece.finish_reason is None:
-            del choice["stop_reason"]
-        chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
-        if self.job.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _whole(self, choices: list[dict[str, Any]], pieces: list[Piece]) -> dict[str, Any]:
-        for choice, piece in zip(choices, pieces, strict=True):
-            self._finish(choice, piece)
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
-
-    def _finish(self, choice: dict[str, Any], piece: Piece) -> None:
-        self.num_tokens += len(piece.token_ids)
-        choice |= {
-            "index": piece.choice,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        if self.job.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-
-    def _begins(self, piece: Piece) -> bool:
-        """Return True for the first chunk of a response."""
-        first = piece.choice not in self._begun
-        self._begun.add(piece.choice)
-        return first
+    def name_of(self, token_id: int) -> str:
+        """Return the name of a token in lists of log-probs: its text or, where that was asked for, its id."""
+        if self.job.body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self.model.names.text(token_id)
 
 
 class ChatAnswer(ChoicesAnswer):
@@ -197,39 +203,36 @@ class ChatAnswer(ChoicesAnswer):
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    has_one_prompt = True
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        choices = []
-        for piece in pieces:
-            message = {"refusal": None, **written_message(piece)}
-            choices.append({"message": message, "logprobs": self._log_probs(piece)})
-        answer = self._whole(choices, pieces)
-        if self.job.return_token_ids:
-            answer["prompt_token_ids"] = self.job.prompts[0]
-        return answer
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def content(self, piece: Piece, *, streams: bool, is_first: bool) -> dict[str, Any]:
+        if not streams:
+            return {"message": {"refusal": None, **written_message(piece)}}
         delta: dict[str, Any] = {}
-        first = self._begins(piece)
-        if first:
+        if is_first:
             delta |= {"role": "assistant", "content": ""}
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
+            place = self.written[piece.choice]
             delta["tool_calls"] = [
-                {"index": place, **_written(call)}
-                for place, call in enumerate(piece.calls, self._written[piece.choice])
+                {"index": index, **_written(call)} for index, call in enumerate(piece.calls, place)
             ]
-            self._written[piece.choice] += len(piece.calls)
-        chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
-        if first and self.job.return_token_ids:
-            chunk["prompt_token_ids"] = self.job.prompts[0]
-        return chunk
+            self.written[piece.choice] += len(piece.calls)
+        return {"delta": delta}
 
-    def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
-        if not self.job.log_probs:
-            return None
-        return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
+    def log_probs(self, piece: Piece) -> dict[str, Any]:
+        top = self.job.sampling[0].top_log_probs
+        content = []
+        for place, (token, value) in enumerate(zip(piece.token_ids, piece.log_probs, strict=True)):
+            others = [] if piece.top_log_probs is None else piece.top_log_probs[place][:top]
+            rivals = [self._named(other, each) for other, each in others]
+            content.append({**self._named(token, value), "top_logprobs": rivals})
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, value: float) -> dict[str, Any]:
+        known_bytes = self.model.names.bytes(token)
+        return {"token": self.name_of(token), "logprob": max(value, LEAST), "bytes": known_bytes}
 
 
 class CompletionAnswer(ChoicesAnswer):
@@ -239,30 +242,35 @@ class CompletionAnswer(ChoicesAnswer):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        return self._whole([self._choice(piece) for piece in pieces], pieces)
+    def content(self, piece: Piece, *, streams: bool, is_first: bool) -> dict[str, Any]:
+        return {"text": piece.text}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._chunk(self._choice(piece), piece)
-
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        prompt = piece.choice // self.job.n
-        written = None
-        if self.job.log_probs:  # they and a repeated prompt exclude each other
-            offset = self._written[piece.choice]
-            written = completion_log_probs(piece, self.names, self.job.sampling[prompt].top_log_probs, offset)
-            self._written[piece.choice] += sum(len(text) for text in written["tokens"])
-        choice: dict[str, Any] = {"text": piece.text, "logprobs": written}
-        if self._begins(piece) and self.job.return_token_ids:
-            choice["prompt_token_ids"] = self.job.prompts[prompt]
-        return choice
+    def log_probs(self, piece: Piece) -> dict[str, Any]:
+        names = [self.name_of(token) for token in piece.token_ids]
+        offsets = []
+        for name in names:  # a repeated prompt and log-probs exclude each other
+            offsets.append(self.written[piece.choice])
+            self.written[piece.choice] += len(name)
+        top = self.job.sampling[0].top_log_probs
+        tops = None
+        if top and piece.top_log_probs is not None:
+            tops = [
+                {self.name_of(token): max(value, LEAST) for token, value in reversed(place[:top])}
+                for place in piece.top_log_probs
+            ]
+        return {
+            "tokens": names,
+            "token_logprobs": [max(value, LEAST) for value in piece.log_probs],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
 
 def written_message(piece: Piece) -> dict[str, Any]:
     """Return a whole response as a message of the assistant."""
-    message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+    message: dict[str, Any] = {"role": "assistant", "content": piece.whole_text}
     if piece.calls:
-        message["content"] = piece.text.strip() or None
+        message["content"] = piece.whole_text or None
         message["tool_calls"] = [_written(call) for call in piece.calls]
     return message
 
@@ -278,42 +286,3 @@ def _written(call: ToolCall) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
-
-
-def chat_log_probs(piece: Piece, names: TokenNames, top: int) -> dict[str, Any]:
-    """Return {"content": one entry for each token of the piece}, its log-prob in nats."""
-    content = []
-    for place, (token, value) in enumerate(zip(piece.token_ids, piece.log_probs, strict=True)):
-        others = [] if piece.top_log_probs is None else piece.top_log_probs[place][:top]
-        content.append(
-            {
-                **_named(names, token, value),
-                "top_logprobs": [_named(names, other, each) for other, each in others],
-            }
-        )
-    return {"content": content, "refusal": None}
-
-
-def completion_log_probs(piece: Piece, names: TokenNames, top: int, offset: int) -> dict[str, Any]:
-    """Return parallel lists; `offset` is the place in the text at which the first token begins."""
-    texts = [names.text(token) for token in piece.token_ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    tops = None
-    if top and piece.top_log_probs is not None:
-        tops = [
-            {names.text(token): max(value, LEAST) for token, value in reversed(place[:top])}
-            for place in piece.top_log_probs
-        ]
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(value, LEAST) for value in piece.log_probs],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def _named(names: TokenNames, token: int, value: float) -> dict[str, Any]:
-    return {"token": names.text(token), "logprob": max(value, LEAST), "bytes": names.bytes(token)}

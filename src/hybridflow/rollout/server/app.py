@@ -37,6 +37,7 @@ from hybridflow.rollout.server.service import Limits, Service
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnyBody = ChatBody | CompletionBody | ResponsesBody | MessagesBody
 OTHER_TYPES = ("string_type", "list_type")
 """Problems of a value that is of another type than this alternative."""
 GONE = 499
@@ -112,39 +113,19 @@ def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        service = service_of(request)
-        return await _answer(
-            service, request, body.model, lambda check: service.chat_job(body, check), ChatAnswer
-        )
+        return await _answer(service_of(request), request, body, ChatAnswer)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        service = service_of(request)
-        return await _answer(
-            service, request, body.model, lambda check: service.completion_job(body, check), CompletionAnswer
-        )
+        return await _answer(service_of(request), request, body, CompletionAnswer)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        service = service_of(request)
-        return await _answer(
-            service,
-            request,
-            body.model,
-            lambda check: service.chat_job(body.chat(), check),
-            partial(ResponsesAnswer, body=body),
-        )
+        return await _answer(service_of(request), request, body, partial(ResponsesAnswer, body=body))
 
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
-        service = service_of(request)
-        return await _answer(
-            service,
-            request,
-            body.model,
-            lambda check: service.chat_job(body.chat(), check),
-            MessagesAnswer,
-        )
+        return await _answer(service_of(request), request, body, MessagesAnswer)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -156,76 +137,63 @@ def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
         _check_model(name, model)
         return JSONResponse(_model_card(model, started))
 
-    _add_errors(app)
+    for kind in (ApiError, RequestValidationError, ValidationError, RecursionError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 
 async def _answer(
-    service: JobService,
-    request: Request,
-    model_name: str | None,
-    make: Callable[[Check], Job],
-    answer_of: Callable[[Job, ServedModel], Answer],
+    service: JobService, request: Request, body: AnyBody, answer_of: Callable[[Job, ServedModel], Answer]
 ) -> Response:
     """Make the job of a request, generate, and answer whole or as a stream."""
-    _check_model(model_name, service.model)
+
+    def make(check: Check) -> Job:
+        if isinstance(body, CompletionBody):
+            return service.completion_job(body, check)
+        return service.chat_job(body if isinstance(body, ChatBody) else body.chat(), check)
+
+    _check_model(body.model, service.model)
     service.check_open()
     num_bytes = len(await request.body())
-    # templates and tokenisation are away from the event loop
-    job = await while_connected(request.receive, service.readers.run(make, num_bytes))
-    if job is None:
-        return Response(status_code=GONE)
-    answer = answer_of(job, service.model)
-    if job.stream:
-        return EventStream(service, job, answer)
-    with service.admit(job):
-        pieces = await while_connected(request.receive, service.whole(job))
-    if pieces is None:
-        return Response(status_code=GONE)
-    return JSONResponse(answer.whole(pieces))
+
+    async def answered() -> Response:
+        job = await service.readers.run(make, num_bytes)  # away from the event loop
+        answer = answer_of(job, service.model)
+        if job.body.stream:
+            return EventStream(service, job, answer)
+        with service.admit(job):
+            return JSONResponse(answer.whole(await service.whole(job)))
+
+    return await while_connected(request.receive, answered()) or Response(status_code=GONE)
 
 
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return ErrorResponse(error, request.url.path, headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return ErrorResponse(_first_problem(error), request.url.path)
-
-    @app.exception_handler(ValidationError)
-    async def malformed_part(request: Request, error: ValidationError) -> Response:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        return ErrorResponse(_first_problem(RequestValidationError(problems)), request.url.path)
-
-    @app.exception_handler(RecursionError)
-    async def nested(request: Request, error: RecursionError) -> Response:
-        return ErrorResponse(ApiError(400, "the request is nested too deeply"), request.url.path)
-
-    @app.exception_handler(HTTPException)
-    async def plain(request: Request, error: HTTPException) -> Response:
-        told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return ErrorResponse(told, request.url.path, error.headers)
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        told = ApiError(500, f"the server failed: {type(error).__name__}")
-        return ErrorResponse(told, request.url.path)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Answer a request that raised an error; any but those that are named here is a fault of the server's."""
+    path = request.url.path
+    headers = None
+    if isinstance(error, HTTPException):
+        headers = error.headers
+        error = ApiError(error.status_code, f"{request.method} {path}: {error.detail}")
+    elif isinstance(error, RequestValidationError | ValidationError):
+        error = _first_problem(error)
+    elif isinstance(error, RecursionError):
+        error = ApiError(400, "the request is nested too deeply")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"the server failed: {type(error).__name__}")
+    elif error.status in (429, 503):
+        headers = {"Retry-After": "1"}
+    return ErrorResponse(error, path, headers)
 
 
-def _first_problem(error: RequestValidationError) -> ApiError:
+def _first_problem(error: RequestValidationError | ValidationError) -> ApiError:
     problems = error.errors()
     # of the alternatives that a field has, the one that the value meant: not those of another type
     first = next((each for each in problems if each["type"] not in OTHER_TYPES), problems[0])
     if first["type"] == "json_invalid":
-        return ApiError(
-            400,
-            f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}",
-            code="invalid_json",
-        )
-    names = [str(part) for part in first["loc"][1:]]
+        why = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is no JSON: {why}", code="invalid_json")
+    begin = 1 if isinstance(error, RequestValidationError) else 0  # the first part of its places is "body"
+    names = [str(part) for part in first["loc"][begin:]]
     place = ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or "body"
     place = place.removesuffix(".str")
     why = first["msg"].removeprefix("Value error, ")

@@ -5,9 +5,8 @@ read. Every refusal names its field.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, render_chat
@@ -57,19 +56,13 @@ class ToolUse:
 class Job:
     """One HTTP request that was checked."""
 
+    body: SamplingBody
+    """The request, which also says how it is to be answered."""
     prompts: list[list[int]]
-    n: int
     sampling: list[SamplingParams]
     """Sampling parameters of each prompt."""
-    seed: int | None
-    stream: bool
-    include_usage: bool
-    log_probs: bool
-    return_token_ids: bool
-    names_are_ids: bool
-    """Whether lists of log-probs name tokens by their ids."""
-    skip_special_tokens: bool
-    sticky: Hashable | None
+    log_probs: bool = False
+    """Whether the answer lists log-probs."""
     echo: list[str] = field(default_factory=list)
     """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
     tools: ToolUse = ToolUse()
@@ -99,7 +92,7 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Jo
     sampling = [
         sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top) for prompt in prompts
     ]
-    return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
+    return Job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
 PromptOf = Callable[[list[dict[str, Any]], dict[str, Any], str], list[int]]
@@ -119,12 +112,14 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
     check()
     if prompt_of is None:
         begins = body.add_generation_prompt and not body.continue_final_message
-        prompt_of = partial(rendered_prompt, model, check, begins)
-    prompt = prompt_of(messages, options, use.opening)
+        text = _rendered(model, messages, options, begins) + use.opening
+        prompt = encode_text("messages", text, model, check)
+    else:
+        prompt = prompt_of(messages, options, use.opening)
     limit = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs or 0
     sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
-    return _job(
+    return Job(
         body,
         [prompt],
         [sampling],
@@ -135,22 +130,14 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
     )
 
 
-def rendered_prompt(
-    model: ServedModel,
-    check: Check,
-    begins: bool,
-    messages: list[dict[str, Any]],
-    options: dict[str, Any],
-    behind: str,
-) -> list[int]:
-    """Return the ids of a conversation as the chat template writes it, with the text `behind` it; `begins`
-    says whether the template opens the answer. ApiError 400 where the template refuses the messages.
-    """
+def _rendered(
+    model: ServedModel, messages: list[dict[str, Any]], options: dict[str, Any], begins: bool
+) -> str:
+    """Return a conversation as the chat template writes it; `begins`: the template opens the answer."""
     try:
-        text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
+        return render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
     except Exception as error:  # a template is a program of the model's: anything may come out of it
         raise refuse("messages", f"the model's chat template does not take them: {error}") from error
-    return encode_text("messages", text + behind, model, check)
 
 
 def _template_options(body: ChatBody, model: ServedModel) -> dict[str, Any]:
@@ -195,6 +182,8 @@ def sampling_of(
             param="max_tokens",
             code="context_length_exceeded",
         )
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options", "is only allowed with stream=true")
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(body, name):
             raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
@@ -219,24 +208,6 @@ def sampling_of(
     except RolloutError as error:
         param, equals, _ = str(error).partition("=")
         raise ApiError(400, str(error), param=param if equals else None) from error
-
-
-def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingParams], **more: Any) -> Job:
-    if body.stream_options is not None and not body.stream:
-        raise refuse("stream_options", "is only allowed with stream=true")
-    return Job(
-        prompts=prompts,
-        n=body.n,
-        sampling=sampling,
-        seed=body.seed,
-        stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        return_token_ids=body.return_token_ids,
-        names_are_ids=body.return_tokens_as_token_ids,
-        skip_special_tokens=body.skip_special_tokens,
-        sticky=body.prompt_cache_key or body.user,
-        **more,
-    )
 
 
 def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:

@@ -6,7 +6,7 @@ MessagesBody ──chat──► ChatBody ──► Job ──► pieces ──M
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -25,6 +25,7 @@ from hybridflow.rollout.server.schema import (
     ChatBody,
     FailFast,
     Parts,
+    RequestBody,
     StopTexts,
     StrictBody,
     ToolName,
@@ -62,8 +63,8 @@ class ToolChoice(StrictBody):
     disable_parallel_tool_use: bool = False
 
 
-class MessagesBody(StrictBody):
-    """POST /v1/messages."""
+class MessagesBody(RequestBody):
+    """POST /v1/messages; requests of one `user_id` in the metadata go to one replica."""
 
     model: str
     messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -72,15 +73,8 @@ class MessagesBody(StrictBody):
     tools: Annotated[list[ClientTool], FailFast()] | None = Field(None, max_length=MAX_ENTRIES)
     tool_choice: ToolChoice | None = None
     stop_sequences: StopTexts | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = None
     top_k: int | None = None
-    stream: bool | None = None
     thinking: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    """Requests of one `user_id` go to one replica."""
-    service_tier: str | None = None
-    """Accepted, without effect."""
 
     def chat(self) -> ChatBody:
         """Return the same as a chat request; ApiError where it cannot be served."""
@@ -91,30 +85,27 @@ class MessagesBody(StrictBody):
             messages.append({"role": "system", "content": joined_text(self.system, "system")})
         for place, turn in enumerate(self.messages):
             messages += _chat_messages(turn, f"messages[{place}].content")
-        tools = []
-        for tool in self.tools or ():
-            function = {"name": tool.name, "parameters": tool.input_schema}
-            if tool.description is not None:
-                function["description"] = tool.description
-            tools.append({"type": "function", "function": function})
-        parallel = None
-        choice: Any = None
-        if self.tool_choice is not None:
-            parallel = False if self.tool_choice.disable_parallel_tool_use else None
-            named = {"type": "function", "function": {"name": self.tool_choice.name}}
-            choice = CHOICES.get(self.tool_choice.type, named)
+        tools = [
+            _named(tool.name, description=tool.description, parameters=tool.input_schema)
+            for tool in self.tools or ()
+        ]
+        chosen = self.tool_choice or ToolChoice(type="auto")
         return ChatBody.model_validate(
             {
                 "messages": messages,
                 "tools": tools or None,
-                "tool_choice": choice,
-                "parallel_tool_calls": parallel,
+                "tool_choice": CHOICES.get(chosen.type, _named(chosen.name)),
+                "parallel_tool_calls": not chosen.disable_parallel_tool_use,
                 "stop": self.stop_sequences,
-                "stream": bool(self.stream),
                 "user": (self.metadata or {}).get("user_id"),
-                **self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}),
+                **self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"}),
             }
         )
+
+
+def _named(name: str | None, **more: Any) -> dict[str, Any]:
+    """Return a function as chat writes it: one that may be called, is chosen, or was called."""
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 def _chat_messages(turn: Turn, param: str) -> list[dict[str, Any]]:
@@ -127,10 +118,11 @@ def _chat_messages(turn: Turn, param: str) -> list[dict[str, Any]]:
     for place, block in enumerate(turn.content):
         kind = block.get("type")
         if kind == "tool_use" and turn.role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            arguments = json.dumps(block.get("input"))
+            calls.append({"id": block.get("id"), **_named(block.get("name"), arguments=arguments)})
         elif kind == "tool_result" and turn.role == "user":
-            results.append(_result(block, f"{param}[{place}].content"))
+            content = joined_text(block.get("content"), f"{param}[{place}].content")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         else:
             texts.append(joined_text([block], f"{param}[{place}]"))
     messages = results
@@ -141,64 +133,49 @@ def _chat_messages(turn: Turn, param: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _result(block: Mapping[str, Any], param: str) -> dict[str, Any]:
-    content = joined_text(block.get("content"), param)
-    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-
-
 class MessagesAnswer(BlocksAnswer):
     """Answer of /v1/messages."""
 
     def __init__(self, job: Job, model: ServedModel) -> None:
-        super().__init__(job)
+        super().__init__(job, model)
         self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
         self._num_blocks = 0
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return the message."""
         (piece,) = pieces
         self.num_tokens = len(piece.token_ids)
         blocks: list[dict[str, Any]] = []
         if piece.text.strip():
-            blocks.append({"type": "text", "text": piece.text.strip() if piece.calls else piece.text})
+            blocks.append({"type": "text", "text": piece.whole_text})
         for call in piece.calls:
             blocks.append({**_use(call), "input": json.loads(call.arguments)})
         return {**self._head, "content": blocks, **_stop(piece), "usage": self._usage()}
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the event that begins a stream."""
+    def begin(self) -> Iterator[dict[str, Any]]:
         nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        return [{"type": "message_start", "message": {**self._head, **nothing, "usage": self._usage()}}]
+        yield {"type": "message_start", "message": {**self._head, **nothing, "usage": self._usage()}}
 
-    def begin_text(self) -> list[dict[str, Any]]:
-        """Return the event that opens a block of text."""
-        return [self._block_event("start", content_block={"type": "text", "text": ""})]
+    def start_block(self) -> Iterator[dict[str, Any]]:
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if self.call is not None:
+            block = {**_use(self.call), "input": {}}
+        yield self._block_event("start", content_block=block)
 
-    def text(self, delta: str) -> dict[str, Any]:
-        """Return the event that adds to it."""
-        return self._block_event("delta", delta={"type": "text_delta", "text": delta})
+    def delta(self, text: str) -> dict[str, Any]:
+        added = {"type": "text_delta", "text": text}
+        if self.call is not None:
+            added = {"type": "input_json_delta", "partial_json": text}
+        return self._block_event("delta", delta=added)
 
-    def end_text(self, text: str) -> list[dict[str, Any]]:
-        """Return the event that closes it."""
-        return [self._end_block()]
+    def stop_block(self) -> Iterator[dict[str, Any]]:
+        yield self._block_event("stop")
+        self._num_blocks += 1
 
-    def call(self, call: ToolCall) -> list[dict[str, Any]]:
-        """Return the events of a call."""
-        return [
-            self._block_event("start", content_block={**_use(call), "input": {}}),
-            self._block_event("delta", delta={"type": "input_json_delta", "partial_json": call.arguments}),
-            self._end_block(),
-        ]
-
-    def end(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the events that end a stream."""
-        return [
-            {"type": "message_delta", "delta": _stop(piece), "usage": self._usage()},
-            {"type": "message_stop"},
-        ]
+    def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_delta", "delta": _stop(piece), "usage": self._usage()}
+        yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the event that tells of an error."""
         return error.anthropic_body
 
     def _usage(self) -> dict[str, int]:
@@ -206,11 +183,6 @@ class MessagesAnswer(BlocksAnswer):
 
     def _block_event(self, kind: str, **more: Any) -> dict[str, Any]:
         return {"type": f"content_block_{kind}", "index": self._num_blocks, **more}
-
-    def _end_block(self) -> dict[str, Any]:
-        event = self._block_event("stop")
-        self._num_blocks += 1
-        return event
 
 
 def _use(call: ToolCall) -> dict[str, Any]:

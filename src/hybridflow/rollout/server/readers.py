@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hybridflow.rollout.server.errors import ApiError
@@ -69,14 +68,8 @@ class JobReaders:
         """Requests that are read or wait for it."""
         self._max_queue = max_queue
         self._check_open = check_open
-        self._at_work: set[_Task[Any]] = set()
         self._short = self._queue("short")
         self._long = self._queue("long")
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a thread is making a job now."""
-        return bool(self._at_work)
 
     async def run(self, make: Callable[[Check], T], num_bytes: int) -> T:
         """Return what `make` makes of a request of `num_bytes`, or raise what it raises.
@@ -103,17 +96,14 @@ class JobReaders:
             self.num_open -= 1
 
     def _queue(self, name: str) -> queue.SimpleQueue[_Task[Any]]:
-        """Return a queue of requests, with a thread that reads them."""
+        """Return a queue of requests, with a thread of its own that reads one after the other."""
         tasks: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
-        serve = partial(self._serve, tasks)
-        threading.Thread(target=serve, name=f"read {name} requests", daemon=True).start()
-        return tasks
 
-    def _serve(self, tasks: queue.SimpleQueue[_Task[Any]]) -> None:
-        """Work in a thread of its own: one task after the other."""
-        while True:
-            task = tasks.get()
-            self._at_work.add(task)
-            task.work()
-            self._at_work.discard(task)
-            del task  # nothing of it is kept until the next one comes
+        def work() -> None:
+            while True:
+                task = tasks.get()
+                task.work()
+                del task  # nothing of it is kept until the next one comes
+
+        threading.Thread(target=work, name=f"read {name} requests", daemon=True).start()
+        return tasks

@@ -44,6 +44,11 @@ class Piece:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
+    def whole_text(self) -> str:
+        """Text of a whole response: between calls and around them there is white space."""
+        return self.text.strip() if self.calls else self.text
+
+    @property
     def calls(self) -> list[ToolCall]:
         """Tool calls that are whole."""
         return [part for part in self.parts if isinstance(part, ToolCall)]
@@ -63,12 +68,12 @@ class ChoiceReader:
     _texts: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        prompt = self.choice // self.job.n
+        prompt = self.choice // self.job.body.n
         self._parser = self._parser_behind(self.job.prompts[prompt])
         self._detokenizer = Detokenizer(
             self.model.tokenizer,
             self.job.prompts[prompt],
-            skip_special_tokens=self.job.skip_special_tokens,
+            skip_special_tokens=self.job.body.skip_special_tokens,
             keep=KNOWN_TAGS if self._parser else frozenset(),
         )
         self._cutter = StopCutter(self.job.sampling[prompt].stop)
@@ -90,11 +95,14 @@ class ChoiceReader:
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
         """Return what is new in `output`, a part of the response or all of it; the last piece says its end.
 
-        ApiError for a request that did not finish, and for a response that had to be a call and is none.
+        ApiError for a request that did not finish (400 where the engine refused it as it is), and for a
+        response that had to be a call and is none.
         """
         ended = output if isinstance(output, GenerationOutput) else None
-        if ended is not None:
-            _check_finished(ended)
+        if ended is not None and ended.finish_reason in STATUSES:
+            status = 400 if ended.refused else STATUSES[ended.finish_reason]
+            message = ended.error or "the request was aborted by the server"
+            raise ApiError(status, message, code=ended.finish_reason)
         seen = self.num_tokens  # of the tokens in `output`
         if isinstance(output, PartialOutput):
             seen -= output.start
@@ -178,14 +186,3 @@ class ChoiceReader:
             if other:
                 self.model.other_formats.warn(other, name)
         return parts
-
-
-def _check_finished(output: GenerationOutput) -> None:
-    """Raise ApiError for a request that failed or was aborted; 400 where the engine refused it as it is."""
-    if output.finish_reason not in STATUSES:
-        return
-    status = STATUSES[output.finish_reason]
-    if output.refused:
-        status = 400
-    message = output.error or "the request was aborted by the server"
-    raise ApiError(status, message, code=output.finish_reason)

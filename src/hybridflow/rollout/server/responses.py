@@ -6,7 +6,8 @@ ResponsesBody ──chat──► ChatBody ──► Job ──► pieces ──
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -24,13 +25,13 @@ from hybridflow.rollout.server.schema import (
     ChatBody,
     FailFast,
     Function,
+    OpenAIBody,
     Parts,
-    StreamOptions,
     StrictBody,
 )
-from hybridflow.tools.parsers import ToolCall
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+SAME_IN_CHAT = {"parallel_tool_calls", "temperature", "top_p", "stream", "prompt_cache_key", "user"}
 
 
 class FunctionTool(Function):
@@ -46,36 +47,23 @@ class ChosenFunction(StrictBody):
     name: str
 
 
-class ResponsesBody(StrictBody):
-    """POST /v1/responses."""
+class ResponsesBody(OpenAIBody):
+    """POST /v1/responses; the options of a stream have no effect, since its last event has the usage."""
 
     input: str | Parts
-    model: str | None = None
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], FailFast()] | None = Field(None, max_length=MAX_ENTRIES)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_NUMBER)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    """Accepted, without effect: the last event has the usage."""
     reasoning: dict[str, Any] | None = None
     """Its `effort` goes to the chat template."""
     text: dict[str, Any] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    """Accepted, without effect: nothing is stored."""
     include: list[str] | None = None
     """Accepted, without effect: there is nothing that could be included."""
-    prompt_cache_key: str | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
 
     def chat(self) -> ChatBody:
         """Return the same as a chat request; ApiError where it cannot be served."""
@@ -102,10 +90,7 @@ class ResponsesBody(StrictBody):
                 "response_format": (self.text or {}).get("format"),
                 "reasoning_effort": (self.reasoning or {}).get("effort"),
                 "max_completion_tokens": self.max_output_tokens,
-                "stream": bool(self.stream),
-                **self.model_dump(
-                    include={"parallel_tool_calls", "temperature", "top_p", "prompt_cache_key", "user"}
-                ),
+                **self.model_dump(include=SAME_IN_CHAT),
             }
         )
 
@@ -151,76 +136,65 @@ class ResponsesAnswer(BlocksAnswer):
     """Answer of /v1/responses."""
 
     def __init__(self, job: Job, model: ServedModel, body: ResponsesBody) -> None:
-        super().__init__(job)
-        self._name = model.name
+        super().__init__(job, model)
         self._body = body
         self._id = f"resp_{uuid4().hex}"
         self._created = time.time()
         self._items: list[dict[str, Any]] = []
-        self._item_id = ""
+        self._item: dict[str, Any] = {}
+        """Item of the block that is open, as it will be in the end but for a text."""
         self._num_events = 0
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return the response."""
         (piece,) = pieces
-        self.num_tokens = len(piece.token_ids)
-        if piece.text.strip():
-            self._items.append(_message_item(_item_id(), piece.text.strip() if piece.calls else piece.text))
-        self._items += [_call_item(call) for call in piece.calls]
-        return self._response(_status(piece))
+        *_, last = self.events(replace(piece, parts=[piece.whole_text, *piece.calls]))
+        response: dict[str, Any] = last["response"]
+        return response
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the events that begin a stream."""
+    def begin(self) -> Iterator[dict[str, Any]]:
         response = self._response("in_progress")
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=response)
 
-    def begin_text(self) -> list[dict[str, Any]]:
-        """Return the events that open a message and its text."""
-        self._item_id = _item_id()
-        item = {**_message_item(self._item_id, ""), "status": "in_progress", "content": []}
-        return [
-            self._item_event("response.output_item.added", item=item),
-            self._part_event("response.content_part.added", part=_text_part("")),
-        ]
+    def start_block(self) -> Iterator[dict[str, Any]]:
+        added = "response.output_item.added"
+        if self.call is not None:
+            self._item = {
+                "id": f"fc_{uuid4().hex}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": self.call.id or call_id(),
+                "name": self.call.name,
+                "arguments": self.call.arguments,
+            }
+            yield self._item_event(added, item={**self._item, "status": "in_progress", "arguments": ""})
+            return
+        self._item = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+        yield self._item_event(added, item={**self._item, "status": "in_progress", "content": []})
+        yield self._part_event("content_part.added", part=_text_part(""))
 
-    def text(self, delta: str) -> dict[str, Any]:
-        """Return the event that adds to the text."""
-        return self._part_event("response.output_text.delta", delta=delta, logprobs=[])
+    def delta(self, text: str) -> dict[str, Any]:
+        if self.call is not None:
+            return self._part_event("function_call_arguments.delta", delta=text)
+        return self._part_event("output_text.delta", delta=text, logprobs=[])
 
-    def end_text(self, text: str) -> list[dict[str, Any]]:
-        """Return the events that close the text and its message."""
-        item = _message_item(self._item_id, text)
-        events = [
-            self._part_event("response.output_text.done", text=text, logprobs=[]),
-            self._part_event("response.content_part.done", part=_text_part(text)),
-            self._item_event("response.output_item.done", item=item),
-        ]
-        self._items.append(item)
-        return events
+    def stop_block(self) -> Iterator[dict[str, Any]]:
+        if self.call is not None:
+            done = {"name": self.call.name, "arguments": self.call.arguments}
+            yield self._part_event("function_call_arguments.done", **done)
+        else:
+            part = _text_part(self.text)
+            yield self._part_event("output_text.done", text=self.text, logprobs=[])
+            yield self._part_event("content_part.done", part=part)
+            self._item |= {"status": "completed", "content": [part]}
+        yield self._item_event("response.output_item.done", item=self._item)
+        self._items.append(self._item)
 
-    def call(self, call: ToolCall) -> list[dict[str, Any]]:
-        """Return the events of a call."""
-        item = _call_item(call)
-        begun = {**item, "status": "in_progress", "arguments": ""}
-        arguments = "response.function_call_arguments"
-        events = [
-            self._item_event("response.output_item.added", item=begun),
-            self._item_event(f"{arguments}.delta", item_id=item["id"], delta=call.arguments),
-            self._item_event(
-                f"{arguments}.done", item_id=item["id"], name=call.name, arguments=call.arguments
-            ),
-            self._item_event("response.output_item.done", item=item),
-        ]
-        self._items.append(item)
-        return events
-
-    def end(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the event that ends a stream."""
-        status = _status(piece)
-        return [self._event(f"response.{status}", response=self._response(status))]
+    def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        status = "incomplete" if piece.finish_reason == "length" else "completed"
+        yield self._event(f"response.{status}", response=self._response(status))
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the event that tells of an error."""
         told = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response={**self._response("failed"), "error": told})
 
@@ -233,7 +207,9 @@ class ResponsesAnswer(BlocksAnswer):
         return self._event(kind, output_index=len(self._items), **more)
 
     def _part_event(self, kind: str, **more: Any) -> dict[str, Any]:
-        return self._item_event(kind, item_id=self._item_id, content_index=0, **more)
+        if self.call is None:
+            more["content_index"] = 0
+        return self._item_event(f"response.{kind}", item_id=self._item["id"], **more)
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
@@ -251,7 +227,7 @@ class ResponsesAnswer(BlocksAnswer):
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "model": self._name,
+            "model": self.model.name,
             "output": list(self._items),
             "usage": usage,
             "error": None,
@@ -271,29 +247,5 @@ class ResponsesAnswer(BlocksAnswer):
         }
 
 
-def _status(piece: Piece) -> str:
-    return "incomplete" if piece.finish_reason == "length" else "completed"
-
-
-def _item_id() -> str:
-    return f"msg_{uuid4().hex}"
-
-
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _message_item(item_id: str, text: str) -> dict[str, Any]:
-    content = [_text_part(text)]
-    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{uuid4().hex}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call.id or call_id(),
-        "name": call.name,
-        "arguments": call.arguments,
-    }

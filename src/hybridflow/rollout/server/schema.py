@@ -78,13 +78,37 @@ class StreamOptions(StrictBody):
     """Accepted, without effect: usage comes at the end."""
 
 
-class SamplingBody(StrictBody):
-    """Fields that chat and completions have in common."""
+class RequestBody(StrictBody):
+    """Fields that all interfaces have in common."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_NUMBER)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = None
+    stream: bool = False
+    metadata: dict[str, Any] | None = None
+    """Accepted by OpenAI's interfaces, without effect."""
+    service_tier: str | None = None
+    """Accepted, without effect."""
+
+
+class OpenAIBody(RequestBody):
+    """Fields that OpenAI's interfaces have in common."""
+
+    stream_options: StreamOptions | None = None
+    prompt_cache_key: str | None = None
+    """Requests of one key go to one replica."""
+    user: str | None = None
+    """Used as `prompt_cache_key` where that is not given."""
+    store: bool | None = None
+    """Accepted, without effect: nothing is stored."""
+    safety_identifier: str | None = None
+    """Accepted, without effect."""
+
+
+class SamplingBody(OpenAIBody):
+    """Fields that chat and completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_NUMBER)
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -95,25 +119,12 @@ class SamplingBody(StrictBody):
     min_tokens: int = Field(0, ge=0, le=MAX_NUMBER)
     max_tokens: int | None = Field(None, ge=1, le=MAX_NUMBER)
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_ENTRIES)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Lists of log-probs name tokens `token_id:NUMBER`: no two tokens have one name."""
     skip_special_tokens: bool = True
-    prompt_cache_key: str | None = None
-    """Requests of one key go to one replica."""
-    user: str | None = None
-    """Used as `prompt_cache_key` where that is not given."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    metadata: dict[str, Any] | None = None
-    """Accepted, without effect."""
-    store: bool | None = None
-    service_tier: str | None = None
-    """Accepted, without effect."""
-    safety_identifier: str | None = None
-    """Accepted, without effect."""
 
 
 class CompletionBody(SamplingBody):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Hashable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import Any, TypeVar
 
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
@@ -26,6 +28,8 @@ from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.readers import Check, JobReaders
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Service:
     def admit(self, job: Job) -> Iterator[None]:
         """Count the job's responses as open; ApiError 429 or 503 where they cannot be served now."""
         self.check_open()
-        wanted = len(job.prompts) * job.n
+        wanted = len(job.prompts) * job.body.n
         if self.open_choices + wanted > self.limits.max_queue:
             raise ApiError(
                 429,
@@ -91,40 +95,42 @@ class Service:
 
     async def whole(self, job: Job) -> list[Piece]:
         """Return all responses, each as one piece; where one fails, abort the others and raise ApiError."""
-        with self._counted(job):
-            tasks = [
-                asyncio.ensure_future(self._one(job, choice, request))
-                for choice, request in enumerate(self._requests(job))
-            ]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                await cancel(tasks)
+        async with self._generating(partial(self._one, job), job) as tasks:
+            return await asyncio.gather(*tasks)
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Yield pieces of all responses as they come; ApiError where one fails. Close the generator where it
         is left early: that aborts the responses.
         """
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        with self._counted(job):
-            requests = self._requests(job)
-            tasks = [
-                asyncio.ensure_future(self._follow(job, choice, request, arrived))
-                for choice, request in enumerate(requests)
-            ]
-            try:
-                left = len(tasks)
-                while left:
-                    piece = await arrived.get()
-                    if isinstance(piece, Exception):
-                        raise piece
-                    left -= piece.finish_reason is not None
-                    yield piece
-            finally:
-                await cancel(tasks)
+        async with self._generating(partial(self._follow, job, arrived), job) as tasks:
+            left = len(tasks)
+            while left:
+                piece = await arrived.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece.finish_reason is not None
+                yield piece
+
+    @asynccontextmanager
+    async def _generating(
+        self, generate: Callable[[int, GenerationRequest], Coroutine[Any, Any, T]], job: Job
+    ) -> AsyncGenerator[list[asyncio.Task[T]], None]:
+        """Give a task for each response, which the end of the block cancels, and count the job."""
+        self.metrics.prompt_tokens += sum(len(prompt) for prompt in job.prompts)
+        started = perf_counter()
+        tasks = [asyncio.create_task(generate(*each)) for each in enumerate(self._requests(job))]
+        try:
+            yield tasks
+        except (asyncio.CancelledError, GeneratorExit):
+            self.metrics.cancelled += 1
+            raise
+        finally:
+            await cancel(tasks)
+            self.metrics.seconds.observe(perf_counter() - started)
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
-        seed = job.seed
+        seed = job.body.seed
         if seed is None:
             seed = secrets.randbits(63)
         prompts = [Prompt(tuple(prompt)) for prompt in job.prompts]
@@ -133,7 +139,7 @@ class Service:
                 next(self._ids), prompt, job.sampling[place], derive_seed(seed, "serve", place, number)
             )
             for place, prompt in enumerate(prompts)
-            for number in range(job.n)
+            for number in range(job.body.n)
         ]
 
     async def _one(self, job: Job, choice: int, request: GenerationRequest) -> Piece:
@@ -146,7 +152,7 @@ class Service:
         return piece
 
     async def _follow(
-        self, job: Job, choice: int, request: GenerationRequest, arrived: asyncio.Queue[Piece | Exception]
+        self, job: Job, arrived: asyncio.Queue[Piece | Exception], choice: int, request: GenerationRequest
     ) -> None:
         started = perf_counter()
         reader = ChoiceReader(job, self.model, choice)
@@ -168,22 +174,10 @@ class Service:
         except Exception as error:  # whoever reads the pieces raises it
             arrived.put_nowait(error)
 
-    @contextmanager
-    def _counted(self, job: Job) -> Iterator[None]:
-        self.metrics.prompt_tokens += sum(len(prompt) for prompt in job.prompts)
-        started = perf_counter()
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            self.metrics.cancelled += 1
-            raise
-        finally:
-            self.metrics.seconds.observe(perf_counter() - started)
-
 
 def _sticky(job: Job, request: GenerationRequest) -> Hashable:
     """Return the key by which a replica is chosen; without one, responses to one prompt share a prefill."""
-    return job.sticky or hash(request.prompt)
+    return job.body.prompt_cache_key or job.body.user or hash(request.prompt)
 
 
 @contextmanager
@@ -199,7 +193,7 @@ def told_as_answers() -> Iterator[None]:
         raise ApiError(500, str(error)) from error
 
 
-async def cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
+async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until their requests are aborted."""
     for task in tasks:
         task.cancel()

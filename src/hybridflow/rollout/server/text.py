@@ -132,14 +132,6 @@ class TokenNames:
         return list(text_of(self._tokenizer, [token_id]).encode())
 
 
-class NumberedNames(TokenNames):
-    """Names of tokens by their ids, as vLLM writes them: two tokens can have the same text."""
-
-    def text(self, token_id: int) -> str:
-        """Return `token_id:NUMBER`."""
-        return f"token_id:{token_id}"
-
-
 def _decoder_of(tokenizer: Tokenizer) -> str:
     """Return the parts of the decoder, as the tokenizers library prints them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.files import RaggedInts
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.messages import SHAREGPT, check_messages
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.sft import encode_conversation, encode_pair, last_answer
 from hybridflow.data.tokenizer import Tokenizer

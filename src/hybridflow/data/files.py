@@ -1,4 +1,4 @@
-"""Data files: addresses in, one table of rows out.
+"""Data files: addresses in, one table of rows out; and lists of token ids in four bytes a token.
 
 train_files ──local_file──► parquet: an Arrow table, rows made on access ─┐
                           └► json, jsonl: a list of objects ──────────────┴─► Rows
@@ -11,6 +11,7 @@ import codecs
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -386,3 +387,28 @@ def _bytes(address: str, path: Path) -> bytes:
         return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{address} cannot be read: {error}") from error
+
+
+class RaggedInts:
+    """An append-only list of lists of int32, stored flat with offsets."""
+
+    def __init__(self) -> None:
+        self._values = array("i")
+        self._offsets = array("q", [0])
+
+    def append(self, values: Sequence[int]) -> None:
+        """Add one list."""
+        self._values.extend(values)
+        self._offsets.append(len(self._values))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"list {index} of {len(self)}")
+        return self._values[self._offsets[index] : self._offsets[index + 1]].tolist()
+
+    def content(self) -> bytes:
+        """Return bytes that are equal for equal lists, for a digest."""
+        return self._offsets.tobytes() + self._values.tobytes()

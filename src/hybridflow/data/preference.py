@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hybridflow.config.preference import PreferenceDataConfig
 from hybridflow.data.comparisons import answers_of_pair, label_of
-from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
 from hybridflow.data.prompts import truncate
-from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import require_comparisons
 from hybridflow.data.sft import ConversationEncoder, Encoded, SFTRow, last_answer, usable_rows

@@ -18,12 +18,11 @@ from typing import Any
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
 from hybridflow.data.media import MediaReader, no_media
 from hybridflow.data.messages import Message, check_messages, choose_column
 from hybridflow.data.pictures import MediaError
 from hybridflow.data.processor import Expanded
-from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import complete_row, note_missing_columns, require_prompts
 from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt

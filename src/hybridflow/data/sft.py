@@ -19,12 +19,11 @@ from typing import Any
 
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.chat_template import BREAK, ChatTemplate, Tools
-from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
 from hybridflow.data.media import MediaReader, Source
 from hybridflow.data.messages import Message, check_messages, check_tools, prompt_of
 from hybridflow.data.pictures import MediaError
 from hybridflow.data.prompts import truncate
-from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import require_conversations
 from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_marked

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from hybridflow.config.preference import RewardDataConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.comparisons import steps_of
-from hybridflow.data.files import Row, Rows, as_rows
+from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
 from hybridflow.data.messages import prompt_of
-from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.row_schema import require_steps
 from hybridflow.data.sft import Encoded, SFTRow, usable_rows

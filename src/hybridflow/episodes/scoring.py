@@ -81,7 +81,12 @@ class Scoring:
                 self._trajectories[place] = replace(trajectory, outcome=outcome)
                 continue
             results = {key: values[row] for key, values in scored.extras.items()}
-            extra = {**trajectory.extra, **_without_our_names(results, trajectory)}
+            ours = tuple(
+                key for key in results if key in trajectory.extra or key in FIELDS or key == "reward"
+            )
+            if ours:
+                _warn_of_names(ours)
+            extra = {**trajectory.extra, **{key: results[key] for key in results if key not in ours}}
             self._trajectories[place] = replace(
                 trajectory, reward=scored.scores[row], token_rewards=scored.token_scores[row], extra=extra
             )
@@ -99,13 +104,6 @@ def conversation_of(prompt: Any, response: str, extra_info: Mapping[str, Any]) -
         return [*messages_of(prompt), {"role": "assistant", "content": response}]
     except DataError:
         return ()
-
-
-def _without_our_names(results: dict[str, Any], trajectory: Trajectory) -> dict[str, Any]:
-    ours = tuple(key for key in results if key in trajectory.extra or key in FIELDS or key == "reward")
-    if ours:
-        _warn_of_names(ours)
-    return {key: value for key, value in results.items() if key not in ours}
 
 
 @functools.lru_cache(maxsize=16)

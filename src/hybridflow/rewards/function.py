@@ -117,7 +117,7 @@ def _names(function: Callable[..., Any], called_with: Sequence[str]) -> dict[str
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of a function, a partial or an object with __call__ gives a coroutine."""
+    """Return whether a call of a function, a partial or an object with __call__ gives a coroutine."""
     inner = function
     while isinstance(inner, partial):
         inner = inner.func

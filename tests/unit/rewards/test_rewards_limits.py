@@ -11,8 +11,7 @@ import pytest
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.rewards import RewardManager, ScoreRequest
-from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.cache import CachedScorer
+from hybridflow.rewards.build import CachedScorer, build_reward_manager
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.pool import RateLimit

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.trainer.ppo.val_metrics import validation_metrics
+from hybridflow.trainer.ppo.validation import validation_metrics
 
 NAN = float("nan")
 

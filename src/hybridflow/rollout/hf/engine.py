@@ -5,14 +5,16 @@ other engines are tested against it.
 
 It drives the module it is given with transformers' own attention, which it switches on for the call and off
 again. So it can share the module that trains, and it runs models that our attention refuses. A model that
-says other things of a padded row in a batch (recurrent ones that take no mask) gets one row at a time.
+says other things of a padded row in a batch (recurrent ones that take no mask) gets one row at a time. A step
+of a session is a whole batch: requests that join wait for its end.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -25,15 +27,14 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from hybridflow.models.probe import difference, probe_tolerance
 from hybridflow.models.rope import longest_generated
 from hybridflow.protocol.prompt import token_ids_of
-from hybridflow.rollout.base import GenerationRequest, WeightSource
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, WeightSource
 from hybridflow.rollout.hf.batch import Batch, Ended
 from hybridflow.rollout.hf.row import Row
-from hybridflow.rollout.hf.session import HFSession
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.memory import give_back
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
-from hybridflow.rollout.requests import request_problem
+from hybridflow.rollout.requests import aborted, check_ids, request_problem, sort_out
 from hybridflow.rollout.session_engine import SessionEngine
 
 logger = logging.getLogger(__name__)
@@ -219,3 +220,81 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = habits
         for module in training:
             module.training = True
+
+
+@dataclass(eq=False, kw_only=True)
+class HFSession:
+    """An `EngineSession`; `abort` may come from another thread while a batch is decoded.
+
+    `problem` returns the reason why a request cannot be served, `next_batch` a batch of the first waiting
+    requests; `run` fills the rows of a batch. `version`: of the weights there are now.
+    """
+
+    problem: Callable[[GenerationRequest], str | None]
+    next_batch: Callable[[Sequence[GenerationRequest]], Batch]
+    run: Callable[[Batch], None]
+    version: Callable[[], int]
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._waiting: list[GenerationRequest] = []
+        self._batch: Batch | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Version that tokens carry which are sampled now."""
+        return self.version()
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in the batch that is decoded."""
+        if self._batch is None:
+            return 0
+        return len(self._batch.rows)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return self._batch is None and not self._waiting
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Add requests to those that wait; those that cannot be served come back. RolloutError for an id in
+        use.
+        """
+        decoded = [] if self._batch is None else [row.request for row in self._batch.rows]
+        check_ids(requests, {request.request_id for request in [*self._waiting, *decoded]})
+        good, outputs = sort_out(requests, self.problem)
+        self._waiting += good
+        return outputs
+
+    def step(self) -> list[GenerationOutput]:
+        """Decode one batch to its end; outputs of rows that were aborted meanwhile came from `abort`."""
+        if not self._waiting:
+            return []
+        batch = self._batch = self.next_batch(self._waiting)
+        self._waiting = self._waiting[len(batch.rows) :]
+        try:
+            self.run(batch)
+        finally:
+            self._batch = None
+        return [row.output() for row in batch.rows if row.finish_reason != "abort"]
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End waiting requests at once, and those of the batch before their next token. A row that finished
+        by itself comes out of `step`.
+        """
+        wanted = set(request_ids)
+        outputs = [aborted(request) for request in self._waiting if request.request_id in wanted]
+        self._waiting = [request for request in self._waiting if request.request_id not in wanted]
+        if self._batch is not None:
+            outputs += [row.output() for row in self._batch.abort(wanted)]
+        return outputs
+
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return nothing: between two steps no response is in part there."""
+        return []
+
+    def close(self) -> None:
+        """Drop what waits, and let the engine be used otherwise."""
+        self._waiting = []
+        self.closed()

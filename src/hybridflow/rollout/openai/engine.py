@@ -10,21 +10,38 @@ The weights are the endpoint's, so every call that would change them is refused.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
-from typing import Any
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hybridflow.errors import RolloutError, install_extra
-from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    PartialOutput,
+    RolloutStats,
+    SamplingParams,
+)
 from hybridflow.rollout.openai.calls import Calls
-from hybridflow.rollout.openai.session import OpenAISession
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
-from hybridflow.rollout.requests import refused, request_problem, rest_of, rest_problem, whole_of
+from hybridflow.rollout.requests import (
+    aborted,
+    check_ids,
+    refused,
+    request_problem,
+    rest_of,
+    rest_problem,
+    whole_of,
+)
 from hybridflow.rollout.session_engine import SessionEngine
+
+if TYPE_CHECKING:
+    import httpx
 
 try:
     import httpx
@@ -222,3 +239,63 @@ def _size(body: dict[str, Any]) -> str:
     if "prompt" not in body:
         return ""
     return f" ({len(body['prompt'])} prompt tokens, max_tokens={body['max_tokens']})"
+
+
+@dataclass(eq=False)
+class OpenAISession:
+    """An `EngineSession` over `calls`, which it ends."""
+
+    calls: Calls[GenerationOutput]
+    stats: RolloutStats
+    answer: Callable[[GenerationRequest, httpx.AsyncClient], Awaitable[GenerationOutput]]
+    """Function that asks the endpoint for the output of one request."""
+    closed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._requests: dict[int, GenerationRequest] = {}
+        self._began = perf_counter()
+
+    @property
+    def policy_version(self) -> int:
+        """Always 0: the endpoint does not say which weights it has."""
+        return 0
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests without an answer; the endpoint does not say which of them wait."""
+        return self.calls.num_open
+
+    @property
+    def idle(self) -> bool:
+        """Whether all requests have an answer."""
+        return self.calls.num_open == 0
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Send requests; RolloutError for an id that is in use."""
+        check_ids(requests, self._requests)
+        for request in requests:
+            self._requests[request.request_id] = request
+            self.calls.add(request.request_id, partial(self.answer, request))
+        return []
+
+    def step(self) -> list[GenerationOutput]:
+        """Wait for the next answers."""
+        outputs = self.calls.wait()
+        for output in outputs:
+            del self._requests[output.request_id]
+            self.stats.generated_tokens += len(output.token_ids)
+        self.stats.seconds = perf_counter() - self._began
+        return outputs
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End requests by closing their connections; what they had so far is the server's and is lost."""
+        return [aborted(self._requests.pop(number)) for number in self.calls.cancel(set(request_ids))]
+
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return nothing: answers come whole."""
+        return []
+
+    def close(self) -> None:
+        """Close all connections, and let the engine be used otherwise."""
+        self.calls.stop()
+        self.closed()

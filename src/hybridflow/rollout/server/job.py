@@ -17,7 +17,6 @@ from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.prompts import (
     check_count,
     check_ids,
-    check_unicode,
     completion_prompts,
     encode_text,
     template_message,
@@ -187,11 +186,7 @@ def sampling_of(
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(body, name):
             raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
-    stop = tuple(body.stop or ())
-    if isinstance(body.stop, str):
-        stop = (body.stop,)
-    for text in stop:
-        check_unicode("stop", text)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or [], model)
     given = {name: getattr(body, name) for name in GIVEN if getattr(body, name) is not None}
     try:

@@ -77,7 +77,8 @@ def encode_text(
     cannot fit. `check` is called now and then; what it raises ends the work.
     """
     check()
-    check_unicode(param, text)
+    if not is_unicode(text):
+        raise refuse(param, "holds half of a surrogate pair (such as \\ud800), which is no character")
     check_characters(param, len(text), model)
     if len(text) > SLICE:
         at_least = 0
@@ -93,12 +94,6 @@ def check_characters(param: str, count: int, model: ServedModel) -> None:
     """Raise ApiError 400 for more characters than the longest tokens of the model's context have."""
     if count > model.max_model_len * model.longest_token:
         raise _too_long(param, -(-count // model.longest_token), model)
-
-
-def check_unicode(param: str, text: str) -> None:
-    """Raise ApiError 400 for a text that cannot be encoded."""
-    if not is_unicode(text):
-        raise refuse(param, "holds half of a surrogate pair (such as \\ud800), which is no character")
 
 
 def _too_long(param: str, at_least: int, model: ServedModel) -> ApiError:

@@ -6,7 +6,8 @@ text ──check that it is Unicode and may fit──► a long one in slices, u
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered
@@ -114,6 +115,15 @@ def joined_text(content: str | list[dict[str, Any]] | None, param: str, *, kinds
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
+
+
+@contextmanager
+def template_errors_refused() -> Iterator[None]:
+    """Raise ApiError 400 for whatever a chat template raises: it is a program of the model's."""
+    try:
+        yield
+    except Exception as error:
+        raise refuse("messages", f"the model's chat template does not take them: {error}") from error
 
 
 def template_message(message: ChatMessage, place: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import check_characters
+from hybridflow.rollout.server.prompts import check_characters, template_errors_refused
 from hybridflow.rollout.server.readers import Check, JobReaders
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.run import LoopServer
@@ -298,10 +298,8 @@ class Recording:
                 logger.debug("a row of its own for a conversation that goes on: %s", error)
                 break
             return [*answered.token_ids, *after, *given]
-        try:
+        with template_errors_refused():
             return [*self._endpoint.template.begin(messages, tools), *given]
-        except Exception as error:  # a template is a program of the model's: anything may come out of it
-            raise refuse("messages", f"the model's chat template does not take them: {error}") from error
 
     def _under_the_run(self, body: BodyT, **changes: Any) -> BodyT:
         """Return a request without what the run decides, and warn of what it had of that."""

@@ -190,6 +190,16 @@ class SlowTokenizer(CountingTokenizer):
         return super().__call__(text, **options)
 
 
+def test_an_exception_that_a_future_refuses_reaches_the_request() -> None:
+    class Exhausted(CountingTokenizer):
+        def __call__(self, text: str, **options: Any) -> Any:
+            raise StopIteration("no more tokens")
+
+    with serve_script(model={"tokenizer": Exhausted()}) as server:
+        answer = ask(server, PLAIN, {"prompt": "a"})
+    assert answer.status_code == 500 and "RuntimeError" in answer.json()["error"]["message"]
+
+
 def test_a_long_text_holds_up_no_short_one_and_is_dropped_with_its_client() -> None:
     tokenizer = SlowTokenizer()
     with serve_script(model={"tokenizer": tokenizer, "max_model_len": 100_000}) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from hybridflow.rollout.base import GenerationRequest
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {}}}
 TOOLS: list[Any] = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}]
+IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 CLIENT_TOOLS: list[Any] = [{"name": "add", "input_schema": SCHEMA}]
 
 
@@ -52,27 +54,17 @@ def test_responses_in_two_turns_with_a_tool(served: Served) -> None:
 
 def test_responses_stream_their_events_in_order(served: Served) -> None:
     with served.openai.responses.stream(model="tiny", input="go", tools=TOOLS) as stream:
-        kinds = []
-        numbers = []
-        for event in stream:
-            kinds.append(event.type.removeprefix("response."))
-            numbers.append(event.sequence_number)
+        events = list(stream)
         final = stream.get_final_response()
-    assert numbers == list(range(len(kinds))), "every event has the next number"
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     order = [
         kind for place, kind in enumerate(kinds) if kind != "output_text.delta" or kinds[place - 1] != kind
     ]
-    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+    call = ["function_call_arguments.delta", "function_call_arguments.done"]
     text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
-    assert order == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        *text,
-        "output_item.done",
-        *[*call, "output_item.done"] * 2,
-        "completed",
-    ]
+    items = [["output_item.added", *inside, "output_item.done"] for inside in (text, call, call)]
+    assert order == ["created", "in_progress", *chain(*items), "completed"]
     assert final.output_text == "I call. " and len(final.output) == 3 and final.usage.output_tokens > 0
 
 
@@ -148,12 +140,7 @@ def test_messages_stream_their_events_in_order(served: Served) -> None:
     assert [line.removeprefix("event: ") for line in lines[::2]] == [event["type"] for event in events]
     order = [event["type"].removeprefix("content_block_") for event in events]
     once = [kind for place, kind in enumerate(order) if kind != "delta" or order[place - 1] != kind]
-    assert once == [
-        "message_start",
-        *["start", "delta", "stop"] * 3,
-        "message_delta",
-        "message_stop",
-    ]
+    assert once == ["message_start", *["start", "delta", "stop"] * 3, "message_delta", "message_stop"]
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
@@ -172,12 +159,7 @@ def test_messages_end_by_a_stop_sequence_or_a_limit(served: Served) -> None:
         ({"Authorization": f"Bearer {TOKEN}"}, {"max_tokens": None}, 400, "invalid_request_error"),
         (None, {"model": "other"}, 404, "not_found_error"),
         (None, {"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error"),
-        (
-            None,
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            400,
-            "invalid_request_error",
-        ),
+        (None, {"messages": IMAGE}, 400, "invalid_request_error"),
         (None, {"max_tokens": 10**6}, 400, "invalid_request_error"),
     ],
 )
@@ -197,11 +179,7 @@ def test_the_client_of_anthropic(served: Served) -> None:
         said = "".join(stream.text_stream)
         message = stream.get_final_message()
     assert said == "I call. "
-    assert [block.type for block in message.content] == [
-        "text",
-        "tool_use",
-        "tool_use",
-    ]
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
     assert message.content[2].input == {"a": 1} and message.stop_reason == "tool_use"
     with pytest.raises(anthropic.BadRequestError, match="context"):
         client.messages.create(model="tiny", max_tokens=10**6, messages=go)

@@ -25,17 +25,16 @@ from hybridflow.rollout.server.service import Limits
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 400}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve_script(
-        model={"chat_template": TOOL_TEMPLATE}, limits=Limits(max_queue=64, max_body_bytes=20_000)
-    ) as server:
+    limits = Limits(max_queue=64, max_body_bytes=20_000)
+    with serve_script(model={"chat_template": TOOL_TEMPLATE}, limits=limits) as server:
         yield server
-        assert (
-            server.openai.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].text == "ba"
-        )
+        answer = server.http.post(PLAIN, json={"prompt": "ab", "max_tokens": 2})
+        assert answer.json()["choices"][0]["text"] == "ba"
         server.wait_idle()
 
 
@@ -51,16 +50,9 @@ def reason(answer: httpx.Response, status: int) -> str:
     [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}],
 )
 def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, str]) -> None:
-    for method, path in (
-        ("POST", CHAT),
-        ("POST", PLAIN),
-        ("GET", "/v1/models"),
-        ("GET", "/metrics"),
-        ("GET", "/nothing"),
-    ):
-        answer = httpx.request(
-            method, served.url + path, headers=headers, json=None if method == "GET" else {"prompt": "a"}
-        )
+    for path in (CHAT, PLAIN, "/v1/models", "/metrics", "/nothing"):
+        body = {"prompt": "a"} if path in (CHAT, PLAIN) else None
+        answer = httpx.request("POST" if body else "GET", served.url + path, headers=headers, json=body)
         assert "Authorization: Bearer TOKEN" in reason(answer, 401)
         assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{served.url}/health").status_code == 200
@@ -86,7 +78,7 @@ def refused_requests() -> Iterator[tuple[str, Any, str]]:
         yield PLAIN, content, told
 
 
-@pytest.mark.parametrize(("path", "body", "told"), refused_requests())
+@pytest.mark.parametrize(("path", "body", "told"), list(refused_requests()))
 def test_what_cannot_be_served_is_said(served: Served, path: str, body: Any, told: str) -> None:
     for stream in (False, True):
         if isinstance(body, dict):
@@ -124,10 +116,8 @@ def endless(request: Any) -> list[int]:
 
 def test_a_full_queue_says_so() -> None:
     with serve_script(endless, limits=Limits(max_queue=3), seconds=0.05) as server:
-        with server.http.stream(
-            "POST", PLAIN, json={"prompt": "a", "n": 2, "max_tokens": 400, "stream": True}
-        ) as running:
-            chunks = running.iter_raw()
+        with server.http.stream("POST", PLAIN, json={**LONG, "n": 2, "stream": True}) as running:
+            chunks = running.iter_raw()  # kept: the stream ends with its iterator
             next(chunks)
             answer = server.http.post(PLAIN, json={"prompt": "a", "n": 2})
             assert "2 responses run or wait" in reason(answer, 429) and answer.headers["retry-after"] == "1"
@@ -137,15 +127,13 @@ def test_a_full_queue_says_so() -> None:
 
 def test_clients_that_go_away_free_their_rows() -> None:
     with serve_script(endless, seconds=0.05) as server:  # 400 tokens would take 20 s
-        with server.http.stream(
-            "POST", PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400, "stream": True}
-        ) as running:
-            chunks = running.iter_raw()
+        with server.http.stream("POST", PLAIN, json={**LONG, "n": 3, "stream": True}) as running:
+            chunks = running.iter_raw()  # kept: the stream ends with its iterator
             next(chunks)
             assert server.service.open_choices == 3
         server.wait_idle()
         with pytest.raises(httpx.ReadTimeout):
-            server.http.post(PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400}, timeout=1)
+            server.http.post(PLAIN, json={**LONG, "n": 3}, timeout=1)
         server.wait_idle()
         assert server.sessions[0].steps < 350 and server.service.metrics.cancelled == 2
 
@@ -153,7 +141,7 @@ def test_clients_that_go_away_free_their_rows() -> None:
 def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
     with serve_script(endless, limits=Limits(send_timeout_s=0.05), seconds=0.05) as server:
         service, begun = server.service, asyncio.Event()
-        body = CompletionBody(prompt="a", n=2, max_tokens=400, stream=True)
+        body = CompletionBody(**LONG, n=2, stream=True)
         job = completion_job(body, service.model, lambda: None)
 
         async def takes_nothing(message: Any) -> None:
@@ -164,13 +152,8 @@ def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
         async def stays() -> Any:
             await asyncio.sleep(3600)
 
-        async def stream() -> None:
-            await asyncio.wait_for(
-                EventStream(service, job, CompletionAnswer(job, service.model))({}, stays, takes_nothing),
-                600,
-            )
-
-        asyncio.run(stream())
+        stream = EventStream(service, job, CompletionAnswer(job, service.model))
+        asyncio.run(asyncio.wait_for(stream({}, stays, takes_nothing), 600))
         assert begun.is_set()
         server.wait_idle()
         assert server.sessions[0].steps < 350
@@ -178,20 +161,17 @@ def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
 
 def test_a_deadline_is_504_or_an_event() -> None:
     with serve_script(endless, limits=Limits(deadline_s=0.1), seconds=0.05) as server:
-        assert "within 0.1 s" in reason(server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400}), 504)
-        text = server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400, "stream": True}).text
+        assert "within 0.1 s" in reason(server.http.post(PLAIN, json=LONG), 504)
+        text = server.http.post(PLAIN, json={**LONG, "stream": True}).text
         assert '"code": "deadline_passed"' in text and text.endswith("data: [DONE]\n\n")
         server.wait_idle()
 
 
 def test_an_engine_that_dies_is_named_and_the_server_goes_on_saying_so() -> None:
     with serve_script(endless, dies_at=5) as server:
-        assert "native-0 died: RuntimeError" in reason(
-            server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400}), 503
-        )
-        assert "no engine is alive: replica native-0 died" in reason(
-            server.http.post(PLAIN, json={"prompt": "a"}), 503
-        )
+        assert "native-0 died: RuntimeError" in reason(server.http.post(PLAIN, json=LONG), 503)
+        told = "no engine is alive: replica native-0 died"
+        assert told in reason(server.http.post(PLAIN, json=LONG), 503)
         assert "no engine is alive" in reason(server.http.get("/health"), 503)
 
 
@@ -250,15 +230,14 @@ def test_a_taken_port_is_said() -> None:
 def test_replicas_share_the_work() -> None:
     with serve_script(echoes, replicas=2, seconds=0.002) as server:
 
-        async def ask() -> None:
-            async with openai.AsyncOpenAI(
-                base_url=f"{server.url}/v1", api_key="a-token-for-tests", max_retries=0
-            ) as client:
-                asked = [
-                    client.completions.create(model="tiny", prompt=f"a{n}", max_tokens=8) for n in range(20)
-                ]
-                for number, answer in enumerate(await asyncio.gather(*asked)):
-                    assert answer.choices[0].text == f"a{number}"[::-1]
+        async def ask(number: int) -> None:
+            answer = await client.completions.create(model="tiny", prompt=f"a{number}", max_tokens=8)
+            assert answer.choices[0].text == f"a{number}"[::-1]
 
-        asyncio.run(ask())
+        async def ask_all() -> None:
+            async with client:
+                await asyncio.gather(*map(ask, range(20)))
+
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0)
+        asyncio.run(ask_all())
         assert all(session.num_added > 5 for session in server.sessions)

@@ -143,15 +143,8 @@ def test_names_of_tokens(by_bytes: PreTrainedTokenizerFast, fallback: PreTrained
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-        },
-    }
-]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
 
 
 def answered(

@@ -17,9 +17,9 @@ from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.prompts import (
     check_count,
     check_ids,
-    check_unicode,
     completion_prompts,
     encode_text,
+    template_errors_refused,
     template_message,
 )
 from hybridflow.rollout.server.readers import Check
@@ -112,8 +112,9 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
     check()
     if prompt_of is None:
         begins = body.add_generation_prompt and not body.continue_final_message
-        text = _rendered(model, messages, options, begins) + use.opening
-        prompt = encode_text("messages", text, model, check)
+        with template_errors_refused():
+            text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
+        prompt = encode_text("messages", text + use.opening, model, check)
     else:
         prompt = prompt_of(messages, options, use.opening)
     limit = body.max_completion_tokens or body.max_tokens
@@ -128,16 +129,6 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
         messages=messages,
         template_options=options,
     )
-
-
-def _rendered(
-    model: ServedModel, messages: list[dict[str, Any]], options: dict[str, Any], begins: bool
-) -> str:
-    """Return a conversation as the chat template writes it; `begins`: the template opens the answer."""
-    try:
-        return render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
-    except Exception as error:  # a template is a program of the model's: anything may come out of it
-        raise refuse("messages", f"the model's chat template does not take them: {error}") from error
 
 
 def _template_options(body: ChatBody, model: ServedModel) -> dict[str, Any]:
@@ -187,11 +178,7 @@ def sampling_of(
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(body, name):
             raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
-    stop = tuple(body.stop or ())
-    if isinstance(body.stop, str):
-        stop = (body.stop,)
-    for text in stop:
-        check_unicode("stop", text)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_ids("stop_token_ids", body.stop_token_ids or [], model)
     given = {name: getattr(body, name) for name in GIVEN if getattr(body, name) is not None}
     try:

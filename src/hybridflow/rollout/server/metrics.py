@@ -5,36 +5,17 @@ Boards and alerts that were made for vLLM work with the second ones.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-from prometheus_client import generate_latest
+from prometheus_client import Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hybridflow.rollout.client import Replica
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-
-class Histogram:
-    """Histogram of observations in seconds."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self._counts[bisect_left(SECONDS, value)] += 1
-        self._sum += value
-
-    def read(self) -> tuple[list[tuple[str, int]], float]:
-        """Return the count of each bucket, which includes the smaller ones, and the sum of all values."""
-        return list(zip((*map(str, SECONDS), "+Inf"), accumulate(self._counts), strict=True)), self._sum
 
 
 class Metrics:
@@ -47,8 +28,8 @@ class Metrics:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.cancelled = 0
-        self.seconds = Histogram()
-        self.first_token = Histogram()
+        self.seconds = Histogram("seconds", "", registry=None, buckets=SECONDS)
+        self.first_token = Histogram("seconds", "", registry=None, buckets=SECONDS)
 
     def page(self, open_choices: int, replicas: Sequence[Replica]) -> str:
         """Return the page in Prometheus' text format; what is open now comes from the arguments."""
@@ -71,7 +52,7 @@ class Metrics:
 
         counter = CounterMetricFamily
         gauge = GaugeMetricFamily
-        histogram = HistogramMetricFamily
+        times = HistogramMetricFamily
         generated = "Tokens of responses that were handed on."
         whole = "From admission to the last token."
         first = "From admission to the first token, of streams."
@@ -83,9 +64,16 @@ class Metrics:
         add(gauge, "replicas_alive", None, "Engines that serve.", alive)
         add(gauge, None, "num_requests_running", "Requests that get tokens.", load - waiting)
         add(gauge, None, "num_requests_waiting", "Requests without room in an engine.", waiting)
-        add(histogram, "request_seconds", "e2e_request_latency_seconds", whole, *self.seconds.read())
-        add(histogram, "first_token_seconds", "time_to_first_token_seconds", first, *self.first_token.read())
+        add(times, "request_seconds", "e2e_request_latency_seconds", whole, *_values(self.seconds))
+        add(times, "first_token_seconds", "time_to_first_token_seconds", first, *_values(self.first_token))
         return generate_latest(_Page(metrics)).decode()
+
+
+def _values(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """Return the buckets of a histogram, each with the count of all values up to it, and their sum."""
+    (family,) = histogram.collect()
+    buckets = [(each.labels["le"], each.value) for each in family.samples if each.name == "seconds_bucket"]
+    return buckets, next(each.value for each in family.samples if each.name == "seconds_sum")
 
 
 class _Page(Collector):

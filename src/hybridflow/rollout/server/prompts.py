@@ -6,7 +6,8 @@ text ──check that it is Unicode and may fit──► a long one in slices, u
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered
@@ -77,7 +78,8 @@ def encode_text(
     cannot fit. `check` is called now and then; what it raises ends the work.
     """
     check()
-    check_unicode(param, text)
+    if not is_unicode(text):
+        raise refuse(param, "holds half of a surrogate pair (such as \\ud800), which is no character")
     check_characters(param, len(text), model)
     if len(text) > SLICE:
         at_least = 0
@@ -93,12 +95,6 @@ def check_characters(param: str, count: int, model: ServedModel) -> None:
     """Raise ApiError 400 for more characters than the longest tokens of the model's context have."""
     if count > model.max_model_len * model.longest_token:
         raise _too_long(param, -(-count // model.longest_token), model)
-
-
-def check_unicode(param: str, text: str) -> None:
-    """Raise ApiError 400 for a text that cannot be encoded."""
-    if not is_unicode(text):
-        raise refuse(param, "holds half of a surrogate pair (such as \\ud800), which is no character")
 
 
 def _too_long(param: str, at_least: int, model: ServedModel) -> ApiError:
@@ -119,6 +115,15 @@ def joined_text(content: str | list[dict[str, Any]] | None, param: str, *, kinds
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
+
+
+@contextmanager
+def template_errors_refused() -> Iterator[None]:
+    """Raise ApiError 400 for whatever a chat template raises: it is a program of the model's."""
+    try:
+        yield
+    except Exception as error:
+        raise refuse("messages", f"the model's chat template does not take them: {error}") from error
 
 
 def template_message(message: ChatMessage, place: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ read by the same code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hybridflow.data.tokenizer import text_of
 from hybridflow.rollout.base import GenerationOutput, PartialOutput
@@ -54,32 +54,28 @@ class Piece:
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
-@dataclass
 class ChoiceReader:
     """Reader of response number `choice` of a job."""
 
-    job: Job
-    model: ServedModel
-    choice: int
-    num_tokens: int = 0
-    num_calls: int = 0
-    _detokenizer: Detokenizer = field(init=False)
-    _cutter: StopCutter = field(init=False)
-    _texts: list[str] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        prompt = self.choice // self.job.body.n
-        self._parser = self._parser_behind(self.job.prompts[prompt])
+    def __init__(self, job: Job, model: ServedModel, choice: int) -> None:
+        self.job = job
+        self.model = model
+        self.choice = choice
+        self.num_tokens = 0
+        self.num_calls = 0
+        prompt = choice // job.body.n
+        self._parser = self._parser_behind(job.prompts[prompt])
         self._detokenizer = Detokenizer(
-            self.model.tokenizer,
-            self.job.prompts[prompt],
-            skip_special_tokens=self.job.body.skip_special_tokens,
+            model.tokenizer,
+            job.prompts[prompt],
+            skip_special_tokens=job.body.skip_special_tokens,
             keep=KNOWN_TAGS if self._parser else frozenset(),
         )
-        self._cutter = StopCutter(self.job.sampling[prompt].stop)
-        self._first: list[str | ToolCall] = [*self.job.echo[prompt : prompt + 1]]
-        if self._parser is not None and self.job.tools.opening:
-            self._first = self._parser.feed(self.job.tools.opening)
+        self._cutter = StopCutter(job.sampling[prompt].stop)
+        self._texts: list[str] = []
+        self._first: list[str | ToolCall] = [*job.echo[prompt : prompt + 1]]
+        if self._parser is not None and job.tools.opening:
+            self._first = self._parser.feed(job.tools.opening)
 
     def _parser_behind(self, prompt: list[int]) -> CallParser | None:
         """Return the parser of a response to a prompt, where it may have calls."""

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from learn_settings import RESULTS, ROOT
 from side_by_side import machine
+from tiny_vlm import create_tiny_vlm
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.sft.build import build as build_sft

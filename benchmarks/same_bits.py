@@ -79,8 +79,9 @@ from pathlib import Path
 from hybridflow.environments.demonstrations import WORDS
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
-from hybridflow.models.tiny_vlm import create_tiny_vlm
 folder = Path(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+from tiny_vlm import create_tiny_vlm
 create_tiny_model(folder / "text")
 create_tiny_model(folder / "experts", experts=4)
 create_tiny_model(folder / "tools", tokenizer=create_tiny_tool_tokenizer(WORDS))
@@ -153,7 +154,7 @@ class Bench:
     def models(self) -> Path:
         """Folder of the models."""
         folder = self.folder / "models"
-        Checkout(HERE, self.folder).python(["-c", MODELS, str(folder)], "models")
+        Checkout(HERE, self.folder).python(["-c", MODELS, str(folder), str(HERE / "benchmarks")], "models")
         return folder
 
     @cached_property

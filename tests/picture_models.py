@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -12,11 +13,15 @@ from PIL import Image
 
 from hybridflow.models.build import build_policy
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.prompt import MEDIA, Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from tiny_vlm import FAMILIES, create_tiny_vlm
+
+__all__ = ["FAMILIES", "create_tiny_vlm"]
 
 
 @cache

@@ -24,8 +24,8 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.planner.memory import Needs, RoleEngine, engine_needs
+from picture_models import create_tiny_vlm
 from ranks import Ranks
 
 STEP = [

@@ -12,8 +12,8 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
 from hybridflow.explain.run import MOST_RANKS, layout_lines
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_vlm import create_tiny_vlm
 from hybridflow.planner.memory import RoleEngine
+from picture_models import create_tiny_vlm
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,10 @@ from hybridflow.models.policy import PolicyModel, sequence_cut
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.stages import Stage
 from hybridflow.models.tensor_parallel import tensor_styles
-from hybridflow.models.tiny_vlm import FAMILIES
 from hybridflow.models.vision import placeholder_ids
 from hybridflow.protocol.packing import pack, share_prompts
 from hybridflow.protocol.prompt import make_position_ids
-from picture_models import picture_model, picture_policy, picture_prompt, rows_with_media
+from picture_models import FAMILIES, picture_model, picture_policy, picture_prompt, rows_with_media
 
 QWEN = [family for family in FAMILIES if family.startswith("qwen")]
 

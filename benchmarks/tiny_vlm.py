@@ -1,4 +1,4 @@
-"""Models of some 0.3 million parameters that read pictures, made on the spot for a recipe and for tests."""
+"""Models of some 0.3 million parameters that read pictures, for the recipes tiny/vlm and for tests."""
 
 from __future__ import annotations
 

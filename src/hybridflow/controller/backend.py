@@ -1,4 +1,5 @@
-"""The interface of a backend, which hosts workers of named roles on ranks and calls their methods by name.
+"""The interface of a backend, which hosts workers of named roles on ranks and calls their methods by name,
+and that by which a worker calls the workers of another role, without the driver in between.
 
 Every backend treats arguments and results as read-only: what a worker does to a batch never reaches the
 driver, and what the driver does to a result never reaches the worker. The conformance suite in
@@ -7,14 +8,35 @@ driver, and what the driver does to a result never reaches the worker. The confo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from hybridflow.controller.dispatch import Call, Lane
-from hybridflow.controller.future import Part
+from hybridflow.controller.future import Future, Part
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.peers import Peers
 from hybridflow.protocol import DataProto
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Peers(Protocol):
+    """The ranks of a role. `WorkerGroup` is one for the driver; `Backend.peers` gives one for a worker."""
+
+    @property
+    def role(self) -> str:
+        """The name of the role in the run."""
+        ...
+
+    def call_one(
+        self, rank: int, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Call a registered method on one rank, in its own lane.
+
+        Calls of one caller reach a lane in their order. A worker's calls have no deadline of their own: that
+        a process is lost is noticed by the driver, which ends the run.
+        """
+        ...
 
 
 class Backend(Protocol):

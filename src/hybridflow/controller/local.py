@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from hybridflow.controller.backend import Peers
 from hybridflow.controller.dispatch import Call, Lane, registration_of
 from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.peers import Peers
 from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.worker import Factories, Worker
 from hybridflow.controller.worker_group import WorkerGroup

@@ -46,7 +46,7 @@ class PromptRow:
     row: Row
     index: int | str
     demonstration_token_ids: list[int] | None = None
-    """The data's own answer with its end token, where the run learns from it (`data/demonstrations.py`)."""
+    """The data's own answer with its end token, where the run learns from it (`data/build.py`)."""
     media: tuple[Medium, ...] = ()
     """The pictures and videos among the tokens."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from hybridflow.controller import Future
-from hybridflow.controller.peers import Peers
+from hybridflow.controller.backend import Peers
 from hybridflow.errors import WorkerError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.client import ReplicaLost

@@ -25,7 +25,7 @@ from hybridflow.algorithms.policy_losses import (
 )
 from hybridflow.algorithms.policy_losses import reinforce as plain_gradient
 from hybridflow.algorithms.policy_losses import sppo as draw_to_target
-from hybridflow.algorithms.policy_losses.kl_cov import select_kl_cov
+from hybridflow.algorithms.policy_losses.entropy_cov import select_kl_cov
 from hybridflow.algorithms.policy_losses.types import GIVEN
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.errors import ConfigError

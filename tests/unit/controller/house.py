@@ -22,10 +22,10 @@ from hybridflow.controller import (
     WorkerHost,
     register,
 )
+from hybridflow.controller.backend import Peers
 from hybridflow.controller.dispatch import Lane
 from hybridflow.controller.future import replace
 from hybridflow.controller.local import in_memory
-from hybridflow.controller.peers import Peers
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig, SFTDataConfig
-from hybridflow.data.demonstrations import encode_demonstration
+from hybridflow.data.build import encode_demonstration
 from hybridflow.data.messages import check_messages
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sft import SFTDataset

@@ -8,9 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig, TaskConfig
-from hybridflow.data.build import build_prompt_data
+from hybridflow.data.build import DemonstratedPrompts, build_prompt_data, encode_demonstration
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.demonstrations import DemonstratedPrompts, encode_demonstration
 from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.sft import encode_conversation
 from hybridflow.errors import DataError

@@ -223,7 +223,7 @@ def main() -> None:
 
     from hybridflow.config.actor_rollout_ref import RolloutConfig
     from hybridflow.rollout.remote.model import ModelFacts
-    from hybridflow.rollout.sglang.settings import server_arguments, start_server
+    from hybridflow.rollout.sglang.engine import server_arguments, start_server
 
     with tempfile.TemporaryDirectory() as folder:
         facts = ModelFacts(save(Path(folder), tiny(0)), torch.device("cpu"), "float32")

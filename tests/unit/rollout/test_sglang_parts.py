@@ -17,9 +17,14 @@ from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.remote.process import free_port
 from hybridflow.rollout.sglang import loader, sampler
-from hybridflow.rollout.sglang.engine import sglang_params, sglang_problem
+from hybridflow.rollout.sglang.engine import (
+    command_line,
+    positions_of,
+    server_arguments,
+    sglang_params,
+    sglang_problem,
+)
 from hybridflow.rollout.sglang.server import Server
-from hybridflow.rollout.sglang.settings import command_line, positions_of, server_arguments
 
 ROWS, TOKENS = 4000, 6
 

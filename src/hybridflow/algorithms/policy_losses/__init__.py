@@ -15,14 +15,12 @@ from typing import TypeVar, get_args
 
 from hybridflow.algorithms.aggregation import LossAggMode, LossOutput
 from hybridflow.algorithms.policy_losses.cispo import cispo
-from hybridflow.algorithms.policy_losses.clip_cov import clip_cov, select_clip_cov
 from hybridflow.algorithms.policy_losses.dpo import dpo, in_a_pair
-from hybridflow.algorithms.policy_losses.dppo_kl import dppo_kl
-from hybridflow.algorithms.policy_losses.dppo_tv import dppo_tv
+from hybridflow.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
 from hybridflow.algorithms.policy_losses.dro import dro
+from hybridflow.algorithms.policy_losses.entropy_cov import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from hybridflow.algorithms.policy_losses.geo_mean import geo_mean
 from hybridflow.algorithms.policy_losses.gspo import gspo
-from hybridflow.algorithms.policy_losses.kl_cov import kl_cov, select_kl_cov
 from hybridflow.algorithms.policy_losses.reinforce import reinforce
 from hybridflow.algorithms.policy_losses.sapo import sapo
 from hybridflow.algorithms.policy_losses.sppo import sppo

@@ -32,7 +32,6 @@ from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.place import Place
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
 from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
-from hybridflow.controller.ray.peers import RayPeers
 from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
@@ -43,6 +42,16 @@ from hybridflow.protocol import DataProto
 
 if TYPE_CHECKING:
     from hybridflow.controller.ray.transfer_queue import TransferQueue
+
+
+from functools import partial
+from typing import Concatenate, ParamSpec, TypeVar
+
+from hybridflow.controller.dispatch import registration_of
+from hybridflow.controller.future import Future
+from hybridflow.controller.ray.failure import Failure
+from hybridflow.controller.ray.transport import decode
+from hybridflow.errors import WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -344,3 +353,40 @@ def _wait(parts: Mapping[int, Part]) -> None:
         error = part.exception()
         if error is not None:
             raise error
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RayPeers:
+    """The processes of a role, by their actor handles, which travel to a worker as an argument."""
+
+    def __init__(self, role: str, actors: Sequence[Any]) -> None:
+        self.role = role
+        self._actors = actors
+
+    def call_one(
+        self, rank: int, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """See `Peers.call_one`."""
+        name = method.__name__
+        task = getattr(self._actors[rank], TASKS[registration_of(method).lane])
+        _, result = task.remote(self.role, name, True, encode((args, kwargs)), [])
+        part: Part = concurrent.futures.Future()
+        result.future().add_done_callback(partial(self._settle, part, name, rank))
+        return Future({rank: part}, lambda results: results[0], role=self.role, method=name)
+
+    def _settle(
+        self, part: Part, method: str, rank: int, answer: concurrent.futures.Future[Packet | Failure]
+    ) -> None:
+        try:
+            packet = answer.result()
+        except RayError as error:
+            message = f"{self.role}.{method} on rank {rank} was not answered: {error}"
+            part.set_exception(WorkerLost(message, role=self.role, rank=rank, method=method))
+            return
+        if isinstance(packet, Failure):
+            part.set_exception(packet.exception(self.role, method, rank))
+        else:
+            part.set_result(decode(packet))

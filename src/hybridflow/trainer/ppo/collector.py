@@ -21,7 +21,7 @@ from functools import partial
 
 from hybridflow.config import PPOConfig
 from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerFactory, WorkerGroup, register
-from hybridflow.controller.peers import Peers
+from hybridflow.controller.backend import Peers
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     GenerationConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
@@ -20,7 +21,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from hybridflow.models.build import auto_class
 from hybridflow.models.progress import without_progress_bars
-from hybridflow.models.tiny_tokenizer import create_tiny_picture_tokenizer
+from hybridflow.models.tiny_tokenizer import word_tokenizer
 
 PICTURE = 16
 """Side of the pictures that the models are made for, in pixels."""
@@ -28,6 +29,47 @@ PATCH = 2
 MERGE = 2
 """Patches, along each side, that become one token: a picture of 16 × 16 pixels is 16 tokens."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+PICTURE_WORDS = {
+    "qwen": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "smolvlm": ("<fake_token_around_image>", "<global-img>", "<image>"),
+}
+"""Special tokens around and in the place of pictures, by the way in which a family writes them."""
+PICTURE_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endgeneration -%}
+{%- else -%}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}{{- 'IMAGE' -}}
+{%- elif part['type'] == 'video' -%}{{- 'VIDEO' -}}
+{%- else -%}{{- part['text'] -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+def create_tiny_picture_tokenizer(style: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a tiny model that reads pictures; `style` is a key of `PICTURE_WORDS`."""
+    image = "<image>"
+    video = "<image>"
+    if style == "qwen":
+        image = "<|vision_start|><|image_pad|><|vision_end|>"
+        video = "<|vision_start|><|video_pad|><|vision_end|>"
+    template = PICTURE_CHAT_TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
+    words = PICTURE_WORDS[style]
+    return word_tokenizer(words, template, special=words)
 
 
 def create_tiny_vlm(

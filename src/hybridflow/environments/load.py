@@ -17,12 +17,12 @@ from hybridflow.errors import ConfigError
 from hybridflow.tools.function_tool import tool_methods
 
 ENVIRONMENTS = {
-    "adventure": "hybridflow.environments.adventure:Adventure",
-    "calculator": "hybridflow.environments.calculator:Calculator",
-    "guess": "hybridflow.environments.guess:Guess",
+    "adventure": "hybridflow.environments.built_in:Adventure",
+    "calculator": "hybridflow.environments.built_in:Calculator",
+    "guess": "hybridflow.environments.built_in:Guess",
     "reasoning_gym": "hybridflow.environments.reasoning_gym:ReasoningGym",
     "remote": "hybridflow.environments.remote:RemoteEnvironment",
-    "search": "hybridflow.environments.search:Search",
+    "search": "hybridflow.environments.built_in:Search",
     "world": "hybridflow.environments.remote:World",
 }
 """Built-in environments, each imported when it is asked for."""

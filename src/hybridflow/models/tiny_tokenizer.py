@@ -81,52 +81,9 @@ TOOL_CHAT_TEMPLATE = """\
 """
 
 
-PICTURE_WORDS = {
-    "qwen": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-    "smolvlm": ("<fake_token_around_image>", "<global-img>", "<image>"),
-}
-"""Special tokens around and in the place of pictures, by the way in which a family writes them."""
-PICTURE_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}
-{%- if message['content'] is string -%}{{- message['content'] -}}
-{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}
-{{- '<|im_end|>' -}}
-{%- endgeneration -%}
-{%- else -%}
-{%- if message['content'] is string -%}{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}{{- 'IMAGE' -}}
-{%- elif part['type'] == 'video' -%}{{- 'VIDEO' -}}
-{%- else -%}{{- part['text'] -}}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>' -}}
-{%- endif -%}
-{{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-
-def create_tiny_picture_tokenizer(style: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a tiny model that reads pictures; `style` is a key of `PICTURE_WORDS`."""
-    image = "<image>"
-    video = "<image>"
-    if style == "qwen":
-        image = "<|vision_start|><|image_pad|><|vision_end|>"
-        video = "<|vision_start|><|video_pad|><|vision_end|>"
-    template = PICTURE_CHAT_TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
-    words = PICTURE_WORDS[style]
-    return _create(words, template, special=words)
-
-
 def create_tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer, the same on every call; all but printable ASCII is `<unk>`."""
-    return _create((), CHAT_TEMPLATE)
+    return word_tokenizer((), CHAT_TEMPLATE)
 
 
 def create_tiny_tool_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -135,10 +92,12 @@ def create_tiny_tool_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizer
     The chat template leaves the tools' schemas out, which a tiny model knows from its warm-up, unless
     `show_tools` is true.
     """
-    return _create((*TOOL_WORDS, *words), TOOL_CHAT_TEMPLATE)
+    return word_tokenizer((*TOOL_WORDS, *words), TOOL_CHAT_TEMPLATE)
 
 
-def _create(words: Sequence[str], chat_template: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def word_tokenizer(
+    words: Sequence[str], chat_template: str, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer with further tokens after the common ones; `special` ones are left out of texts."""
     tokens = (UNKNOWN, PAD, START, END, *WORDS, *CHARACTERS, *words)
     vocabulary = {token: index for index, token in enumerate(tokens)}

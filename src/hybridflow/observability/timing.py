@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hybridflow.observability.profiling import profiler
-from hybridflow.observability.progress import Progress
 
 if TYPE_CHECKING:
+    from hybridflow.observability.progress import Progress
     from hybridflow.protocol.spans import TraceSpan
 
 TimeSpan = tuple[str, str, float, float]

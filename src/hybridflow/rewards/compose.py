@@ -31,7 +31,7 @@ from hybridflow.config.own_code import CALLED_WITH, CALLED_WITH_LISTS, DEFAULT_N
 from hybridflow.config.reward import MODEL_TERM, RewardConfig
 from hybridflow.config.source_code import in_memory, shown
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.function import ROW, RewardFunction
+from hybridflow.rewards.function import ROW, UNKNOWN, RewardFunction
 from hybridflow.rewards.load import is_path, load_builtin, load_user_function, split_path
 from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.run_programs import Runner, build_runner
@@ -189,6 +189,7 @@ def compose(terms: Sequence[Term]) -> RewardFunction:
         return {**extras, **columns, "score": score}
 
     def called(chosen: Sequence[Term], row: Mapping[str, Any]) -> dict[str, Any]:
+        row = {**UNKNOWN, **row}
         return {term.column: term.function(**row) for term in chosen if term.function is not None}
 
     def due(results: Mapping[str, Any]) -> list[Term]:

@@ -35,6 +35,8 @@ from hybridflow.rewards.request import PROMPT
 
 ROW = (*CALLED_WITH, TOKENS, MESSAGES, PROMPT)
 """What is known of a response; a function gets the last three only where it names them."""
+UNKNOWN: Mapping[str, Any] = MappingProxyType({TOKENS: (), MESSAGES: (), PROMPT: None})
+"""What stands for the rest of a row where a manager of the user's gives no more than `CALLED_WITH`."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 Row = Mapping[str, Any]
@@ -64,7 +66,7 @@ class RewardFunction:
         score_rows = partial(_score_columns, function, options)
 
         def compute_score(**row: Any) -> Any:
-            return _then(score_rows([row]), lambda results: results[0])
+            return _then(score_rows([{**UNKNOWN, **row}]), lambda results: results[0])
 
         takes = {name: name for name in (*CALLED_WITH, TOKENS, PROMPT)}
         return cls(score_rows if all_rows else compute_score, takes, _is_async(function))

@@ -69,8 +69,11 @@ class _Collected:
         scorer = self._scorer
         if scorer.function.is_async:
             # in a thread: the caller may itself run inside an event loop, where asyncio.run is refused
-            with ThreadPoolExecutor(1) as thread:
+            thread = ThreadPoolExecutor(1)
+            try:
                 return thread.submit(asyncio.run, self._score_async()).result()
+            finally:
+                thread.shutdown(wait=False)  # a signal does not wait for the rows that are being scored
         with scorer.guard.scoring():
             return [call(scorer.function, request) for request in self._requests]
 

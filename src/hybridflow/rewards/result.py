@@ -125,3 +125,14 @@ def _shown(value: Any) -> str:
     if len(text) <= 80:
         return text
     return text[:77] + "..."
+
+
+def required(ground_truth: Any) -> Any:
+    """Return the ground truth; RewardError where the row has none, as a score of 0 would hide it."""
+    if ground_truth is None:
+        raise RewardError(
+            "the row has no ground truth: give the data a column reward_model with ground_truth in it, "
+            "or choose a reward that needs none, for example your own by "
+            "reward.custom_reward_function.path=FILE.py:NAME"
+        )
+    return ground_truth

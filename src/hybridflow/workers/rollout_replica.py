@@ -83,7 +83,7 @@ class WorkerReplica:
             future = self._noted([request])[0]
             self._unsent.append(request)
         try:
-            asyncio.get_running_loop().call_soon(self._send_or_lose)
+            asyncio.get_running_loop().call_soon(self._send_later)
         except RuntimeError:  # the caller runs in no event loop
             self._send()
         return future
@@ -108,25 +108,28 @@ class WorkerReplica:
             raise ReplicaLost(self.failure)
         check_ids(requests, self._answers)
         futures = [concurrent.futures.Future[GenerationOutput]() for _ in requests]
-        for request, future in zip(requests, futures):
+        for request, future in zip(requests, futures, strict=True):
             future.set_running_or_notify_cancel()  # a caller that gives up says abort()
             self._answers[request.request_id] = future
         return futures
 
-    def _send_or_lose(self) -> None:
-        try:
+    def _send_later(self) -> None:
+        with suppress(Exception):  # whoever awaits the answers is told
             self._send()
-        except WorkerError as error:  # nobody else would hear of it
-            self.lose(f"replica {self.name} was not reached: {error}")
 
     def _send(self) -> None:
-        with self._lock:
-            requests = self._unsent
-            self._unsent = []
-            if requests:
-                self._sent = self._group.call_one(
-                    self.rank, RolloutWorker.submit, requests, self._kind, self._opening
-                )
+        """Send what was submitted; where that fails, all requests without an answer fail."""
+        try:
+            with self._lock:
+                requests = self._unsent
+                self._unsent = []
+                if requests:
+                    self._sent = self._group.call_one(
+                        self.rank, RolloutWorker.submit, requests, self._kind, self._opening
+                    )
+        except Exception as error:
+            self.lose(f"replica {self.name} was not reached: {type(error).__name__}: {error}")
+            raise
 
     def wait_until_submitted(self) -> None:
         """Return when the worker has all requests that were submitted."""

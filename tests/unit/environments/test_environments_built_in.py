@@ -7,11 +7,8 @@ import re
 
 import pytest
 
-from hybridflow.environments.adventure import OPPOSITE, Adventure
-from hybridflow.environments.calculator import Calculator
-from hybridflow.environments.guess import Guess
+from hybridflow.environments.built_in import OPPOSITE, Adventure, Calculator, Guess, Search
 from hybridflow.environments.reasoning_gym import ReasoningGym
-from hybridflow.environments.search import Search
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.parsers.hermes import HermesParser

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.data.tasks.environment import EnvironmentTask
+from hybridflow.data.tasks.base import EnvironmentTask
 from hybridflow.environments import Environment
-from hybridflow.environments.guess import Guess
+from hybridflow.environments.built_in import Guess
 from hybridflow.environments.load import load_environment, open_environment
 from hybridflow.errors import ConfigError
 

@@ -66,6 +66,24 @@ def test_a_manager_of_ones_own_uses_the_reward_function(tmp_path: Path) -> None:
     assert [one.score for one in scored] == [2.0, 1.0, 1.0]
 
 
+def test_a_manager_may_call_a_function_of_columns_with_the_four_usual_arguments(tmp_path: Path) -> None:
+    (tmp_path / "columns.py").write_text(
+        "def reward(prompts, completions, completion_ids, ground_truth):\n"
+        "    return [float(len(completions[0][0]['content']) + len(completion_ids[0]))]\n\n"
+        "class Named:\n"
+        "    def __init__(self, compute_score):\n"
+        "        self.compute_score = compute_score\n"
+        "    def __call__(self, rows):\n"
+        "        names = ('data_source', 'solution_str', 'ground_truth', 'extra_info')\n"
+        "        return [self.compute_score(**{name: row[name] for name in names}) for row in rows]\n"
+    )
+    function = CustomRewardConfig(f"{tmp_path / 'columns.py'}:reward")
+    (one,) = outcomes(
+        tmp_path, "abc", manager=f"{tmp_path / 'columns.py'}:Named", custom_reward_function=function
+    )
+    assert (one.error, one.score) == ("", 3.0)
+
+
 def test_a_row_that_does_not_pickle_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     config = RewardConfig(

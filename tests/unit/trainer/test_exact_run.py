@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers import ActorGroup
-from hybridflow.workers.log_prob_check import difference
+from hybridflow.workers.log_prob_check import LogProbCheck, look_first
 
 GRPO = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=3", "trainer.test_freq=-1")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -162,7 +161,7 @@ def test_auto_brings_the_pass_back_and_keeps_kernels_and_run_where_a_difference_
     if where == "in_the_rows_checked":
         off_by_a_rounding(monkeypatch, num_rows=3)
     else:
-        monkeypatch.setattr("hybridflow.workers.log_prob_check.difference", off_where_watched(difference))
+        monkeypatch.setattr("hybridflow.workers.losses.look_first", look_at_others)
     lines = train(model, tmp_path / "run", f"{ROLLOUT}.exact=auto", f"{ROLLOUT}.exact_check_rows=3")
     told = [
         record.message
@@ -208,9 +207,9 @@ def test_a_row_of_another_version_is_neither_compared_nor_taken(
         assert trainer.step.old_log_probs.exact.reuses and actor_module(trainer).exact is not None
 
 
-def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Tensor, Tensor], Metrics]:
+def look_at_others(outputs: dict[str, Tensor], micro: DataProto, watch: LogProbCheck) -> Metrics:
     """As on a machine where the forward of an update differs."""
-    return lambda rollout, trained: real(rollout, trained * (1 + 1e-6))
+    return look_first({**outputs, "log_probs": outputs["log_probs"] * (1 + 1e-6)}, micro, watch)
 
 
 @pytest.mark.parametrize("left_out", [[], [0, 1, 2, 3], list(range(8))], ids=["none", "half", "all"])

@@ -100,8 +100,24 @@ def test_requests_that_cannot_be_sent_are_lost() -> None:
     async def ask() -> GenerationOutput:
         return await asyncio.wrap_future(replica.submit(request(0)))
 
-    with pytest.raises(ReplicaLost, match="rollout-0 was not reached: rollout-0 is gone"):
+    with pytest.raises(ReplicaLost, match="rollout-0 was not reached: WorkerLost: rollout-0 is gone"):
         asyncio.run(ask())
+
+
+def test_requests_that_another_call_was_to_send_are_lost_with_it() -> None:
+    group = Sent(lost=True)
+    replica = WorkerReplica(group, 0)  # type: ignore[arg-type]
+    replica.open()
+
+    async def ask() -> None:
+        answers = [asyncio.wrap_future(replica.submit(request(number))) for number in (1, 2)]
+        replica.abort([2])
+        for answer in answers:
+            with pytest.raises(ReplicaLost, match="was not reached"):
+                await answer
+
+    asyncio.run(ask())
+    assert replica.failure and replica.load == 0
 
 
 def with_kept_keys(

@@ -10,8 +10,7 @@ from hybridflow.config.data import TaskConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
 from hybridflow.data.tasks.arithmetic_preferences import ArithmeticPreferences
-from hybridflow.data.tasks.base import Split, Task
-from hybridflow.data.tasks.environment import EnvironmentTask
+from hybridflow.data.tasks.base import EnvironmentTask, Split, Task
 from hybridflow.data.tasks.one_liners import OneLiners
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask
 from hybridflow.data.tasks.red_squares import RedSquares

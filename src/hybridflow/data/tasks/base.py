@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+from hybridflow.protocol.randomness import derive_seed
+
 Split = Literal["train", "validation"]
 
 
@@ -17,3 +19,31 @@ class Task(Protocol):
     """
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]: ...
+
+
+class EnvironmentTask:
+    """Rows of the environment that `spec` names; `Environment.seed` of a row is `extra_info["seed"]`.
+
+    The prompt is empty: the environment's `reset` gives the first message. The seeds depend on (`seed`,
+    split, index) alone.
+    """
+
+    def __init__(self, spec: str, *, seed: int = 0) -> None:
+        self.spec = spec
+        self.seed = seed
+
+    def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
+        """Make `size` rows of a split; the first rows are the same for every size."""
+        return [
+            {
+                "data_source": self.spec.rpartition(":")[2],
+                "prompt": [{"role": "user", "content": ""}],
+                "reward_model": {"style": "environment", "ground_truth": None},
+                "extra_info": {
+                    "index": index,
+                    "split": split,
+                    "seed": derive_seed(self.seed, f"environment/{split}", index),
+                },
+            }
+            for index in range(size)
+        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 
 _ANSWER = re.compile(r"####\s*(-?\d{1,1000})\s*$")  # Python refuses to read a number of 5,000 digits
 _WORKED = re.compile(r"\s*(-?\d+ [-+] \d+ = -?\d+ \. )+#### -?\d+\s*")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 from hybridflow.rewards.run_programs import FAILED, Runner
 from hybridflow.rewards.test_cases import programs_of, solution_of
 

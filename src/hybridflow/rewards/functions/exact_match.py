@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridflow.data.answers.words import plain_words
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 
 
 def compute_score(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from hybridflow.data.gsm8k import is_answer
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 
 
 def compute_score(

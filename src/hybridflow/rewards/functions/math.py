@@ -18,7 +18,7 @@ from typing import Any
 from hybridflow.data.answers.stated import last_boxed, unboxed_answer
 from hybridflow.data.answers.verdict import same_answer
 from hybridflow.errors import RewardError, install_extra
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 
 LONGEST = 400
 """Characters of an answer that math-verify is given."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridflow.data.answers.stated import after_answer
 from hybridflow.data.answers.verdict import one_spelling, same_answer
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 
 LONGEST = 300
 """Characters at the end of a response in which the answer is looked for."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.data.answers.stated import last_tagged
 from hybridflow.data.answers.words import plain_words
-from hybridflow.rewards.functions.ground_truth import required
+from hybridflow.rewards.result import required
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 

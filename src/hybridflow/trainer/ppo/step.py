@@ -217,9 +217,9 @@ class PPOStep:
         with self.leavable():
             found = self.side_by_side(jobs)
         old: OldOfStep = found[0]
-        columns = old.columns  # from a pass also entropys, sum_pi_squared
-        for others in found[1:]:
-            columns |= others
+        columns = DataProto()
+        for each in (old.columns, *found[1:]):  # from the actor's pass also entropys, sum_pi_squared
+            columns |= each
         return columns, old
 
     def _updates(self, batch: DataProto, new: DataProto, step: int, old: OldOfStep) -> list[Job[Metrics]]:

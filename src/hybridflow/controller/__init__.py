@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from hybridflow.controller.future import Future, Part
     from hybridflow.controller.local import LocalBackend, Make, WorkerHost
     from hybridflow.controller.mesh import MeshInfo
-    from hybridflow.controller.place import Place, RankInfo
     from hybridflow.controller.resource_pool import Placement, ResourcePool
-    from hybridflow.controller.worker import Factories, Worker, WorkerFactory
+    from hybridflow.controller.worker import Factories, Place, RankInfo, Worker, WorkerFactory
     from hybridflow.controller.worker_group import WorkerGroup
 
 _HOMES = {
@@ -25,9 +24,8 @@ _HOMES = {
     "future": ("Future", "Part"),
     "local": ("LocalBackend", "Make", "WorkerHost"),
     "mesh": ("MeshInfo",),
-    "place": ("Place", "RankInfo"),
     "resource_pool": ("Placement", "ResourcePool"),
-    "worker": ("Factories", "Worker", "WorkerFactory"),
+    "worker": ("Factories", "Place", "RankInfo", "Worker", "WorkerFactory"),
     "worker_group": ("WorkerGroup",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

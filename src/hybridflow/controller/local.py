@@ -28,8 +28,7 @@ from hybridflow.controller.backend import Peers
 from hybridflow.controller.dispatch import Call, Lane, registration_of
 from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.place import Place, RankInfo
-from hybridflow.controller.worker import Factories, Worker
+from hybridflow.controller.worker import Factories, Place, RankInfo, Worker
 from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.observability.profiling import profiler
 from hybridflow.protocol import DataProto

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hybridflow.config.checks.cluster import COLLECTORS
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.place import RankInfo
+from hybridflow.controller.worker import RankInfo
 from hybridflow.errors import ConfigError
 
 COLLECTOR = "collector"

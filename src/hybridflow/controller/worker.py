@@ -1,16 +1,39 @@
-"""The base of all workers, whose methods the driver calls."""
+"""The base of all workers, whose methods the driver calls, and the place of one among processes and ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from hybridflow.config.profiler import ProfilerTool
 from hybridflow.controller.dispatch import Dispatch, register
-from hybridflow.controller.place import RankInfo
 from hybridflow.distributed.device import peak_since_asked
 from hybridflow.observability.profiling import ProfileSettings, Span, check_tool, profiler
 from hybridflow.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process of a resource pool, which hosts all roles that are placed on the pool."""
+
+    pool: str = "global"
+    rank: int = 0
+    """The rank among the processes of the pool, which are one torch.distributed world."""
+    world_size: int = 1
+    local_rank: int = 0
+    """The rank among the processes of the pool on its node, which is the number of its device there."""
+    node: str = ""
+    """The name or address of the machine; empty for the driver's."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A worker's rank among all workers of its role; not that of its place where the role spans pools."""
+
+    role: str
+    rank: int = 0
+    world_size: int = 1
 
 
 class Worker:

@@ -29,7 +29,6 @@ from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part, replace
 from hybridflow.controller.local import Make
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.place import Place
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
 from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
 from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
@@ -37,6 +36,7 @@ from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
+from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
 

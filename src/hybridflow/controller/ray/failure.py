@@ -19,7 +19,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from hybridflow.controller.place import Place
+from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
 _MACHINERY = (

@@ -27,10 +27,10 @@ from ray.exceptions import RayError
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import replace
 from hybridflow.controller.local import WorkerHost
-from hybridflow.controller.place import Place, RankInfo
 from hybridflow.controller.ray.failure import Failure, telling
 from hybridflow.controller.ray.parts import Slot
 from hybridflow.controller.ray.transport import Held, Packet, decode, encode
+from hybridflow.controller.worker import Place, RankInfo
 from hybridflow.distributed import process_group
 from hybridflow.distributed.device import resolve_device, set_current, set_threads
 from hybridflow.errors import WorkerLost

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.controller.place import Place
 from hybridflow.controller.ray.parts import RayPart
+from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerLost
 
 

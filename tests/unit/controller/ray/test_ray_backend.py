@@ -19,13 +19,13 @@ from ray_house import Prober, ask, make_broken, start
 from test_backend_conformance import *  # noqa: F403 the tests of the suites, with the fixtures below in the place of theirs
 
 from hybridflow.controller.local import WorkerHost
-from hybridflow.controller.place import Place
 from hybridflow.controller.ray import process
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.process import RankProcess
 from hybridflow.controller.ray.transport import encode
+from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

@@ -7,10 +7,8 @@ in the driver's process: a call runs at once in the caller's thread, so `breakpo
 traceback is one piece. The parts that `submit` returns are therefore already done. An engine that generates
 is stepped in a thread of its own, as everywhere.
 
-Driver and workers of one process are kept apart as two processes are, without copies of tensors: `isolate`
-gives the other side containers of its own around the same tensors, so that adding, removing or replacing a
-field has no effect elsewhere, and `TensorVersions` detects tensors that were written in place, by PyTorch's
-version counter.
+`isolate` keeps driver and workers of one process apart as two processes are: each has containers of its own
+around the same tensors. `TensorVersions` detects tensors that were written in place.
 """
 
 from __future__ import annotations

@@ -248,8 +248,7 @@ def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
     """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of
     `mesh`: by reference where that means the same as by value. The kind of result decides (`Dispatch.gives`):
 
-        first (ONE_TO_ALL)       each rank gets the result of the same rank where both roles have equally
-                                 many ranks; else all get that of rank 0
+        first (ONE_TO_ALL)       that of the same rank, where both roles have as many; else that of rank 0
         first (one rank called)  all ranks get that rank's result
         each                     all ranks get the list, by reference; in a call with one entry for each
                                  rank, each gets its own entry

@@ -271,6 +271,13 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         )
 
 
+def peak_bytes(plan: RunPlan, found: Mapping[str, ModelSize]) -> int:
+    """Return the bytes of the heaviest phase of a process, of all pools; `found` has each role's size."""
+    device = device_of(plan).type
+    phases = [phases_of_pool(pool.needs(found, device), pool.devices) for pool in plan.pools]
+    return max(size for pool in phases for size in pool.values())
+
+
 def size_of_role(plan: RunPlan, role: str, engine: RoleEngine) -> ModelSize:
     """Count the model of a role as its engine will build it; no weights are read."""
     lora = None

@@ -319,7 +319,7 @@ def test_a_skipped_step_says_why(make: EngineMaker, caplog: pytest.LogCaptureFix
     def reason(rows: DataProto, loss: LossFn = not_a_number, module: PolicyModel | None = None) -> str:
         caplog.clear()
         step(make(module or tiny_policy(), OPTIM), rows, loss)
-        (record,) = [each for each in caplog.records if each.name.endswith("nonfinite")]
+        (record,) = [each for each in caplog.records if each.name.endswith("micro_batch_engine")]
         said.append(record.getMessage())
         return said[-1]
 

@@ -247,7 +247,7 @@ class ReplicaSet:
             parts = [part for poll in self._polls.values() for part in poll.parts.values()]
             concurrent.futures.wait(parts, return_when=concurrent.futures.FIRST_COMPLETED)
             for rank in [rank for rank, poll in self._polls.items() if poll.done()]:
-                found = self._found(self._polls.pop(rank))
+                found = self._found(rank, self._polls.pop(rank))
                 for output in found.outputs:
                     by_rank[rank].answer(output)
                     yield output
@@ -260,7 +260,10 @@ class ReplicaSet:
                     lost.add_note(f"it is here:\n{stack}")
                     raise lost
 
-    def _found(self, poll: Future[FinishedOutputs]) -> FinishedOutputs:
+    def _found(self, rank: int, poll: Future[FinishedOutputs]) -> FinishedOutputs:
+        """Return what a rank has. Where its engine has failed because another rank is lost, in the middle of
+        a collective, the loss is raised: it counts before what follows from it.
+        """
         try:
             return poll.result()
         except WorkerError:
@@ -268,7 +271,22 @@ class ReplicaSet:
         except Exception as error:
             if self._group.world_size > len(self.replicas):
                 self._state.broken = error
+            for other in sorted({*range(self._group.world_size)} - {rank}):
+                try:
+                    self._poll(other).result()
+                except WorkerLost as lost:
+                    lost.add_note(f"then failed {self._group.role}-{rank}: {error}")
+                    raise lost from error
+                except Exception as further:  # of the same cause, or less telling than the first one
+                    error.add_note(f"then failed {self._group.role}-{other}: {further}")
             raise
+
+    def _poll(self, rank: int) -> Future[FinishedOutputs]:
+        """Return the rank's poll, which ends at once, or when the rank is known to be lost."""
+        self._group.call_one(rank, RolloutWorker.end_poll, self._kind, self._opening)
+        if rank in self._polls:
+            return self._polls.pop(rank)
+        return self._group.call_one(rank, RolloutWorker.collect, 0.0, self._kind, self._opening)
 
     def _stepped_seconds(self) -> float:
         return self._occupancy.seconds().get("stepped", 0.0)

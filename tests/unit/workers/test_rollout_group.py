@@ -18,7 +18,7 @@ from scripted_engine import ScriptedEngine
 from hybridflow.controller import LocalBackend, MeshInfo, RankInfo
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.future import Part
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutError, WorkerLost
 from hybridflow.rollout.client import LLMClient, ReplicaLost
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS, RolloutWorker
 from hybridflow.workers.rollout_group import RolloutGroup
@@ -133,6 +133,25 @@ def test_an_engine_of_several_ranks_that_has_failed_is_used_no_more() -> None:
         group.generate([request(1)])
     with pytest.raises(RolloutError, match="generates no more: a rank of an engine has failed"):
         group.generate([request(1)])
+
+
+class OneLost(Two):
+    """Rank 1 is gone, which is noticed when it is asked for outputs."""
+
+    def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
+        if method == "collect" and calls[1] is not None:
+            raise WorkerLost("rollout rank 1 is lost: its node is gone")
+        return super().run(role, method, calls)
+
+
+def test_the_loss_of_a_rank_counts_before_the_error_that_another_engine_has_of_it() -> None:
+    """An engine wakes by a collective of all ranks, which breaks where one of them is lost: only a loss
+    brings a restart.
+    """
+    group = RolloutGroup(OneLost([ScriptedEngine(dies_at=1), ScriptedEngine()]), "rollout")
+    with pytest.raises(WorkerLost, match="rank 1 is lost: its node is gone") as lost:
+        group.generate([request(1), request(2, last=7)])
+    assert any("then failed rollout-0" in note and "out of memory" in note for note in lost.value.__notes__)
 
 
 def test_an_output_that_cannot_be_delivered_is_an_error() -> None:

@@ -405,18 +405,18 @@ class EngineReplica:
 
     def _round(self) -> bool:
         """Do one round of the session; return False when the engine is to stand."""
-        session = self._session
-        if session is None:
+        # no local name holds the session while the engine sleeps: its keys and values would not be given back
+        if self._session is None:
             self._engine.wake_up()
-            session = self._session = self._engine.open(closed=self._closed)
+            self._session = self._engine.open(closed=self._closed)
             self._rounds = 0
-        commands = self._commands(session)
+        commands = self._commands(self._session)
         self._rounds += 1
         if commands.joined:
             self._running |= {request.request_id: request for request in commands.joined}
-            self._answer(session, session.add(commands.joined))
+            self._answer(self._session, self._session.add(commands.joined))
         if commands.aborted:
-            self._answer(session, session.abort(commands.aborted))
+            self._answer(self._session, self._session.abort(commands.aborted))
         for _ in range(commands.changes):
             with self._changed:  # the other ranks may be told before their own change has come
                 if not self._changed.wait_for(lambda: self._changes, CHANGE_SECONDS):
@@ -433,11 +433,11 @@ class EngineReplica:
             return False
         if self._session is None:  # a change has preempted what ran
             return True
-        if not session.idle:
-            self._answer(session, session.step())
+        if not self._session.idle:
+            self._answer(self._session, self._session.step())
         self._note_progress()
-        self._grow(session)
-        if self._closed and session.idle:
+        self._grow(self._session)
+        if self._closed and self._session.idle:
             self._ending = True
             self._leave_session()
             self._engine.sleep()
@@ -518,9 +518,8 @@ class EngineReplica:
 
     def _preempt(self) -> None:
         """End the session; what runs comes first in the next one, with its tokens so far."""
-        session = self._session
-        assert session is not None, "a session that runs is preempted"
-        outputs = {output.request_id: output for output in session.abort(list(self._running))}
+        assert self._session is not None, "a session that runs is preempted"
+        outputs = {output.request_id: output for output in self._session.abort(list(self._running))}
         running = self._running
         self._leave_session()
         begun = []

@@ -5,6 +5,7 @@ token is lost or changed.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -201,6 +202,39 @@ def test_preempting_changes_no_bit_in_exact_mode(every: int) -> None:
     assert {number: (o.token_ids, o.log_probs, o.finish_reason) for number, o in found.items()} == {
         number: (o.token_ids, o.log_probs, o.finish_reason) for number, o in wanted.items()
     }
+
+
+@pytest.mark.parametrize("how", ["closed", "paused", "changed"])
+def test_nothing_holds_a_session_while_the_engine_gives_its_memory_back(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine()
+    sessions: list[weakref.ref[Any]] = []
+    held: list[int] = []
+    begin, sleep = engine.open, engine.sleep
+
+    def opened(**options: Any) -> Any:
+        session = begin(**options)
+        sessions.append(weakref.ref(session))
+        return session
+
+    def sleeps(level: int = 1) -> None:
+        held.append(sum(session() is not None for session in sessions))
+        sleep(level)
+
+    monkeypatch.setattr(engine, "open", opened)
+    monkeypatch.setattr(engine, "sleep", sleeps)
+    replica = paused(engine)
+    answers = replica.submit_many(requests_for(prompts(3), max_tokens=40))
+    replica.resume(closed=how == "closed")
+    if how == "paused":
+        replica.pause(keep_kv=False)
+        replica.resume(closed=True)
+    elif how == "changed":
+        replica.update_weights(lambda: None, preempts=True)
+    outputs_of(answers)
+    replica.pause(keep_kv=False)
+    assert len(held) == (1 if how == "closed" else 2) and not any(held)
 
 
 def test_an_engine_that_fails_drops_all_requests_and_can_be_used_again() -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import Advantages
-from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
+from hybridflow.algorithms.aggregation import LossOutput, aggregate
+from hybridflow.algorithms.policy_losses import LossInputs
 
 
 def median_baseline(
@@ -37,29 +38,21 @@ def median_baseline(
 
 
 def quadratic_ratio(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    width: float = 1.0,
-    loss_agg_mode: str | None = None,
-    loss_scale_factor: float | None = None,
+    inputs: LossInputs, *, width: float = 1.0, loss_agg_mode: str = "token-mean"
 ) -> LossOutput:
     """−A·ρ + (ρ − 1)²/(2·width): a pull back to the old policy in place of a clip.
 
-    All tensors are [B, R]. `response_mask` marks the tokens that may be learned from. `scale` counts the
-    whole mini-batch: divide by nothing else.
+    The tensors of `inputs` are [B, R]. Its `response_mask` marks the tokens that may be learned from. Its
+    `scale` counts the whole mini-batch: divide by nothing else.
     """
-    ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0).exp()
-    loss = -advantages * ratio + (ratio - 1.0).square() / (2.0 * width)
-    if rollout_is_weights is not None:
-        loss = loss * rollout_is_weights
-    far = ((ratio - 1.0).abs() > width) & response_mask
+    mask = inputs.response_mask
+    ratio = (inputs.log_prob - inputs.old_log_prob).clamp(-20.0, 20.0).exp()
+    loss = -inputs.advantages * ratio + (ratio - 1.0).square() / (2.0 * width)
+    if inputs.rollout_is_weights is not None:
+        loss = loss * inputs.rollout_is_weights
+    far = ((ratio - 1.0).abs() > width) & mask
     return LossOutput(
-        aggregate(loss, response_mask, loss_agg_mode or "token-mean", scale, loss_scale_factor),
+        aggregate(loss, mask, loss_agg_mode, inputs.scale, inputs.loss_scale_factor),
         # numerator and denominator: means over any split are exact
-        {"actor/ratio_far": (far.sum(), response_mask.sum())},
+        {"actor/ratio_far": (far.sum(), mask.sum())},
     )

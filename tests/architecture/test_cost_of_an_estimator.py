@@ -1,7 +1,7 @@
-"""What an estimator with a key of its own costs: its file, a line in the table, a line of facts, and the key.
+"""What an estimator or a loss with a key of its own costs: its file, a line in the catalog, and the key.
 
-A copy of the package gets a toy estimator through these four places only. It is then read, noted, explained
-and documented like the others.
+A copy of the package gets a toy of each through these places only. They are then read, noted, explained and
+documented like the others.
 """
 
 from __future__ import annotations
@@ -27,17 +27,26 @@ def toy(token_level_rewards: Tensor, *, toy_scale: float) -> Advantages:
     scaled = toy_scale * token_level_rewards
     return Advantages(scaled, scaled)
 '''
+TOY_LOSS = '''"""A toy (2401.00002)."""
+
+from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.algorithms.policy_losses.inputs import LossInputs, finish_loss
+
+
+def toy(inputs: LossInputs, *, toy_pull: float = 0.5, loss_agg_mode: str = "token-sum") -> LossOutput:
+    """ξ·logπ."""
+    tokens = inputs.tokens()
+    return finish_loss(inputs, tokens, toy_pull * tokens.log_prob, loss_agg_mode)
+'''
+WRITTEN = {"algorithms/advantages/toy.py": TOY, "algorithms/policy_losses/toy.py": TOY_LOSS}
 INSERTED = {
-    "algorithms/advantages/__init__.py": {
-        '    "gae": AdvantageEstimator.of(gae),\n': '    "toy": AdvantageEstimator.of(toy),\n',
-        "from hybridflow.algorithms.advantages.gae import gae\n": (
-            "from hybridflow.algorithms.advantages.toy import toy\n"
-        ),
+    "algorithms/catalog.py": {
+        '    "gae": EstimatorFacts("gae:gae"),\n': '    "toy": EstimatorFacts("toy:toy"),\n',
+        '    "sapo": LossFacts("sapo:sapo"),\n': '    "toy": LossFacts("toy:toy"),\n',
     },
-    "config/algorithm_names.py": {
-        "ESTIMATORS: dict[str, EstimatorFacts] = {\n": (
-            '    "toy": EstimatorFacts("A = {toy_scale}·r", ("2401.00001",), '
-            '("token_level_rewards", "toy_scale")),\n'
+    "config/actor_rollout_ref.py": {
+        '    """The policy loss and the parameters of single losses."""\n\n': (
+            '    toy_pull: float = key(0.5, "Pull of the toy loss.", symbol="ξ")\n'
         ),
     },
     "config/algorithm.py": {
@@ -48,16 +57,23 @@ INSERTED = {
 }
 RUN = """
 import torch
+from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.load import prepare_config
 from hybridflow.explain.algorithm import explain_algorithm
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator
+from hybridflow.workers.losses import find_policy_loss, policy_loss
 
 config = prepare_config(
     PPOConfig,
-    ["algorithm.adv_estimator=toy", "algorithm.toy_scale=3"],
+    [
+        "algorithm.adv_estimator=toy",
+        "algorithm.toy_scale=3",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=toy",
+        "actor_rollout_ref.actor.policy_loss.toy_pull=4",
+    ],
     runs=False,
     needs_model=False,
     needs_files=False,
@@ -68,8 +84,16 @@ batch = DataProto.from_dict(
 )
 rows = estimate_advantages(batch, config, find_estimator(config.algorithm))
 assert bool((rows.batch["advantages"] == 3.0).all())
-(formula,) = [f for s in explain_algorithm(config) if s.title.startswith("the advantage") for f in s.formulas]
+formulas = {s.title.partition(":")[0]: s.formulas for s in explain_algorithm(config)}
+(formula,) = formulas["the advantage"]
 assert (formula.equation, formula.with_numbers) == ("A = κ·r", "A = 3.0·r"), formula
+actor = config.actor_rollout_ref.actor
+mask = rewards.bool()
+rows = batch | DataProto.from_dict({"old_log_probs": rewards, "advantages": rewards, "loss_mask": mask})
+function = policy_loss(actor, LossScale.count(mask), find_policy_loss(actor))
+assert actor.loss_agg_mode == "token-sum" and float(function({"log_probs": rewards}, rows)[0]) == 4.0 * 8
+(formula,) = formulas["the policy loss"]
+assert (formula.with_numbers, formula.sources) == ("4.0·logπ", ("https://arxiv.org/abs/2401.00002",)), formula
 notes = list(ppo_notes(PPOConfig(), {"algorithm.toy_scale"}))
 assert "algorithm.toy_scale is read by toy only: algorithm.adv_estimator=gae" in notes, notes
 import config_docs
@@ -87,7 +111,7 @@ def changed(copy: Path) -> list[str]:
     )
 
 
-def test_four_places_make_an_estimator_with_a_key(tmp_path: Path) -> None:
+def test_three_places_make_an_estimator_or_a_loss_with_a_key(tmp_path: Path) -> None:
     copy = tmp_path / "hybridflow"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for name, lines in INSERTED.items():
@@ -96,8 +120,9 @@ def test_four_places_make_an_estimator_with_a_key(tmp_path: Path) -> None:
             assert text.count(after) == 1, (name, after)
             text = text.replace(after, after + line)
         (copy / name).write_text(text, encoding="utf-8")
-    (copy / "algorithms/advantages/toy.py").write_text(TOY, encoding="utf-8")
-    assert changed(copy) == sorted([*INSERTED, "algorithms/advantages/toy.py"])
+    for name, text in WRITTEN.items():
+        (copy / name).write_text(text, encoding="utf-8")
+    assert changed(copy) == sorted([*INSERTED, *WRITTEN])
     paths = os.pathsep.join([str(tmp_path), str(ROOT / "scripts")])
     subprocess.run(
         [sys.executable, "-c", RUN], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, check=True

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 
 LINES = [
     ["errors"],
+    ["algorithms.catalog"],
     ["distributed.accelerators"],
     ["distributed.facilities"],
     ["config", "protocol", "algorithms"],

@@ -14,8 +14,8 @@ from functools import cache
 import pytest
 from sources import Source, sources
 
+from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config import RUNS
-from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.tree import arguments_of_keys, field_of, keys_of, type_hints
 
 pytestmark = pytest.mark.xdist_group("sources")  # parsed once

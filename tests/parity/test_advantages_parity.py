@@ -13,14 +13,11 @@ from estimator_columns import every_column
 from ragged_batches import Ragged, each_seed, ragged
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    Advantages,
-    gae,
-    gdpo,
-    prime,
-    reinforce_plus_plus_baseline,
-)
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, Advantages
+from hybridflow.algorithms.advantages.gae import gae
+from hybridflow.algorithms.advantages.gdpo import gdpo
+from hybridflow.algorithms.advantages.prime import prime
+from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
 from hybridflow.algorithms.masked import masked_whiten
 
 Columns = dict[str, Any]

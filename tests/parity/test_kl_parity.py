@@ -8,13 +8,14 @@ import torch
 from ragged_batches import each_seed, ragged
 from torch import Tensor
 
-from hybridflow.algorithms.kl import KL_KINDS, kl_estimate
+from hybridflow.algorithms.catalog import KL_ESTIMATORS
+from hybridflow.algorithms.kl import kl_estimate
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 @each_seed
-@pytest.mark.parametrize("kind", [*KL_KINDS, *(f"{kind}+" for kind in KL_KINDS)])
+@pytest.mark.parametrize("kind", [*KL_ESTIMATORS, *(f"{kind}+" for kind in KL_ESTIMATORS)])
 def test_estimators(seed: int, kind: str) -> None:
     b = ragged(seed)
     x = b.log_prob.clone().requires_grad_()

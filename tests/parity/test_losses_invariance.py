@@ -13,7 +13,7 @@ from ragged_batches import Ragged, ragged
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 
@@ -49,17 +49,8 @@ def loss_of(
     def loss(x: Tensor, rows: Sequence[int]) -> LossOutput:
         keys = {key: column[rows] for key, column in of_batch.items()}
         a, mask, weights = b.advantages[rows], b.mask[rows], b.weights[rows]
-        return record.function(
-            x[rows],
-            b.old_log_prob[rows],
-            a,
-            mask,
-            scale,
-            weights,
-            **keys,
-            loss_agg_mode=mode,
-            loss_scale_factor=FACTOR,
-        )
+        inputs = LossInputs(x[rows], b.old_log_prob[rows], a, mask, scale, weights, FACTOR)
+        return record.function(inputs, **keys, loss_agg_mode=mode)
 
     return loss
 

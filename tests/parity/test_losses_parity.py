@@ -27,7 +27,8 @@ from ragged_batches import Ragged, each_seed, ragged
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES, select_clip_cov, select_kl_cov
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs
+from hybridflow.algorithms.policy_losses.entropy_cov import select_clip_cov, select_kl_cov
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 
@@ -54,8 +55,10 @@ def run(
     **keys: Any,
 ) -> LossOutput:
     scale = LossScale.count(b.mask)
-    keys |= {**of_batch, "loss_agg_mode": mode, "loss_scale_factor": FACTOR}
-    return POLICY_LOSSES[name].function(x, b.old_log_prob, b.advantages, b.mask, scale, weights, **keys)
+    inputs = LossInputs(x, b.old_log_prob, b.advantages, b.mask, scale, weights, FACTOR)
+    if mode is not None:
+        keys["loss_agg_mode"] = mode
+    return POLICY_LOSSES[name].function(inputs, **of_batch, **keys)
 
 
 @pytest.mark.parametrize("number", range(len(MODES)), ids=MODES)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hybridflow.algorithms import rollout_correction as maths
 from hybridflow.algorithms.aggregation import LossScale, Ratio
-from hybridflow.algorithms.policy_losses import vanilla
+from hybridflow.algorithms.policy_losses import LossInputs
+from hybridflow.algorithms.policy_losses.vanilla import vanilla
 from hybridflow.config.thresholds import OPTIONS, parse_is_threshold, parse_rejection
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -218,7 +219,8 @@ def test_the_denominators_after_rejection_count_what_was_accepted(
     num_tokens, num_rows = sum(map(sum, accepted)), sum(map(any, accepted))
     scale = LossScale.count(b.mask & keep)
     assert (scale.num_tokens, scale.num_sequences) == (num_tokens, num_rows)
-    loss = vanilla(b.old_log_prob, b.old_log_prob, torch.ones_like(b.log_prob), b.mask & keep, scale).loss
+    ones = torch.ones_like(b.log_prob)
+    loss = vanilla(LossInputs(b.old_log_prob, b.old_log_prob, ones, b.mask & keep, scale)).loss
     # Σ over accepted / accepted, whatever was rejected
     assert loss.item() == pytest.approx(-1.0 if num_tokens else 0.0)
 

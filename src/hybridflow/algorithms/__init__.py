@@ -1,8 +1,9 @@
 """The maths: pure functions of tensors. No configuration, no I/O, no batch object; what they need is in their
 arguments.
 
-    advantages/          token rewards -> advantages, returns      one estimator a file, one literal table
-    policy_losses/       log-probs, advantages -> loss             one loss a file, one literal table
+    catalog              names -> functions, what they read, formulas, papers; read without torch
+    advantages/          token rewards -> advantages, returns      one estimator a file
+    policy_losses/       log-probs, advantages -> loss             one loss a file
     preference/          numbers of two responses -> loss          one loss a file
     value_loss, positive_examples, kl                              the other terms, and the KL controllers
     rollout_correction   two policies -> weights, rejection, metrics

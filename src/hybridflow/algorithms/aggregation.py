@@ -7,16 +7,12 @@ contributes its share, so the sum over micro-batches is the loss of the mini-bat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from torch import Tensor
 
+from hybridflow.algorithms.catalog import AGGREGATIONS
 from hybridflow.algorithms.masked import masked_mean, zero_outside
 from hybridflow.errors import ConfigError
-
-LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 
 Ratio = tuple[Tensor, Tensor]
 """Numerator and denominator, detached 0-d: their sums over micro-batches and ranks give the exact mean."""
@@ -75,15 +71,13 @@ def aggregate(
     """This micro-batch's share of the mini-batch loss; 0 (with a zero gradient) where the scale counts
     nothing.
 
-    per_token [B, R] float, mask [B, R] bool. With sums over the tokens t of the mask and over rows i:
-    `token-mean` Σ/num_tokens · `token-sum` Σ · `seq-mean-token-sum` Σ_i Σ_t/num_sequences ·
-    `seq-mean-token-mean` Σ_i mean_t/num_sequences · `seq-mean-token-sum-norm` Σ_i
-    Σ_t/(num_sequences·scale_factor). A sequence is a trajectory, and the mean of a row weighs 1 / number of
-    rows of its trajectory. Raises ConfigError for another mode, and for the last one without `scale_factor`.
+    per_token [B, R] float, mask [B, R] bool. `mode` is a name of `catalog.AGGREGATIONS`, which has the
+    formula of each. A sequence is a trajectory, and the mean of a row weighs 1 / number of rows of its
+    trajectory. Raises ConfigError for another mode, and for the last one without `scale_factor`.
     """
     total = zero_outside(per_token, mask).sum()
-    if mode not in get_args(LossAggMode):
-        raise ConfigError(f"unknown loss_agg_mode {mode!r}: choose from {', '.join(get_args(LossAggMode))}")
+    if mode not in AGGREGATIONS:
+        raise ConfigError(f"unknown loss_agg_mode {mode!r}: choose from {', '.join(AGGREGATIONS)}")
     if mode == "token-sum":
         return total
     if mode == "token-mean":

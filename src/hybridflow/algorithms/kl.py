@@ -12,27 +12,26 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.algorithms.catalog import KL_ESTIMATORS
 from hybridflow.algorithms.masked import at_least_float32, zero_outside
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
     """An estimate of KL(π ‖ π_ref) at each sampled token, [B, R] float, nats.
 
-    With x = log_prob and y = ref_log_prob, [B, R] float, nats: `kl`, `k1`: x − y · `abs`: |x − y| · `mse`,
-    `k2`: ½(x − y)² · `low_var_kl`, `k3`: e^d − d − 1 with d = clamp(y − x, ±20), the result clamped to ±10. A
-    name that ends in `+` has that estimator's value and the gradient of k2, which is the gradient of the KL
-    in expectation. With a mask [B, R] bool the result is 0 outside it, whatever stands there. Raises
-    ConfigError for another kind.
+    `kind` is a name of `catalog.KL_ESTIMATORS`, whose formulas are of x = log_prob and y = ref_log_prob,
+    [B, R] float, nats. A name that ends in `+` has that estimator's value and the gradient of k2, which is
+    the gradient of the KL in expectation. With a mask [B, R] bool the result is 0 outside it, whatever stands
+    there. Raises ConfigError for another kind.
     """
     base = kind.removesuffix("+")
-    if base not in KL_KINDS:
+    if base not in KL_ESTIMATORS:
         raise ConfigError(
-            f"unknown KL estimator {kind!r}: choose from {', '.join(KL_KINDS)}, with + for the gradient of k2"
+            f"unknown KL estimator {kind!r}: choose from {', '.join(KL_ESTIMATORS)}, with + for the gradient "
+            "of k2"
         )
     x = at_least_float32(log_prob)
     y = at_least_float32(ref_log_prob)
@@ -81,9 +80,10 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """A coefficient that steers the KL to `target` (Ziegler et al., 1909.08593).
+    """β ← β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon).
 
-    β ← β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon). β is part of the checkpoint.
+    β is a coefficient that steers the KL to `target` (Ziegler et al., 1909.08593). It is part of the
+    checkpoint.
     """
 
     def __init__(self, value: float, target: float = 0.1, horizon: int = 10_000) -> None:

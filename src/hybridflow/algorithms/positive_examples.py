@@ -9,12 +9,11 @@ from hybridflow.algorithms.masked import masked_sum
 
 
 def positive_example_loss(log_prob: Tensor, mask: Tensor, positive: Tensor, scale: LossScale) -> Tensor:
-    """Σ −logπ over the tokens of right rows, divided by `scale.num_positive_tokens`: a micro-batch's share,
-    0-d with gradient.
+    """Σ −logπ over the tokens of right rows, divided by `scale.num_positive_tokens`.
 
-    log_prob [B, R] float, nats; mask [B, R] bool, the tokens to learn from; positive [B] bool, true where the
-    response was right. 0 (with a zero gradient) where the mini-batch has no such token. Its weight, 0.1 in
-    the paper, is `actor.positive_lm_loss_coef`.
+    Returns a micro-batch's share, 0-d with gradient. log_prob [B, R] float, nats; mask [B, R] bool, the
+    tokens to learn from; positive [B] bool, true where the response was right. 0 (with a zero gradient) where
+    the mini-batch has no such token. Its weight, 0.1 in the paper, is `actor.positive_lm_loss_coef`.
 
     Left out: nothing.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.catalog import RESAMPLING
 from hybridflow.algorithms.masked import at_least_float32
 from hybridflow.errors import ConfigError
 
@@ -17,15 +18,14 @@ def resample_rows(
     generator: torch.Generator,
     num_draws: int | None = None,
 ) -> Tensor:
-    """P(row) = w/Σw, drawn B times with replacement. `pow`: w = |s|^p ·
-    `max_min`: w = 1 where s is the batch's highest or lowest, else 0 ·
-    `max_random`: w = 0.4 where s is the highest, else 0.1.
+    """P(row) = w/Σw, drawn B times with replacement.
 
-    scores [B] float, before any KL penalty; p = `weight_pow`, at least 0; the result [B] int64, or
-    [num_draws], holds positions in the batch, and the caller moves every field of a row with it. Scores may
-    be those of several steps, from a replay buffer: the weights are over all of them. `generator` is a CPU
-    generator and the only source of randomness. Where all weights are 0 (`pow` with scores of 0) every row is
-    as likely. Raises ConfigError for another method.
+    w follows from the scores s by `method`, a name of `catalog.RESAMPLING`. scores [B] float, before any KL
+    penalty; p = `weight_pow`, at least 0; the result [B] int64, or [num_draws], holds positions in the batch,
+    and the caller moves every field of a row with it. Scores may be those of several steps, from a replay
+    buffer: the weights are over all of them. `generator` is a CPU generator and the only source of
+    randomness. Where all weights are 0 (`pow` with scores of 0) every row is as likely. Raises ConfigError
+    for another method.
 
     Left out: the paper filters by the rank of a response among those of its prompt; here the scores of all
     rows decide.
@@ -42,7 +42,7 @@ def resample_rows(
         weights = torch.where(s == s.max(), 0.4, 0.1).double()
     else:
         raise ConfigError(
-            f"unknown algorithm.pf_ppo.reweight_method {method!r}: choose from pow, max_min, max_random"
+            f"unknown algorithm.pf_ppo.reweight_method {method!r}: choose from {', '.join(RESAMPLING)}"
         )
     if not weights.any():
         weights = torch.ones_like(weights)

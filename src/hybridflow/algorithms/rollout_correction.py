@@ -40,13 +40,13 @@ def rollout_weights(
     normalize_over: Tensor | None = None,
 ) -> Tensor:
     """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20));
-    with logr = clamp(logπ_old − logπ_rollout, ±20).
+    with logr = clamp(logπ_old − logπ_rollout, ±20); bounds written `lo_hi` set weights outside [lo, hi] to 0
+    instead (IcePop).
 
-    A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop); `bounds` is either of
-    them. old_log_prob, rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence.
-    Returns [B, R] float without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the
-    truncated weights, over tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool
-    (default: the mask). Raises ConfigError for another level.
+    `bounds` is either the threshold or both. old_log_prob, rollout_log_prob [B, R] float, nats; mask [B, R]
+    bool; `level` is token or sequence. Returns [B, R] float without gradient, 0 outside the mask.
+    `batch_normalize` divides by the mean of the truncated weights, over tokens or (sequence) over rows with
+    tokens, of `normalize_over` [B, R] bool (default: the mask). Raises ConfigError for another level.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"; a lower bound too: IcePop, 2510.18855. Left out: weights of prefixes (products up

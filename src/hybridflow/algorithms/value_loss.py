@@ -20,12 +20,11 @@ def value_loss(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """½·agg(max((v − R)², (clip(v, V ± clip_range) − R)²)), PPO's value loss (1707.06347 as OpenAI's code has
-    it).
+    """½·agg(max((v − R)², (clip(v, V ± clip_range) − R)²)).
 
-    values v, old_values V, returns R: [B, R] float, in units of the score; mask [B, R] bool is the loss mask.
-    `clip_range` None: no clipping. Metrics `critic/vf_clipfrac` (share of tokens where the clipped term is
-    the larger) and `critic/vpred_mean`.
+    This is PPO's value loss (1707.06347 as OpenAI's code has it). values v, old_values V, returns R: [B, R]
+    float, in units of the score; mask [B, R] bool is the loss mask. `clip_range` None: no clipping. Metrics
+    `critic/vf_clipfrac` (share of tokens where the clipped term is the larger) and `critic/vpred_mean`.
 
     Left out: nothing; VAPO's training of the values before the policy is `trainer.critic_warmup`.
     """

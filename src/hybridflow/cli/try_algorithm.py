@@ -60,12 +60,12 @@ def try_algorithm(options: argparse.Namespace) -> int:
 
 
 def _is_loss(name: str) -> bool:
-    """Return whether a name is that of a policy loss: a built-in one, or a function that takes log_prob, or
-    that takes anything by place, as only losses do.
+    """Return whether a name is that of a policy loss: a built-in one, or a function that takes log_prob or
+    inputs, or that takes anything by place, as only losses do.
 
     A function that is not known by its source is loaded.
     """
-    from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
+    from hybridflow.algorithms.catalog import ESTIMATORS, LOSS_INPUTS, POLICY_LOSSES
     from hybridflow.config.source_code import define, definition_of
     from hybridflow.data.plugin import load_function
 
@@ -75,4 +75,6 @@ def _is_loss(name: str) -> bool:
     if found.kind == "unknown":
         found = definition_of(load_function(name, key="algorithm"))
     arguments = {} if found.signature is None else found.signature.parameters
-    return "log_prob" in arguments or any(each.kind is each.VAR_POSITIONAL for each in arguments.values())
+    if {"log_prob", LOSS_INPUTS} & set(arguments):
+        return True
+    return any(each.kind is each.VAR_POSITIONAL for each in arguments.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridflow.algorithms.catalog import LossAggMode
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
@@ -103,11 +104,6 @@ class RolloutServerConfig:
         "How weights travel to a server; auto: shared_memory on the same machine, process_group to another "
         "machine.",
     )
-
-
-LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.config.actor_rollout_ref import LossAggMode
+from hybridflow.algorithms.catalog import LossAggMode
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.schema import group, key

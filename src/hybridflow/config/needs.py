@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig

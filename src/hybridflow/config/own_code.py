@@ -13,14 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
+from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.source_code import Definition
 from hybridflow.config.tree import argument_keys
 
-LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "scale", "rollout_is_weights")
-"""Arguments that any policy loss may name, beside columns, keys and options."""
 COLUMNS = (
     *("prompts", "responses", "input_ids", "attention_mask", "response_mask", "loss_mask"),
     *("rollout_log_probs", "routed_experts", "policy_version", "call", "trajectory_id", "lineage"),
@@ -58,7 +57,7 @@ ENVIRONMENT_METHODS = {
 LOSS_FORM = (
     "def loss(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, …), "
     "where … are columns, keys such as clip_low, and entries of policy_loss.options; it may leave out any "
-    "but log_prob"
+    "but log_prob, or take all six as inputs"
 )
 ESTIMATOR_FORM = (
     "def estimator(token_level_rewards, response_mask, group_ids, *, …), where each argument is a column, a "
@@ -92,11 +91,13 @@ def loss_fault(signature: Signature, config: ActorConfig, *, any_column: bool = 
     if any(each.kind is Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
         return ""  # it gets LOSS_ARGUMENTS by position, whatever it calls them
     # the driver makes reward_components for the estimator alone
-    available = {*LOSS_ARGUMENTS, *COLUMNS, *argument_keys(ActorConfig), *options} - {"reward_components"}
+    given = (LOSS_INPUTS, *LOSS_ARGUMENTS)
+    available = {*given, *COLUMNS, *argument_keys(ActorConfig), *options} - {"reward_components"}
     faults = _argument_faults(signature, available, any_column)
-    if "log_prob" not in named_arguments(signature) and not takes_any_name(signature):
+    named = named_arguments(signature)
+    if "log_prob" not in named and LOSS_INPUTS not in named and not takes_any_name(signature):
         faults.append("without log_prob its result has no gradient")
-    faults += _option_faults(signature, options, "policy_loss.options", LOSS_ARGUMENTS)
+    faults += _option_faults(signature, options, "policy_loss.options", given)
     return "; ".join(faults)
 
 

@@ -112,10 +112,10 @@ def uids_of(batch: DataProto) -> list[str]:
 
 
 def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float) -> Tensor:
-    """Return the penalty added to the score of a response: 0 up to max_len − buffer_len, −factor at max_len.
+    """penalty = min(−(length − (max_len − buffer_len)) / buffer_len · factor, 0).
 
-    penalty = min(−(length − (max_len − buffer_len)) / buffer_len · factor, 0); `lengths` [B] int64 -> [B]
-    float32, in units of the score.
+    It is added to the score of a response: 0 up to max_len − buffer_len, −factor at max_len. `lengths` [B]
+    int64 -> [B] float32, in units of the score.
     """
     over = lengths.to(torch.float32) - (max_len - buffer_len)
     return torch.clamp(-over / buffer_len * factor, max=0.0)

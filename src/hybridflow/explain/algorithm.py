@@ -2,9 +2,8 @@
 
     PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of the step
 
-Neither a model nor data is needed. The formulas are data: those of estimators and losses in
-`config/algorithm_names.py`, all others in `equations.py`. The keys say which argument they set, and how
-equations write it.
+Neither a model nor data is needed. A formula is what opens the docstring of its function, which the catalog
+reads. The keys say which argument they set, and how equations write it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from hybridflow.algorithms.aggregation import aggregate
-from hybridflow.algorithms.kl import kl_estimate
-from hybridflow.algorithms.resampling import resample_rows
+from hybridflow.algorithms.catalog import AGGREGATIONS, KL_ESTIMATORS, RESAMPLING, described
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import CONVERSATION, TURNS, explain
 from hybridflow.config.needs import (
@@ -28,7 +25,6 @@ from hybridflow.config.needs import (
     uses_agents,
 )
 from hybridflow.config.thresholds import parse_rejection
-from hybridflow.explain.equations import AGGREGATIONS, DRAWN, EQUATIONS, ICEPOP, KL, PAIR_LOSSES, RESAMPLING
 from hybridflow.explain.formula import (
     ACTOR,
     PRM,
@@ -40,7 +36,6 @@ from hybridflow.explain.formula import (
     own_formula,
     shown,
 )
-from hybridflow.models.full_kl import full_kl
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.workers.losses import find_policy_loss
 
@@ -88,24 +83,24 @@ def _rewards(run: Run) -> Section:
             run.number("buffer_len", f"{buffer}.len"),
             run.number("factor", f"{buffer}.penalty_factor"),
         )
-        formulas.append(_known("overlong shaping", *numbers))
+        formulas.append(_known("overlong shaping", "episodes.filters:overlong_penalty", *numbers))
     if run["algorithm.use_kl_in_reward"]:
         formulas += _kl_in_reward(run)
     else:
         lines.append("no KL in the reward (algorithm.use_kl_in_reward=false)")
     if run[f"{PRM}.enable"]:
         beta = run.number("beta", f"{PRM}.beta", "β")
-        formulas.append(_known("process rewards", beta, run.number("granularity", f"{PRM}.granularity")))
-        formulas.append(_known("loss of the process reward model", beta))
+        granularity = run.number("granularity", f"{PRM}.granularity")
+        module = "algorithms.process_reward"
+        formulas.append(_known("process rewards", f"{module}:implicit_rewards", beta, granularity))
+        formulas.append(_known("loss of the process reward model", f"{module}:process_reward_loss", beta))
         lines.append(f"the process reward model: {run.says(f'{PRM}.update')}")
     return Section("rewards", tuple(lines), tuple(formulas))
 
 
-def _known(name: str, *numbers: Number, notes: tuple[str, ...] = ()) -> Formula:
-    equation = EQUATIONS[name]
-    return formula_of(
-        equation.function, equation.formula, numbers, name=name, papers=equation.papers, notes=notes
-    )
+def _known(name: str, function: str, *numbers: Number, notes: tuple[str, ...] = ()) -> Formula:
+    """Return the formula of the function "module:name" of the package."""
+    return formula_of(described(f"hybridflow.{function}"), numbers, name=name, notes=notes)
 
 
 def _scorer(run: Run) -> str:
@@ -121,7 +116,11 @@ def _scorer(run: Run) -> str:
 
 def _kl_in_reward(run: Run) -> list[Formula]:
     formulas = [
-        _known("KL in the reward", run.number("beta", "algorithm.kl_ctrl.kl_coef")),
+        _known(
+            "KL in the reward",
+            "trainer.ppo.columns:apply_kl_penalty",
+            run.number("beta", "algorithm.kl_ctrl.kl_coef"),
+        ),
         _kl_estimator(run, "algorithm.kl_penalty"),
     ]
     if run["algorithm.kl_ctrl.type"] == "adaptive":
@@ -129,20 +128,26 @@ def _kl_in_reward(run: Run) -> list[Formula]:
         horizon = run.number("horizon", "algorithm.kl_ctrl.horizon")
         count = run["data.train_batch_size"] * run[f"{ROLLOUT}.n"]
         rows = Number("rows", count, f"data.train_batch_size × {ROLLOUT}.n")
-        formulas.append(_known("its coefficient", target, horizon, rows))
+        formulas.append(
+            _known("its coefficient", "algorithms.kl:AdaptiveKLController", target, horizon, rows)
+        )
     return formulas
 
 
 def _kl_estimator(run: Run, key: str) -> Formula:
     kind = run[key]
     if kind == "full":
-        text = "kl = Σ_v π(v)·(log π(v) − log π_ref(v))"
-        return formula_of(full_kl, text, [run.number("", key)], name="exact KL over the vocabulary")
+        return _known("exact KL over the vocabulary", "models.full_kl:full_kl", run.number("", key))
     notes: tuple[str, ...] = ()
     if kind.endswith("+"):
         notes = ("its gradient is that of k2: ½(x − y)²",)
-    text = f"kl = {KL[kind.removesuffix('+')]}, x = logπ, y = logπ_ref"
-    return formula_of(kl_estimate, text, [run.number("", key)], name=f"KL estimator {kind}", notes=notes)
+    return formula_of(
+        described("hybridflow.algorithms.kl:kl_estimate"),
+        [run.number("", key)],
+        name=f"KL estimator {kind}",
+        equation=f"kl = {KL_ESTIMATORS[kind.removesuffix('+')]}, x = logπ, y = logπ_ref",
+        notes=notes,
+    )
 
 
 def _groups(run: Run) -> Section:
@@ -152,19 +157,22 @@ def _groups(run: Run) -> Section:
     if run[f"{path}.enable"]:
         names = ("metric", "min_mean", "max_mean", "max_num_gen_batches")
         keys = [*(f"{path}.{name}" for name in names), "data.gen_batch_size", "data.train_batch_size"]
-        formulas.append(_known("dynamic sampling", *(run.number("", key) for key in keys)))
+        numbers = (run.number("", key) for key in keys)
+        formulas.append(_known("dynamic sampling", "episodes.filters:groups_to_keep", *numbers))
     else:
         lines.append(
             f"every group: {run['data.train_batch_size']} prompts × {run[f'{ROLLOUT}.n']} responses (no "
             "dynamic sampling)"
         )
     if run["algorithm.overlong_filtering"]:
-        formulas.append(_known("overlong filtering", run.number("", "data.max_response_length")))
+        longest = run.number("", "data.max_response_length")
+        formulas.append(_known("overlong filtering", "episodes.filters:filter_overlong", longest))
     return Section("which rows are learned from", tuple(lines), tuple(formulas))
 
 
 def _correction(run: Run) -> Section:
     path = "algorithm.rollout_correction"
+    module = "algorithms.rollout_correction"
     lines = []
     formulas = []
     if run[f"{path}.bypass_mode"]:
@@ -176,8 +184,7 @@ def _correction(run: Run) -> Section:
             run.number("threshold", f"{path}.rollout_is_threshold"),
             run.number("batch_normalize", f"{path}.rollout_is_batch_normalize"),
         )
-        bounds = (ICEPOP,) if isinstance(numbers[1].value, str) else ()
-        formulas.append(_known("importance weights", *numbers, notes=bounds))
+        formulas.append(_known("importance weights", f"{module}:rollout_weights", *numbers))
     if run[f"{path}.rollout_rs"]:
         options = run.number("options", f"{path}.rollout_rs")
         thresholds = run.number("thresholds", f"{path}.rollout_rs_threshold")
@@ -186,7 +193,7 @@ def _correction(run: Run) -> Section:
             f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "")
             for each in rules
         )
-        formulas.append(_known("rejection", options, thresholds, notes=kept))
+        formulas.append(_known("rejection", f"{module}:rejection", options, thresholds, notes=kept))
     if not formulas:
         lines.append(
             "nothing is weighted or rejected; the difference of rollout and training is measured "
@@ -206,7 +213,7 @@ def _advantage(run: Run) -> Section:
         formula = own_formula(function, [*run.own_arguments(function, "algorithm.options"), *more])
     else:
         numbers = [*run.arguments(facts.reads, "algorithm.options"), *more]
-        formula = formula_of(function, facts.formula, numbers, papers=facts.papers)
+        formula = formula_of(facts.described, numbers)
     lines = []
     if needs_teacher(run.config):
         teacher = run["distillation.teacher_model.path"] or "not set yet"
@@ -219,8 +226,9 @@ def _resampling(run: Run) -> Section | None:
         return None
     method = run.number("method", "algorithm.pf_ppo.reweight_method")
     numbers = (method, run.number("weight_pow", "algorithm.pf_ppo.weight_pow", "p"))
-    text = DRAWN + RESAMPLING[method.value]
-    formula = formula_of(resample_rows, text, numbers, name="PF-PPO", papers=("2409.06957",))
+    function = described("hybridflow.algorithms.resampling:resample_rows")
+    equation = f"{function.formula}; {RESAMPLING[method.value]}"
+    formula = formula_of(function, numbers, name="PF-PPO", equation=equation)
     lines: tuple[str, ...] = ()
     if age := replayed_steps(run.config):
         lines = (f"from the rows of this step and of the last {age}: algorithm.pf_ppo.max_age={age}",)
@@ -235,12 +243,12 @@ def _policy(run: Run) -> Section:
     if facts is None:
         formulas = [own_formula(loss.function, run.own_arguments(loss.function, options))]
     else:
-        own = [name for name in loss.keywords if name in facts.reads]
-        numbers = run.arguments(own, options)
-        formulas = [formula_of(loss.function, facts.formula, numbers, papers=facts.papers)]
-        if loss.select is not None:
-            chosen = run.arguments(loss.select_keywords)
-            formulas.append(formula_of(loss.select, facts.select_formula, chosen, papers=facts.papers))
+        function = facts.described
+        own = [name for name in function.arguments if name in facts.reads]
+        formulas = [formula_of(function, run.arguments(own, options))]
+        if facts.select:
+            chosen = run.arguments(facts.selects)
+            formulas.append(formula_of(described(facts.path(facts.select)), chosen))
         if facts.pairs:
             formulas.append(_pair_loss(run))
     lines = []
@@ -254,9 +262,8 @@ def _pair_loss(run: Run) -> Formula:
     numbers = [run.number("beta", f"{ACTOR}.policy_loss.dpo_beta", "β")]
     if kind == "sigmoid":
         numbers.append(run.number("label_smoothing", f"{ACTOR}.policy_loss.dpo_label_smoothing", "ε"))
-    equation = PAIR_LOSSES[kind]
-    name = f"of a pair, in force by dpo_loss={kind}"
-    return formula_of(equation.function, equation.formula, numbers, name=name, papers=equation.papers)
+    function = "algorithms.preference.dpo:dpo" if kind == "sigmoid" else "algorithms.preference.ipo:ipo"
+    return _known(f"of a pair, in force by dpo_loss={kind}", function, *numbers)
 
 
 def _aggregation(run: Run) -> Section:
@@ -287,7 +294,8 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
         numbers.append(Number("num_sequences", mini * n, mini_key, meaning=meaning))
     if "scale_factor" in equation:
         numbers.append(run.number("scale_factor", f"{ACTOR}.loss_scale_factor"))
-    return formula_of(aggregate, f"loss = {equation}", numbers, name=mode)
+    function = described("hybridflow.algorithms.aggregation:aggregate")
+    return formula_of(function, numbers, name=mode, equation=f"loss = {equation}")
 
 
 def _further(run: Run) -> Section:
@@ -306,7 +314,8 @@ def _further(run: Run) -> Section:
             f"+ {shown(run[f'{ACTOR}.positive_lm_loss_coef'])} · loss of right responses "
             f"({ACTOR}.positive_lm_loss_coef)"
         )
-        formulas.append(_known("likelihood of right responses"))
+        function = "algorithms.positive_examples:positive_example_loss"
+        formulas.append(_known("likelihood of right responses", function))
     if needs_reference(run.config):
         lines.append(run.says("algorithm.ref_update_freq"))
     return Section("further terms of the loss", tuple(lines or ["none"]), tuple(formulas))
@@ -320,7 +329,8 @@ def _value(run: Run) -> Section | None:
     lines = []
     if run["trainer.critic_warmup"]:
         lines.append(run.says("trainer.critic_warmup"))
-    return Section("the value loss", tuple(lines), (_known("value_loss", clip), aggregation))
+    value = _known("value_loss", "algorithms.value_loss:value_loss", clip)
+    return Section("the value loss", tuple(lines), (value, aggregation))
 
 
 def _steps(run: Run) -> Section:

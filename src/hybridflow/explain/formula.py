@@ -1,17 +1,19 @@
 """The formula of a function for a reader: as its paper has it, with a run's numbers, its papers, its place.
 
-formula as data (`{gamma}` where an argument stands) + numbers of the run ──formula_of──► Formula
+what the source of our function says + numbers of the run ──formula_of──► Formula
 a user's own function ──own_formula──► Formula, with its docstring in place of the equation
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.algorithms.catalog import Description
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import argument_keys, get_value, key_in_force, keys_of
 
@@ -60,27 +62,27 @@ class Formula:
 
 
 def formula_of(
-    function: Callable[..., Any],
-    formula: str,
+    function: Description,
     numbers: Iterable[Number] = (),
     *,
     name: str = "",
-    papers: Iterable[str] = (),
+    equation: str = "",
     notes: tuple[str, ...] = (),
 ) -> Formula:
-    """Return the formula of our function: `formula` has arguments in braces, `papers` are of arxiv.org."""
+    """Return the formula of one of our functions; `equation` is the one in force where it has several."""
     numbers = tuple(numbers)
-    equation = written(formula, numbers, with_values=False)
-    with_numbers = written(formula, numbers, with_values=True)
+    equation = equation or function.formula
+    with_numbers = filled_in(equation, numbers)
     if with_numbers == equation:
         with_numbers = ""
+    file, _, line = function.place.rpartition(":")
     return Formula(
-        name=name or _name(function),
+        name=name or function.name,
         equation=equation,
         with_numbers=with_numbers,
         numbers=numbers,
-        sources=tuple(f"https://arxiv.org/abs/{paper}" for paper in papers),
-        place=place(function),
+        sources=tuple(f"https://arxiv.org/abs/{paper}" for paper in function.papers),
+        place=_place(Path(file), int(line)),
         notes=notes,
     )
 
@@ -107,45 +109,43 @@ def own_formula(function: Callable[..., Any], numbers: Iterable[Number]) -> Form
     )
 
 
-def written(formula: str, numbers: Iterable[Number], *, with_values: bool) -> str:
-    """Return a formula with the numbers' values for its braces, or with their symbols.
+ALTERNATIVES = re.compile(r"= ([^=;]*?), or ([^=;]*?) without `(\w+)`")
+"""What a formula says where an argument is set or true, what it says else, and the argument."""
 
-    A value that is no number leaves the symbol. `{name:this|that}` becomes `this` where the value of `name`
-    is set or true, else `that`.
+
+def filled_in(formula: str, numbers: Iterable[Number]) -> str:
+    """Return a formula with values in place of symbols, and the alternative that holds.
+
+    A value that is no number leaves its symbol.
     """
-    return formula.format_map({number.name: _Written(number, with_values) for number in numbers})
+    values = {number.name: number.value for number in numbers}
 
+    def chosen(found: re.Match[str]) -> str:
+        value = values[found[3]]
+        return f"= {found[2] if value is None or value is False else found[1]}"
 
-class _Written:
-    """A number as a formula has it."""
-
-    def __init__(self, number: Number, with_values: bool) -> None:
-        self.number = number
-        self.with_values = with_values
-
-    def __format__(self, choice: str) -> str:
-        value = self.number.value
-        if choice:
-            on, off = choice.split("|")
-            if not self.with_values:
-                return f"{on}, or {off} without `{self.number.name}`"
-            return off if value is None or value is False else on
-        if not self.with_values or isinstance(value, bool) or not isinstance(value, (int, float)):
-            return self.number.symbol or self.number.name
-        return f"({self.number.shown})" if value < 0 else self.number.shown
+    formula = ALTERNATIVES.sub(chosen, formula)
+    texts = {
+        number.symbol or number.name: f"({number.shown})" if number.value < 0 else number.shown
+        for number in numbers
+        if isinstance(number.value, (int, float)) and not isinstance(number.value, bool)
+    }
+    # a symbol is a word of its own: the λ of λ_critic is none
+    return re.sub(r"\w+", lambda found: texts.get(found[0], found[0]), formula)
 
 
 def place(function: Callable[..., Any]) -> str:
     """Return the file:line of a function, relative to the current folder if it is below that."""
     function = inspect.unwrap(function)
     try:
-        file = Path(inspect.getsourcefile(function) or "?").resolve()
-        line = inspect.getsourcelines(function)[1]
+        return _place(Path(inspect.getsourcefile(function) or "?"), inspect.getsourcelines(function)[1])
     except (OSError, TypeError):  # a callable object, or no source on this machine
         return "(no source)"
-    if file.is_relative_to(Path.cwd()):
-        file = file.relative_to(Path.cwd())
-    return f"{file}:{line}"
+
+
+def _place(file: Path, line: int) -> str:
+    file = file.resolve()
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
 
 
 def shown(value: Any) -> str:

@@ -39,7 +39,7 @@ class HeadInputs(NamedTuple):
 def full_kl(
     actor: HeadInputs, reference: HeadInputs, temperature: float, chunk_bytes: int | None = None
 ) -> Tensor:
-    """Return KL(π ‖ π_ref) = Σ_v π(v)·(log π(v) − log π_ref(v)) of each token, [M] float32 or better, nats.
+    """KL(π ‖ π_ref) = Σ_v π(v)·(log π(v) − log π_ref(v)) of each token, [M] float32 or better, nats.
 
     Both distributions are softmax(z / temperature). Gradients flow to the actor's states and head: with
     respect to z they are π·(log π − log π_ref − KL) / temperature.

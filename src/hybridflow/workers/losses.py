@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.masked import zero_outside
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
@@ -94,18 +94,19 @@ def policy_loss(
         mask = micro.batch["loss_mask"]
         log_prob = outputs["log_probs"]
         shares = of_micro_batch(scale, micro)
-        given = {
-            "log_prob": log_prob,
-            "old_log_prob": rows["old_log_probs"],
-            "advantages": rows["advantages"],
-            "response_mask": mask,
-            "scale": shares,
-            "rollout_is_weights": rows.get("rollout_is_weights", None),
-        }
+        inputs = LossInputs(
+            log_prob,
+            rows["old_log_probs"],
+            rows["advantages"],
+            mask,
+            shares,
+            rows.get("rollout_is_weights", None),
+            config.loss_scale_factor,
+        )
         metrics = Metrics()
         if watch is not None:
             metrics = look_first(outputs, micro, watch)
-        places, named = base.arguments(parameters | dict(rows.items()) | given)
+        places, named = base.arguments(inputs, parameters | dict(rows.items()))
         out = base.checked(base.function(*places, **named))
         metrics.update(ratios(out.metrics))
         # bypass mode: the one place where current log-probs are to be had for nothing

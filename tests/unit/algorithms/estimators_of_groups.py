@@ -7,18 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import (
-    Advantages,
-    gdpo,
-    gpg,
-    grpo_passk,
-    max_rl,
-    online_dpo,
-    opo,
-    reinforce_plus_plus_baseline,
-    rloo,
-    sppo,
-)
+from hybridflow.algorithms.advantages import Advantages
+from hybridflow.algorithms.advantages.gdpo import gdpo
+from hybridflow.algorithms.advantages.gpg import gpg
+from hybridflow.algorithms.advantages.grpo_passk import grpo_passk
+from hybridflow.algorithms.advantages.max_rl import max_rl
+from hybridflow.algorithms.advantages.online_dpo import online_dpo
+from hybridflow.algorithms.advantages.opo import opo
+from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
+from hybridflow.algorithms.advantages.rloo import rloo
+from hybridflow.algorithms.advantages.sppo import sppo
 
 Scored = Callable[[Tensor, Tensor, Tensor], Advantages]
 

@@ -9,19 +9,17 @@ import torch
 from estimators_of_groups import BY_SCORE, Scored
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import (
-    Advantages,
-    gdpo,
-    grpo,
-    grpo_passk,
-    max_rl,
-    online_dpo,
-    opo,
-    optimal_token_baseline,
-    reinforce_plus_plus_baseline,
-    sppo,
-)
+from hybridflow.algorithms.advantages import Advantages
+from hybridflow.algorithms.advantages.gdpo import gdpo
 from hybridflow.algorithms.advantages.groups import group_best
+from hybridflow.algorithms.advantages.grpo import grpo
+from hybridflow.algorithms.advantages.grpo_passk import grpo_passk
+from hybridflow.algorithms.advantages.max_rl import max_rl
+from hybridflow.algorithms.advantages.online_dpo import online_dpo
+from hybridflow.algorithms.advantages.opo import opo
+from hybridflow.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
+from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
+from hybridflow.algorithms.advantages.sppo import sppo
 from hybridflow.errors import ConfigError
 
 NAN = float("nan")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import (
-    on_policy_distillation,
+from hybridflow.algorithms.advantages.on_policy_distillation import on_policy_distillation
+from hybridflow.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
-    prime,
-    reinforce_plus_plus,
-    remax,
     tir_optimal_token_baseline,
 )
+from hybridflow.algorithms.advantages.prime import prime
+from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
+from hybridflow.algorithms.advantages.remax import remax
 
 NAN = float("nan")
 CLOSE = {"rtol": 0.0, "atol": 1e-12}

@@ -12,10 +12,10 @@ from hybridflow.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     Advantages,
-    gae,
-    grpo,
     register_adv_est,
 )
+from hybridflow.algorithms.advantages.gae import gae
+from hybridflow.algorithms.advantages.grpo import grpo
 from hybridflow.errors import ConfigError
 
 NAN = float("nan")

@@ -10,23 +10,17 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses import (
-    POLICY_LOSSES,
-    cispo,
-    clip_cov,
-    dpo,
-    dppo_kl,
-    dppo_tv,
-    dro,
-    geo_mean,
-    gspo,
-    kl_cov,
-    sapo,
-)
-from hybridflow.algorithms.policy_losses import reinforce as plain_gradient
-from hybridflow.algorithms.policy_losses import sppo as draw_to_target
-from hybridflow.algorithms.policy_losses.entropy_cov import select_kl_cov
-from hybridflow.algorithms.policy_losses.types import GIVEN
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs
+from hybridflow.algorithms.policy_losses.cispo import cispo
+from hybridflow.algorithms.policy_losses.dpo import dpo
+from hybridflow.algorithms.policy_losses.dppo import dppo_kl, dppo_tv
+from hybridflow.algorithms.policy_losses.dro import dro
+from hybridflow.algorithms.policy_losses.entropy_cov import clip_cov, kl_cov, select_kl_cov
+from hybridflow.algorithms.policy_losses.geo_mean import geo_mean
+from hybridflow.algorithms.policy_losses.gspo import gspo
+from hybridflow.algorithms.policy_losses.reinforce import reinforce as plain_gradient
+from hybridflow.algorithms.policy_losses.sapo import sapo
+from hybridflow.algorithms.policy_losses.sppo import sppo as draw_to_target
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.errors import ConfigError
 
@@ -42,7 +36,7 @@ def apply(
     mask = ~f64(ratio).isnan()
     before = torch.where(mask, old, math.nan).double()
     x = (before + f64(ratio).log()).requires_grad_()
-    return x, loss(x, before, f64(advantage), mask, LossScale.count(mask), **keys)
+    return x, loss(LossInputs(x, before, f64(advantage), mask, LossScale.count(mask)), **keys)
 
 
 def fraction(out: LossOutput, name: str) -> float:
@@ -134,7 +128,8 @@ def pairs(**keys: Any) -> tuple[Tensor, LossOutput]:
     a = f64([[1.0], [-1.0], [-1.0], [1.0], [0.0], [-1.0]])
     x = f64([[-1.0], [-3.0], [-1.0], [-1.0], [-1.0], [-1.0]]).requires_grad_()
     ref, groups = torch.full_like(x, -2.0).detach(), torch.tensor([7, 7, 7, 4, 7, 4])
-    return x, dpo(x, x.detach(), a, mask, LossScale.count(mask), ref_log_prob=ref, group_ids=groups, **keys)
+    inputs = LossInputs(x, x.detach(), a, mask, LossScale.count(mask))
+    return x, dpo(inputs, ref_log_prob=ref, group_ids=groups, **keys)
 
 
 def test_metrics_of_pairs() -> None:
@@ -173,8 +168,8 @@ def some(name: str, dtype: torch.dtype) -> tuple[Tensor, LossOutput]:
         torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=dtype).sub(i).requires_grad_() for i in range(5)
     )
     columns = {"ref_log_prob": ref, "group_ids": torch.tensor([0, 0]), f"{name}_selected": mask}
-    given = dict(zip(GIVEN, (x, old, a + 2.2, mask, LossScale.count(mask), weights), strict=True))
-    places, named = POLICY_LOSSES[name].arguments(columns | given)
+    inputs = LossInputs(x, old, a + 2.2, mask, LossScale.count(mask), weights)
+    places, named = POLICY_LOSSES[name].arguments(inputs, columns)
     out = POLICY_LOSSES[name].function(*places, **named)
     out.loss.backward()
     assert [leaf.grad is None for leaf in (old, a, weights, ref)] == [True] * 4, "only log_prob is taught"

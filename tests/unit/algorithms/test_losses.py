@@ -12,8 +12,10 @@ import torch
 
 from hybridflow.algorithms import preference
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES, dpo, register_policy_loss, sppo, vanilla
-from hybridflow.algorithms.policy_losses.dpo import in_a_pair
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, register_policy_loss
+from hybridflow.algorithms.policy_losses.dpo import dpo, in_a_pair
+from hybridflow.algorithms.policy_losses.sppo import sppo
+from hybridflow.algorithms.policy_losses.vanilla import vanilla
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.process_reward import process_reward_loss
 from hybridflow.algorithms.value_loss import value_loss
@@ -54,11 +56,7 @@ def test_a_pair_of_trajectories_of_several_rows_is_one_pair() -> None:
     names = torch.tensor([6, 6, 2])
     x = moved.clone().requires_grad_()
     out = dpo(
-        x,
-        zeros,
-        advantages,
-        mask,
-        LossScale.count(mask, trajectory_id=names),
+        LossInputs(x, zeros, advantages, mask, LossScale.count(mask, trajectory_id=names)),
         ref_log_prob=zeros,
         group_ids=torch.zeros(3, dtype=torch.int64),
         trajectory_id=names,
@@ -78,7 +76,7 @@ def test_sppo_refuses_a_trajectory_of_several_rows() -> None:
     x = torch.zeros(2, 1)
     scale = LossScale(2.0, 1.0, trajectory_rows=torch.tensor([2, 2]))
     with pytest.raises(ConfigError, match="loss_mode=sppo compares whole responses"):
-        sppo(x, x, x, torch.ones(2, 1, dtype=torch.bool), scale)
+        sppo(LossInputs(x, x, x, torch.ones(2, 1, dtype=torch.bool), scale))
 
 
 def test_aggregation_refuses_by_name() -> None:
@@ -93,9 +91,8 @@ def one_token(ratio: float, advantage: float, **keys: float) -> tuple[float, flo
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     x = (old + math.log(ratio)).requires_grad_()
     mask = torch.ones(1, 1, dtype=torch.bool)
-    out = vanilla(
-        x, old, torch.full((1, 1), advantage, dtype=torch.float64), mask, LossScale.count(mask), **keys
-    )  # type: ignore[arg-type]
+    a = torch.full((1, 1), advantage, dtype=torch.float64)
+    out = vanilla(LossInputs(x, old, a, mask, LossScale.count(mask)), **keys)  # type: ignore[arg-type]
     return out.loss.item(), float(torch.autograd.grad(out.loss, x)[0]), out
 
 
@@ -125,13 +122,13 @@ def test_vanilla_by_hand(
 def test_vanilla_teaches_only_log_prob() -> None:
     parts = [torch.randn(2, 2).requires_grad_() for _ in range(4)]
     mask = torch.ones(2, 2, dtype=torch.bool)
-    vanilla(parts[0], parts[1], parts[2], mask, LossScale.count(mask), parts[3]).loss.backward()
+    vanilla(LossInputs(*parts[:3], mask, LossScale.count(mask), parts[3])).loss.backward()
     assert [p.grad is not None for p in parts] == [True, False, False, False]
 
 
 def test_vanilla_in_half_precision_computes_in_float32() -> None:
     half = torch.zeros(1, 1, dtype=torch.bfloat16)
-    out = vanilla(half, half, half, torch.ones(1, 1, dtype=torch.bool), LossScale(1, 1))
+    out = vanilla(LossInputs(half, half, half, torch.ones(1, 1, dtype=torch.bool), LossScale(1, 1)))
     assert out.loss.dtype == torch.float32
     assert all(not t.requires_grad for pair in out.metrics.values() for t in pair)
 

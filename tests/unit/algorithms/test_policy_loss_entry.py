@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.policy_losses import PolicyLoss
-from hybridflow.algorithms.policy_losses.types import GIVEN
+from hybridflow.algorithms.aggregation import LossOutput, LossScale
+from hybridflow.algorithms.catalog import LOSS_ARGUMENTS
+from hybridflow.algorithms.policy_losses import LossInputs, PolicyLoss
 from hybridflow.errors import ConfigError
 
-AVAILABLE: dict[str, Any] = {name: float(place) for place, name in enumerate(GIVEN)} | {"clip_low": 0.2}
+X = torch.zeros(2, 3)
+MASK = torch.ones(2, 3, dtype=torch.bool)
+INPUTS = LossInputs(X, X + 1, X + 2, MASK, LossScale(6.0, 2.0), X + 3, 8.0)
+OTHERS: dict[str, Any] = {"clip_low": 0.2, "loss_agg_mode": None}
+AVAILABLE: dict[str, Any] = {name: getattr(INPUTS, name) for name in LOSS_ARGUMENTS} | OTHERS
 ZERO = LossOutput(torch.tensor(0.0), {})
 
 
 def called(entry: PolicyLoss) -> LossOutput:
     """What a worker makes of an entry and the columns of its rows."""
-    places, named = entry.arguments(AVAILABLE)
+    places, named = entry.arguments(INPUTS, OTHERS)
     return entry.checked(entry.function(*places, **named))
 
 
@@ -32,7 +37,35 @@ def test_arguments_are_filled_by_name() -> None:
     entry = PolicyLoss(own)
     assert entry.keywords == ("clip_low", "absent") and entry.select_keywords == ()
     assert called(entry) is ZERO
-    assert seen == {"advantages": AVAILABLE["advantages"], "clip_low": 0.2, "absent": 0.5}
+    assert seen == {"advantages": INPUTS.advantages, "clip_low": 0.2, "absent": 0.5}
+
+
+def test_inputs_come_as_one_and_the_aggregation_of_its_paper_is_left_to_the_loss() -> None:
+    seen: dict[str, Any] = {}
+
+    def own(inputs: Any, *, clip_low: float, loss_agg_mode: str = "token-sum") -> LossOutput:
+        seen.update(inputs=inputs, clip_low=clip_low, loss_agg_mode=loss_agg_mode)
+        return ZERO
+
+    entry = PolicyLoss(own)
+    assert entry.keywords == ("clip_low", "loss_agg_mode") and called(entry) is ZERO
+    assert seen == {"inputs": INPUTS, "clip_low": 0.2, "loss_agg_mode": "token-sum"}
+    _, named = entry.arguments(INPUTS, {"clip_low": 0.2, "loss_agg_mode": "token-mean"})
+    assert named["loss_agg_mode"] == "token-mean"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shape"),
+    [
+        ("advantages", torch.zeros(2), r"\[2\]"),
+        ("old_log_prob", torch.zeros(2, 4), r"\[2, 4\]"),
+        ("rollout_is_weights", torch.zeros(1, 3), r"\[1, 3\]"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_at_the_door(name: str, tensor: torch.Tensor, shape: str) -> None:
+    says = rf"{name} got the shape {shape}, wanted \[B, R\].* response_mask, which is \[2, 3\]"
+    with pytest.raises(ConfigError, match=says):
+        replace(INPUTS, **{name: tensor})  # type: ignore[arg-type]
 
 
 def test_rest_takes_all_that_is_there() -> None:
@@ -53,7 +86,7 @@ def test_a_wrapper_gets_the_usual_arguments_by_position() -> None:
         return ZERO
 
     assert called(PolicyLoss(own)) is ZERO
-    assert seen == [*(AVAILABLE[name] for name in GIVEN), 0.2, {}]
+    assert seen == [*(AVAILABLE[name] for name in LOSS_ARGUMENTS), 0.2, {}]
 
 
 def test_an_argument_that_is_not_there_is_named() -> None:

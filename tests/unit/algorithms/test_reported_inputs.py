@@ -13,15 +13,15 @@ import torch
 from estimators_of_groups import BY_SCORE, Scored
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import (
-    gae,
-    grpo,
-    optimal_token_baseline,
-    reinforce_plus_plus,
-)
+from hybridflow.algorithms.advantages.gae import gae
+from hybridflow.algorithms.advantages.grpo import grpo
+from hybridflow.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
+from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from hybridflow.algorithms.aggregation import LossScale, aggregate
-from hybridflow.algorithms.kl import KL_KINDS, kl_estimate
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES, vanilla
+from hybridflow.algorithms.catalog import KL_ESTIMATORS
+from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs
+from hybridflow.algorithms.policy_losses.vanilla import vanilla
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 
@@ -136,7 +136,7 @@ def loss_and_gradient(name: str, junk: float) -> tuple[float, Tensor]:
         loss = positive_example_loss(log_prob, mask, torch.tensor([True, True]), scale)
     elif name == "entropy":
         loss = aggregate(log_prob, mask, "token-mean", scale)
-    elif name in KL_KINDS or name.endswith("+"):
+    elif name in KL_ESTIMATORS or name.endswith("+"):
         loss = aggregate(kl_estimate(log_prob, ref, name, mask), mask, "token-mean", scale)
     else:
         record = POLICY_LOSSES[name]
@@ -147,14 +147,14 @@ def loss_and_gradient(name: str, junk: float) -> tuple[float, Tensor]:
             rows |= record.select(log_prob.detach(), old, advantages, mask, generator, **keywords)
         weights = torch.where(mask, torch.ones(2, 2), fill)
         keys = {key: value for key, value in {**KEYS, **rows}.items() if key in record.keywords}
-        loss = record.function(log_prob, old, advantages, mask, scale, weights, **keys).loss
+        loss = record.function(LossInputs(log_prob, old, advantages, mask, scale, weights), **keys).loss
     (gradient,) = torch.autograd.grad(loss, log_prob)
     return loss.item(), gradient
 
 
 @pytest.mark.parametrize("junk", [NAN, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "name", [*POLICY_LOSSES, "value", "positive examples", "entropy", *KL_KINDS, "k1+", "k3+"]
+    "name", [*POLICY_LOSSES, "value", "positive examples", "entropy", *KL_ESTIMATORS, "k1+", "k3+"]
 )
 def test_what_stands_outside_the_mask_is_in_no_loss(name: str, junk: float) -> None:
     wanted, gradient = loss_and_gradient(name, 0.0)
@@ -165,7 +165,7 @@ def test_what_stands_outside_the_mask_is_in_no_loss(name: str, junk: float) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("difference", [5.0, 12.0, 89.0, 199.0, 200.0, 1e4])
-@pytest.mark.parametrize("kind", [*KL_KINDS, *(f"{kind}+" for kind in KL_KINDS)])
+@pytest.mark.parametrize("kind", [*KL_ESTIMATORS, *(f"{kind}+" for kind in KL_ESTIMATORS)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_kl_of_far_policies_is_finite_and_so_is_its_step(
     kind: str, difference: float, dtype: torch.dtype, sign: int
@@ -204,7 +204,7 @@ def test_micro_batches_of_rows_of_1_2_3_10_and_no_tokens(mode: str, parts: list[
 
     def of_rows(rows: list[int]) -> tuple[Tensor, dict[str, tuple[float, float]]]:
         out = vanilla(
-            *(log_prob[rows], old[rows], old[rows].cos(), mask[rows], scale),
+            LossInputs(log_prob[rows], old[rows], old[rows].cos(), mask[rows], scale),
             clip_low=0.2,
             clip_high=0.2,
             clip_c=3.0,

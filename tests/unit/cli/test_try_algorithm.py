@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridflow.cli.main import main
-from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
 
 ACTOR = "actor_rollout_ref.actor.policy_loss"
 TOGETHER = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from possible_run import problem
 
+from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config import PPOConfig
-from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import needs_reference
 from hybridflow.config.show import to_yaml

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ from engine_zoo import (
 from torch import Tensor, nn
 
 from hybridflow.algorithms.aggregation import LossScale
-from hybridflow.config.actor_rollout_ref import ActorConfig, LossAggMode
+from hybridflow.algorithms.catalog import AGGREGATIONS
+from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import Ask, BatchLimits, LossFn
@@ -65,7 +66,7 @@ def actor_case(config: ActorConfig) -> Case:
 
 BASE = ActorConfig(clip_ratio_high=0.28, clip_ratio_c=1.5, loss_scale_factor=10.0)
 CASES = {
-    **{mode: actor_case(replace(BASE, loss_agg_mode=mode)) for mode in get_args(LossAggMode)},
+    **{mode: actor_case(replace(BASE, loss_agg_mode=mode)) for mode in AGGREGATIONS},
     "entropy bonus": actor_case(replace(BASE, entropy_coeff=0.3)),
     "kl loss": actor_case(replace(BASE, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="low_var_kl")),
     "everything": actor_case(

@@ -18,16 +18,16 @@ from hybridflow.observability.run_log import LOG_FILE, MAX_LINES, RunLog
 from hybridflow.trainer.sft.build import build as build_sft
 
 BROKEN = """
-from hybridflow.algorithms.policy_losses import vanilla
+from hybridflow.algorithms.policy_losses.vanilla import vanilla
 
 def broken(log_prob, old_log_prob, advantages, response_mask, scale):
     raise ZeroDivisionError("by a loss of mine")
 
-def later(log_prob, old_log_prob, advantages, response_mask, scale, done=[]):
+def later(inputs, done=[]):
     done.append(1)
     if len(done) > 3:
         raise ZeroDivisionError("by a loss of mine")
-    return vanilla(log_prob, old_log_prob, advantages, response_mask, scale)
+    return vanilla(inputs)
 """
 
 

@@ -59,13 +59,23 @@ OWN = """
 import functools
 import torch
 from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.policy_losses import vanilla
+from hybridflow.algorithms.policy_losses import LossInputs
+from hybridflow.algorithms.policy_losses.vanilla import vanilla
 
 CALLS = []
 
 def few(log_prob, advantages, group_ids, clip_low, half=0.5):
     assert group_ids.shape == log_prob.shape[:1] and clip_low == 0.2 and half == 0.25
     return LossOutput(-(log_prob * advantages).sum() * half, {})
+
+def as_verl(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None):
+    return vanilla(
+        LossInputs(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights)
+    )
+
+def whole(inputs, *, clip_low, loss_agg_mode="seq-mean-token-mean"):
+    CALLS.append((clip_low, loss_agg_mode))
+    return vanilla(inputs, clip_low=clip_low)
 
 def wrapped(function):
     def call(*args, **kwargs):
@@ -80,7 +90,7 @@ def named(function):
         return function(*args, **kwargs)
     return call
 
-plain = wrapped(vanilla)
+plain = wrapped(as_verl)
 same = named(vanilla)
 
 def rest(log_prob, **rest):
@@ -117,15 +127,19 @@ def test_a_loss_gets_what_its_arguments_name(tmp_path: Path) -> None:
     base, actor = loss_of(tmp_path, "few", "actor_rollout_ref.actor.policy_loss.options={half: 0.25}")
     assert base.keywords == ("group_ids", "clip_low", "half") and share(base, actor) != 0
     built_in = share(POLICY_LOSSES["vanilla"], actor)
-    for name, wanted in (("plain", (6, [])), ("same", (0, 11))):
+    for name, wanted in (("plain", (6, [])), ("same", (0, 4))):
         base, actor = loss_of(tmp_path, name)
         assert share(base, actor) == built_in
         seen = base.function.__wrapped__.__globals__["CALLS"][-1]
         assert (seen[0], seen[1] if name == "plain" else len(seen[1])) == wanted
+    base, actor = loss_of(tmp_path, "whole")
+    assert base.keywords == ("clip_low", "loss_agg_mode") and share(base, actor) == built_in
+    assert base.function.__wrapped__.__globals__["CALLS"][-1] == (0.2, "seq-mean-token-mean"), "its own mode"
     base, actor = loss_of(tmp_path, "rest")
     share(base, actor)
     given = base.function.__wrapped__.__globals__["CALLS"][-1]
     assert {"advantages", "scale", "group_ids", "clip_high", "loss_agg_mode"} < set(given)
+    assert "inputs" not in given
 
 
 def test_what_a_loss_cannot_get_or_give_is_an_error(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.algorithms.policy_losses import LossInputs
 from hybridflow.algorithms.policy_losses.vanilla import vanilla
 
 
 def recording(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None):
-    out = vanilla(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights, clip_c=None)
+    inputs = LossInputs(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights)
+    out = vanilla(inputs, clip_c=None)
     folder = Path(__file__).parent / "seen"
     folder.mkdir(exist_ok=True)
     given = (log_prob.detach(), old_log_prob, advantages, response_mask, rollout_is_weights)

@@ -24,10 +24,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A function with what it needs, which `of` reads off its signature.
-
-    `hybridflow.config` must not load torch, so it holds the same as facts; a test keeps the two in step.
-    """
+    """A function with what it needs, which `of` reads off its signature."""
 
     function: Callable[..., Any]
     needs: tuple[str, ...]

@@ -7,19 +7,14 @@ from torch import Tensor
 
 from hybridflow.algorithms import preference
 from hybridflow.algorithms.advantages.groups import group_best, group_sum
-from hybridflow.algorithms.aggregation import LossOutput, LossScale
+from hybridflow.algorithms.aggregation import LossOutput
 from hybridflow.algorithms.masked import masked_mean, masked_sum, zero_outside
-from hybridflow.algorithms.policy_losses.ratios import finish_loss, per_token, token_terms
+from hybridflow.algorithms.policy_losses.inputs import LossInputs, finish_loss, per_token
 from hybridflow.errors import ConfigError
 
 
 def dpo(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None = None,
+    inputs: LossInputs,
     *,
     ref_log_prob: Tensor,
     group_ids: Tensor,
@@ -27,17 +22,16 @@ def dpo(
     dpo_loss: str = "sigmoid",
     dpo_beta: float = 0.1,
     dpo_label_smoothing: float = 0.0,
-    loss_agg_mode: str | None = None,
-    loss_scale_factor: float | None = None,
+    loss_agg_mode: str = "seq-mean-token-sum",
 ) -> LossOutput:
     """mean of −logσ(β·(Δ⁺ − Δ⁻)) over a group's pairs of a row with A > 0 and one with A < 0; Δ = Σ_t (logπ −
     logπ_ref) over a row.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; ref_log_prob [B, R] float, nats; group_ids,
-    trajectory_id [B] int64; group_ids are equal for the rows of one prompt, which must be in one micro-batch.
-    Rows of equal `trajectory_id` are one row with the tokens of all; without it, each row is one.
-    Only the sign of a row's mean advantage counts. β: `dpo_beta`; `dpo_loss` is sigmoid (with
-    `dpo_label_smoothing`: cDPO) or ipo; their equations are in `algorithms/preference`.
+    ref_log_prob [B, R] float, nats; group_ids, trajectory_id [B] int64; group_ids are equal for the rows of
+    one prompt, which must be in one micro-batch. Rows of equal `trajectory_id` are one row with the tokens of
+    all; without it, each row is one. Only the sign of a row's mean advantage counts. β: `dpo_beta`;
+    `dpo_loss` is sigmoid (with `dpo_label_smoothing`: cDPO) or ipo; their equations are in
+    `algorithms/preference`.
 
     The group's loss is that of each row that takes part, in equal parts on its tokens; so `loss_agg_mode`
     None, which is seq-mean-token-sum, weighs a group by its rows that take part, over all rows of the
@@ -47,7 +41,7 @@ def dpo(
 
     Left out: SPIN's rounds on one set of samples, and the SFT term that some add.
     """
-    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
+    tokens = inputs.tokens()
     moved = masked_sum(
         tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1
     )
@@ -77,8 +71,7 @@ def dpo(
         "actor/dpo_margin": (dpo_beta * margin.sum(), count),
     }
     loss = per_token(row_loss, tokens.mask)
-    mode = loss_agg_mode or "seq-mean-token-sum"
-    return finish_loss(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
+    return finish_loss(inputs, tokens, loss, loss_agg_mode, ratios=measured)
 
 
 def in_a_pair(advantages: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:

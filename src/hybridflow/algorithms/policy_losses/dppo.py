@@ -7,52 +7,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import Tokens, finish_loss, token_terms
+from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.algorithms.policy_losses.inputs import LossInputs, Tokens, finish_loss
 
 
 def dppo_tv(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None = None,
+    inputs: LossInputs,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_c: float | None = 20.0,
-    loss_agg_mode: str | None = None,
-    loss_scale_factor: float | None = None,
+    loss_agg_mode: str = "token-mean",
 ) -> LossOutput:
     """−A·sg[min(ρ, c)]·logπ; 0 where A > 0 and π − π_old > ε_high, and where A ≤ 0 and π − π_old < −ε_low.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the
-    gradient. ε_low, ε_high: `clip_low`, `clip_high`, differences of probabilities; c: `clip_c`, the largest
-    importance weight, None: no bound. Total variation of the two-way distributions is |π − π_old|.
-    `loss_agg_mode` None: token-mean, in which masked tokens count too. Metrics, as means over tokens:
-    `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),
+    ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the gradient. ε_low, ε_high: `clip_low`, `clip_high`,
+    differences of probabilities; c: `clip_c`, the largest importance weight, None: no bound. Total variation
+    of the two-way distributions is |π − π_old|. Masked tokens count in the mean too. Metrics, as means over
+    tokens: `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),
     `actor/ppo_kl` (logπ_old − logπ). Left out: the top-k form of the divergence, which needs logits.
     """
-    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
+    tokens = inputs.tokens()
     moved = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
     outside = torch.where(tokens.advantages > 0, moved > clip_high, moved < -clip_low)
-    return trusted(tokens, outside, scale, rollout_is_weights, clip_c, loss_agg_mode, loss_scale_factor)
+    return _trusted(inputs, tokens, outside, clip_c, loss_agg_mode)
 
 
 def dppo_kl(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None = None,
+    inputs: LossInputs,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_c: float | None = 20.0,
-    loss_agg_mode: str | None = None,
-    loss_scale_factor: float | None = None,
+    loss_agg_mode: str = "token-mean",
 ) -> LossOutput:
     """−A·sg[min(ρ, c)]·logπ; 0 where D > ε_high for A > 0 and π > π_old, where D > ε_low for A ≤ 0 and π <
     π_old.
@@ -61,14 +48,14 @@ def dppo_kl(
     ε_low, ε_high: `clip_low`, `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All
     else as in `dppo_tv`. Left out: as there, the top-k form.
     """
-    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
+    tokens = inputs.tokens()
     now = tokens.log_prob.detach().clamp(max=0.0)
     old = tokens.old_log_prob.clamp(max=0.0)
     divergence = _two_way_kl(old, now)
     outside = torch.where(
         tokens.advantages > 0, (divergence > clip_high) & (now > old), (divergence > clip_low) & (now < old)
     )
-    return trusted(tokens, outside, scale, rollout_is_weights, clip_c, loss_agg_mode, loss_scale_factor)
+    return _trusted(inputs, tokens, outside, clip_c, loss_agg_mode)
 
 
 def _two_way_kl(old: Tensor, now: Tensor) -> Tensor:
@@ -80,18 +67,12 @@ def _two_way_kl(old: Tensor, now: Tensor) -> Tensor:
     return old.exp() * (old - now) + rest
 
 
-def trusted(
-    tokens: Tokens,
-    outside: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None,
-    clip_c: float | None,
-    mode: str | None,
-    scale_factor: float | None,
+def _trusted(
+    inputs: LossInputs, tokens: Tokens, outside: Tensor, clip_c: float | None, loss_agg_mode: str
 ) -> LossOutput:
     """−A·sg[min(ρ, c)]·logπ, 0 on `outside` [B, R] bool; c: `clip_c`, None: no bound. Metrics: `dppo_tv`."""
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio if clip_c is None else ratio.clamp(max=clip_c)
     loss = torch.where(outside, 0.0, -tokens.advantages * weight * tokens.log_prob)
     fractions = {"actor/pg_clipfrac": outside, "actor/pg_clipfrac_upper": (weight != ratio) & ~outside}
-    return finish_loss(tokens, loss, scale, rollout_is_weights, mode or "token-mean", scale_factor, fractions)
+    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)

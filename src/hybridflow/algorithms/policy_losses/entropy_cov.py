@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossOutput, LossScale
+from hybridflow.algorithms.aggregation import LossOutput
 from hybridflow.algorithms.masked import masked_mean, zero_outside
-from hybridflow.algorithms.policy_losses.ratios import Tokens, clipped, finish_loss, token_terms
+from hybridflow.algorithms.policy_losses.inputs import LossInputs, Tokens, clipped, finish_loss
 from hybridflow.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def select_clip_cov(
     of it. ratio, lb, ub: `clip_cov_ratio`, `clip_cov_lb`, `clip_cov_ub`. Returns `clip_cov_selected` [B, R]
     bool; fewer where there are not so many.
     """
-    tokens = token_terms(log_prob.detach(), old_log_prob, advantages, response_mask)
+    tokens = Tokens.of(log_prob.detach(), old_log_prob, advantages, response_mask)
     cov = covariance(tokens)
     already = clipped(tokens.advantages, tokens.log_ratio.exp(), clip_low, clip_high)[1]
     candidates = (
@@ -48,41 +48,32 @@ def select_clip_cov(
 
 
 def clip_cov(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None = None,
+    inputs: LossInputs,
     *,
     clip_cov_selected: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    loss_agg_mode: str | None = None,
-    loss_scale_factor: float | None = None,
+    loss_agg_mode: str = "token-mean",
 ) -> LossOutput:
     """max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)), 0 on selected tokens; ρ = exp(clamp(logπ − logπ_old,
     ±20)).
 
-    Shapes and `rollout_is_weights` as in `vanilla`; clip_cov_selected [B, R] bool is what `select_clip_cov`
-    gave for the mini-batch. ε_low, ε_high: `clip_low`, `clip_high`. `loss_agg_mode` None: token-mean, in
-    which selected tokens count too. Metrics, as means over tokens: `actor/pg_clipfrac` (the clip decides),
-    `actor/cov_clipfrac` (selected), `actor/ppo_kl` (logπ_old − logπ). Raises ConfigError without the
-    selection. Left out: nothing; there is no dual clip, as in the paper.
+    clip_cov_selected [B, R] bool is what `select_clip_cov` gave for the mini-batch. ε_low, ε_high:
+    `clip_low`, `clip_high`. Selected tokens count in the mean too. Metrics, as means over tokens:
+    `actor/pg_clipfrac` (the clip decides), `actor/cov_clipfrac` (selected), `actor/ppo_kl` (logπ_old − logπ).
+    Raises ConfigError without the selection. Left out: nothing; there is no dual clip, as in the paper.
     """
     if clip_cov_selected is None:
         raise ConfigError(
             "clip_cov needs clip_cov_selected [B, R]: call select_clip_cov on the whole mini-batch and hand "
             "in its column"
         )
-    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
+    tokens = inputs.tokens()
     loss, clip_decides = clipped(tokens.advantages, tokens.log_ratio.exp(), clip_low, clip_high)
     selected = clip_cov_selected.bool()
     fractions = {"actor/pg_clipfrac": clip_decides & ~selected, "actor/cov_clipfrac": selected}
     loss = torch.where(selected, 0.0, loss)
-    return finish_loss(
-        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
-    )
+    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
 
 
 def select_kl_cov(
@@ -99,47 +90,38 @@ def select_kl_cov(
     Shapes as in the loss, for all rows of a mini-batch: the means and the number are over the whole of it.
     ratio: `kl_cov_ratio`. Nothing is drawn from `generator`. Returns `kl_cov_selected` [B, R] bool.
     """
-    tokens = token_terms(log_prob.detach(), old_log_prob, advantages, response_mask)
+    tokens = Tokens.of(log_prob.detach(), old_log_prob, advantages, response_mask)
     places = tokens.mask.flatten().nonzero().flatten()
     order = covariance(tokens).flatten()[places].argsort(descending=True, stable=True)
     return {"kl_cov_selected": marked(tokens.mask, places[order[: how_many(kl_cov_ratio, tokens.mask)]])}
 
 
 def kl_cov(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scale: LossScale,
-    rollout_is_weights: Tensor | None = None,
+    inputs: LossInputs,
     *,
     kl_cov_selected: Tensor | None = None,
     ppo_kl_coef: float = 0.1,
-    loss_agg_mode: str | None = None,
-    loss_scale_factor: float | None = None,
+    loss_agg_mode: str = "token-mean",
 ) -> LossOutput:
     """−A·ρ, + coef·|logρ| on selected tokens; ρ = exp(clamp(logπ − logπ_old, ±20)).
 
-    Shapes and `rollout_is_weights` as in `vanilla`; kl_cov_selected [B, R] bool is what `select_kl_cov` gave
-    for the mini-batch. coef: `ppo_kl_coef`. The penalty has no gradient where logρ = 0, so it is idle in the
-    first mini-batch of a step. `loss_agg_mode` None: token-mean. Metrics, as means over tokens:
-    `actor/cov_clipfrac` (selected), `actor/ppo_kl` (logπ_old − logπ). Raises ConfigError without the
-    selection. Left out: nothing; there is no clip, as in the paper.
+    kl_cov_selected [B, R] bool is what `select_kl_cov` gave for the mini-batch. coef: `ppo_kl_coef`. The
+    penalty has no gradient where logρ = 0, so it is idle in the first mini-batch of a step. Metrics, as means
+    over tokens: `actor/cov_clipfrac` (selected), `actor/ppo_kl` (logπ_old − logπ). Raises ConfigError without
+    the selection. Left out: nothing; there is no clip, as in the paper.
     """
     if kl_cov_selected is None:
         raise ConfigError(
             "kl_cov needs kl_cov_selected [B, R]: call select_kl_cov on the whole mini-batch and hand in "
             "its column"
         )
-    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
+    tokens = inputs.tokens()
     selected = kl_cov_selected.bool()
     loss = -tokens.advantages * tokens.log_ratio.exp() + torch.where(
         selected, ppo_kl_coef * tokens.log_ratio.abs(), 0.0
     )
     fractions = {"actor/cov_clipfrac": selected}
-    return finish_loss(
-        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
-    )
+    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
 
 
 def covariance(tokens: Tokens) -> Tensor:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import Parameter
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS
+from hybridflow.algorithms.policy_losses.inputs import LossInputs
 from hybridflow.errors import ConfigError
-
-GIVEN = ("log_prob", "old_log_prob", "advantages", "response_mask", "scale", "rollout_is_weights")
-"""The arguments that are always there: tensors [B, R] of a micro-batch, of which `rollout_is_weights` may be
-None, and the counts of its mini-batch.
-"""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """A loss with what it needs, as data.
 
-    Its arguments are filled by name: `GIVEN`, parameters of the run, and columns of the batch.
+    Its arguments are filled by name: `inputs` (`LossInputs`) or single fields of these, parameters of the
+    run, and columns of the batch. Its signature is looked at once.
     """
 
     function: Callable[..., LossOutput]
@@ -42,10 +41,19 @@ class PolicyLoss:
     mini-batch includes them.
     """
 
+    @cached_property
+    def _named(self) -> dict[str, Parameter]:
+        return _named(self.function)
+
+    @cached_property
+    def _kinds(self) -> frozenset[Any]:
+        parameters = inspect.signature(self.function).parameters.values()
+        return frozenset(argument.kind for argument in parameters)
+
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Names of its arguments beside `GIVEN`: parameters of the run, or columns of the batch."""
-        return tuple(name for name in _named(self.function) if name not in GIVEN)
+        """Names of its arguments beside its inputs: parameters of the run, or columns of the batch."""
+        return tuple(name for name in self._named if name not in (LOSS_INPUTS, *LOSS_ARGUMENTS))
 
     @property
     def select_keywords(self) -> tuple[str, ...]:
@@ -53,18 +61,23 @@ class PolicyLoss:
         named = {} if self.select is None else _named(self.select)
         return tuple(name for name, argument in named.items() if argument.kind is argument.KEYWORD_ONLY)
 
-    def arguments(self, available: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return what the function names out of `available` (`GIVEN`, columns of the rows, parameters), by
+    def arguments(self, inputs: LossInputs, others: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the function names out of its inputs and `others` (columns of the rows, parameters), by
         position and by name.
 
         `**rest` takes all that is available. A function that takes `*args`, such as one that wraps another,
-        gets `GIVEN` by position. Raises ConfigError where an argument without a default is not there.
+        gets `LOSS_ARGUMENTS` by position. One that takes `inputs` has a `loss_agg_mode` of its own where the
+        run sets none. Raises ConfigError where an argument without a default is not there.
         """
-        kinds = {argument.kind for argument in inspect.signature(self.function).parameters.values()}
-        named = _named(self.function)
+        available = {**others, **{name: getattr(inputs, name) for name in LOSS_ARGUMENTS}}
+        named = self._named
+        if LOSS_INPUTS in named:
+            available[LOSS_INPUTS] = inputs
+            if available.get("loss_agg_mode") is None:
+                available.pop("loss_agg_mode", None)
         places: list[Any] = []
-        if Parameter.VAR_POSITIONAL in kinds:
-            places = [available[name] for name in GIVEN]
+        if Parameter.VAR_POSITIONAL in self._kinds:
+            places = [available[name] for name in LOSS_ARGUMENTS]
             named = {name: each for name, each in named.items() if each.kind is Parameter.KEYWORD_ONLY}
         needed = [name for name, each in named.items() if each.default is each.empty]
         missing = [name for name in needed if name not in available]
@@ -74,7 +87,7 @@ class PolicyLoss:
                 f"{', '.join(sorted(available))}"
             )
         names = [name for name in named if name in available]
-        if Parameter.VAR_KEYWORD in kinds and not places:
+        if Parameter.VAR_KEYWORD in self._kinds and not places:
             names = list(available)
         return places, {name: available[name] for name in names}
 

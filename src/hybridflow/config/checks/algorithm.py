@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from hybridflow.algorithms.catalog import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.checks.correction import correction_problems
 from hybridflow.config.needs import estimator_facts, loss_facts, wants_full_kl
 from hybridflow.config.root import PPOConfig, SFTConfig

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 
-from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
+from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.checks.agent import agent_notes
 from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
@@ -107,8 +107,10 @@ def _read_by_others(
     if name not in table:
         return
     for path, arguments in arguments_of_keys(PPOConfig).items():
+        if not is_given(path, given):
+            continue
         readers = [other for other, facts in table.items() if arguments & set(facts.reads)]
-        if readers and name not in readers and is_given(path, given):
+        if readers and name not in readers:
             named = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
             yield f"{path} is read by {named} only: {choice}={name}"
 

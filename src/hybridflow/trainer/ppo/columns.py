@@ -113,9 +113,9 @@ def group_ids(batch: DataProto) -> Tensor:
 def apply_kl_penalty(
     batch: DataProto, config: AlgorithmConfig, controller: KLController, num_new: int | None = None
 ) -> tuple[DataProto, Metrics]:
-    """token_level_rewards = scores - beta * kl, beta updated after use by the mean over trajectories, or over
-    those of the first `num_new` rows.
+    """token_level_rewards = scores - beta * kl.
 
+    beta is updated after use by the mean over trajectories, or over those of the first `num_new` rows.
     Without KL-in-reward the rewards are the scores.
     """
     scores = batch.batch["token_level_scores"]

@@ -222,11 +222,11 @@ class LossFacts:
     @property
     def clip(self) -> tuple[float, float] | None:
         """(clip_ratio_low, clip_ratio_high) of its paper, where they are not PPO's."""
-        low, high = (self.described.defaults.get(name) for name in ("clip_low", "clip_high"))
-        ppo = POLICY_LOSSES["vanilla"].described.defaults
-        if low is None or (low, high) == (ppo["clip_low"], ppo["clip_high"]):
+        own, ppo = (facts.described.defaults for facts in (self, POLICY_LOSSES["vanilla"]))
+        if "clip_low" not in own:
             return None
-        return low, high
+        bounds = (own["clip_low"], own["clip_high"])
+        return None if bounds == (ppo["clip_low"], ppo["clip_high"]) else bounds
 
     @property
     def clip_c(self) -> float | None:
@@ -308,7 +308,7 @@ KL_ESTIMATORS: dict[str, str] = {
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-AGGREGATIONS: dict[LossAggMode, str] = {
+AGGREGATIONS: dict[str, str] = {
     "token-mean": "Σ/num_tokens",
     "token-sum": "Σ",
     "seq-mean-token-sum": "Σ_i Σ_t/num_sequences",

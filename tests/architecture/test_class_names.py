@@ -50,7 +50,6 @@ REPEATED: dict[str, int] = {
     "_Row": 3,
     "_Spread": 2,
     "_Worker": 2,
-    "_Written": 2,
 }
 """Names of more than one class, and of how many. None is added: a new class gets a name of its own."""
 

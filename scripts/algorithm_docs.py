@@ -4,6 +4,7 @@
 
 src/hybridflow/recipes/NAME.yaml, benchmarks/results/learn.json ──► between the markers of each page; the
 index in README.md
+hybridflow.algorithms.catalog ──► the formulas in README.md
 benchmarks/results/learn/NAME_SEED.json ──► docs/algorithms/curves/NAME.svg
 
 `<!-- recipe -->` … `<!-- end -->` holds the YAML, `<!-- learned -->` … `<!-- end -->` the figures and the
@@ -17,6 +18,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "algorithms"
@@ -122,11 +125,14 @@ def render() -> tuple[dict[Path, str], list[str]]:
         fresh[path] = text
     index = PAGES / "README.md"
     if index.is_file():
-        fresh[index], number = _between(index.read_text(encoding="utf-8"), "index", _index(rows))
-        if number != 1:
-            problems.append(
-                f"{index.relative_to(ROOT)}: wanted one <!-- index --> … <!-- end -->, found {number}"
-            )
+        text = index.read_text(encoding="utf-8")
+        for marker, content in (("index", _index(rows)), ("formulas", _formulas())):
+            text, number = _between(text, marker, content)
+            if number != 1:
+                problems.append(
+                    f"{index.relative_to(ROOT)}: wanted one <!-- {marker} --> … <!-- end -->, found {number}"
+                )
+        fresh[index] = text
     return fresh, problems
 
 
@@ -214,6 +220,19 @@ def _index(rows: dict[str, dict[str, Any]]) -> str:
             shown = f"[{recipe}]({page}.md)" if (PAGES / f"{page}.md").is_file() else f"`{recipe}`"
             gain = f"{rows[recipe][rows[recipe]['judged_by']]['gain']:+.2f}" if recipe in rows else ""
             lines.append(f"| {shown} | {_header(recipe)} | {gain} |")
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _formulas() -> str:
+    """Return every estimator and loss of the catalog with its formula and its papers."""
+    lines = ["| name | formula | papers |", "|---|---|---|"]
+    for names in (ESTIMATORS, POLICY_LOSSES):
+        for name, facts in names.items():
+            said = facts.described
+            file = said.module.removeprefix("hybridflow.algorithms.").replace(".", "/")
+            papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in said.papers)
+            formula = said.formula.replace("|", "\\|")
+            lines.append(f"| `{name}`, `{file}.py` | {formula} | {papers} |")
     return "\n" + "\n".join(lines) + "\n\n"
 
 

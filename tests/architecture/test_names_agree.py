@@ -69,7 +69,7 @@ def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
     facts = LOSS_FACTS[name]
     parameters = loss_parameters(PPO)
     assert record.agg_mode in AGGREGATIONS and set(facts.estimators) <= set(ESTIMATORS)
-    assert set(facts.reads) == {*record.keywords, *record.select_keywords} - {"loss_agg_mode"}
+    assert set(facts.reads) == {*record.keywords, *facts.selects} - {"loss_agg_mode"}
     columns = set(record.keywords) - set(parameters)
     assert columns == {"dpo": {"ref_log_prob", "group_ids", "trajectory_id"}}.get(
         name, {f"{name}_selected"} if record.select else set()

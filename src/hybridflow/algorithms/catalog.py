@@ -8,7 +8,7 @@
 A fact is said once, where the function is written: what it reads are the names of its arguments, the defaults
 of its paper are the defaults there, its formula opens its docstring, and its papers are the numbers of
 arxiv.org in the docstrings of the function and its module. Only what a signature cannot say stands here. The
-checks of the configuration, `hybridflow explain` and the documents all read this page.
+checks of the configuration, `hybridflow explain` and the documents' table of formulas all read this page.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hybridflow.errors import ConfigError
 
@@ -39,11 +40,10 @@ LOSS_INPUTS = "inputs"
 class Description:
     """What the source of a function, or of a class, says of it."""
 
+    module: str
     name: str
     arguments: tuple[str, ...]
     """Names of its arguments, in the order of its signature."""
-    keywords: tuple[str, ...]
-    """Those of them that are given by name only."""
     defaults: Mapping[str, Any]
     """Default values that are literals, by argument."""
     formula: str
@@ -73,19 +73,17 @@ def described(function: str) -> Description:
     text = ast.get_docstring(node) or ""
     whole = f"{ast.get_docstring(tree)} {text}"
     arguments: list[ast.arg] = []
-    keywords: list[ast.arg] = []
     defaults: dict[str, Any] = {}
     if isinstance(node, ast.FunctionDef):
-        keywords = node.args.kwonlyargs
-        arguments = [*node.args.args, *keywords]
+        arguments = [*node.args.args, *node.args.kwonlyargs]
         values = [*node.args.defaults, *node.args.kw_defaults]
         for argument, value in zip(reversed(arguments), reversed(values), strict=False):
             if isinstance(value, ast.Constant):
                 defaults[argument.arg] = value.value
     return Description(
+        module,
         name,
         tuple(argument.arg for argument in arguments),
-        tuple(argument.arg for argument in keywords),
         defaults,
         formula=" ".join(text.partition("\n\n")[0].split()).removesuffix("."),
         papers=tuple(dict.fromkeys(re.findall(r"\b\d{4}\.\d{5}\b", whole))),
@@ -177,15 +175,11 @@ class LossFacts:
     function: str
     """"module:name" below `algorithms/policy_losses`."""
     select: str = ""
-    """For a loss that must see the whole mini-batch first: the function of its module that does, and gives
-    columns which the loss then takes by name.
-    """
+    """Name of the function of its module that is `PolicyLoss.select`."""
     learns_from: str = ""
-    """For a loss that needs other rows beside a row: the function of its module that finds the rows which
-    have them.
-    """
+    """Name of the function of its module that is `PolicyLoss.learns_from`."""
     keeps_groups: bool = False
-    """Whether a micro-batch holds whole groups, without the tokens whose advantage is 0."""
+    """`PolicyLoss.keeps_groups`."""
     has_ratio: bool = True
     """Whether its tokens are weighted by the ratio of the policy to the old one."""
     lowest_ratio: bool = False
@@ -206,7 +200,10 @@ class LossFacts:
     @property
     def selects(self) -> tuple[str, ...]:
         """The parameters of its `select`; none without one."""
-        return described(self.path(self.select)).keywords if self.select else ()
+        if not self.select:
+            return ()
+        arguments = described(self.path(self.select)).arguments
+        return tuple(name for name in arguments if name not in (*LOSS_ARGUMENTS, "generator"))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -325,36 +322,25 @@ RESAMPLING: dict[str, str] = {
 """Weights w of rows with the scores s by their names in `algorithm.pf_ppo.reweight_method`, p: weight_pow."""
 
 
-class FunctionTable(MutableMapping[str, T], Generic[T]):
+class FunctionTable(UserDict[str, T]):
     """Functions by name: those of the catalog, each loaded when it is first asked for, and a user's own."""
 
     def __init__(self, noun: str, names: Collection[str], load_entry: Callable[[str], T]) -> None:
+        super().__init__()
         self._noun = noun
         self._load_entry = load_entry
-        self._entries: dict[str, T | None] = dict.fromkeys(names)
+        self.data: dict[str, Any] = dict.fromkeys(names)
 
     def add(self, name: str, entry: T) -> None:
         """Enter a user's own. Raises ConfigError for a name that is taken."""
-        if name in self._entries:
+        if name in self:
             raise ConfigError(
                 f"{self._noun} {name!r} exists already: give yours another name than {', '.join(self)}"
             )
-        self._entries[name] = entry
+        self.data[name] = entry
 
     def __getitem__(self, name: str) -> T:
-        entry = self._entries[name]
-        if entry is None:
-            entry = self._entries[name] = self._load_entry(name)
-        return entry
-
-    def __setitem__(self, name: str, entry: T) -> None:
-        self._entries[name] = entry
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        if self.data[name] is None:
+            self.data[name] = self._load_entry(name)
+        found: T = self.data[name]
+        return found

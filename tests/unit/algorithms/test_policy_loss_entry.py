@@ -35,7 +35,7 @@ def test_arguments_are_filled_by_name() -> None:
         return ZERO
 
     entry = PolicyLoss(own)
-    assert entry.keywords == ("clip_low", "absent") and entry.select_keywords == ()
+    assert entry.keywords == ("clip_low", "absent") and entry.select_arguments(OTHERS) == {}
     assert called(entry) is ZERO
     assert seen == {"advantages": INPUTS.advantages, "clip_low": 0.2, "absent": 0.5}
 

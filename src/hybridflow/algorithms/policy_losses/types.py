@@ -55,12 +55,6 @@ class PolicyLoss:
         """Names of its arguments beside its inputs: parameters of the run, or columns of the batch."""
         return tuple(name for name in self._named if name not in (LOSS_INPUTS, *LOSS_ARGUMENTS))
 
-    @property
-    def select_keywords(self) -> tuple[str, ...]:
-        """Names of the arguments that its `select` takes by keyword; none without one."""
-        named = {} if self.select is None else _named(self.select)
-        return tuple(name for name, argument in named.items() if argument.kind is argument.KEYWORD_ONLY)
-
     def arguments(self, inputs: LossInputs, others: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return what the function names out of its inputs and `others` (columns of the rows, parameters), by
         position and by name.
@@ -105,7 +99,9 @@ class PolicyLoss:
 
     def select_arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of `available` that its `select` takes by keyword."""
-        return {name: available[name] for name in self.select_keywords if name in available}
+        named = {} if self.select is None else _named(self.select)
+        keywords = [name for name, each in named.items() if each.kind is Parameter.KEYWORD_ONLY]
+        return {name: available[name] for name in keywords if name in available}
 
 
 def _fault(result: Any) -> str:

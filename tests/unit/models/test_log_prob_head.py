@@ -98,13 +98,6 @@ def test_bfloat16_gives_float32_log_probs_and_bfloat16_gradients() -> None:
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
 
 
-def test_frozen_weight_gets_no_gradient() -> None:
-    hidden, weight, bias, targets = _inputs()
-    log_probs, *_ = token_log_probs(hidden, weight.requires_grad_(False), bias.requires_grad_(False), targets)
-    log_probs.sum().backward()
-    assert hidden.grad is not None and weight.grad is None and bias.grad is None
-
-
 def test_no_tokens() -> None:
     hidden, weight, bias, targets = _inputs()
     log_probs, entropy, *_ = token_log_probs(hidden[:0], weight, bias, targets[:0], with_entropy=True)

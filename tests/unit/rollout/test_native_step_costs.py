@@ -8,15 +8,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rollout_models import prompts, requests_for, tiny_engine
 from test_native_graphs import Again, recorded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybridflow.distributed import transfers
+from hybridflow.distributed.transfers import HostCopy
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.session import Session
 
@@ -36,6 +40,21 @@ def running(engine: NativeEngine, rows: int, steps: int = 3, **params: Any) -> S
         session.step()
     assert session.num_running == rows
     return session
+
+
+def test_the_host_waits_for_the_device_that_has_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device of the process may be another one."""
+    own, asked = torch.empty, []
+    module = SimpleNamespace(
+        Event=lambda: SimpleNamespace(record=asked.append),
+        current_stream=lambda device: ("stream of", device),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **kind: own(*sizes, **kind))
+    monkeypatch.setattr(transfers, "features", lambda kind: SimpleNamespace(pins_memory=True))
+    tokens = torch.ones(3)
+    assert torch.equal(HostCopy([tokens])._tensors[0], tokens)
+    assert asked == [("stream of", tokens.device)]
 
 
 def opcodes(call: Callable[[], object]) -> int:

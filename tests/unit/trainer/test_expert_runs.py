@@ -91,6 +91,12 @@ def test_keys_that_do_not_go_together(
         ppo_config(model, tmp_path / "run", *GRPO, *keys)
 
 
+def test_keys_of_other_engines_are_these_keys(model: Path, tmp_path: Path) -> None:
+    keys = ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", R3[1])
+    config = ppo_config(model, tmp_path / "run", *GRPO, *keys)
+    assert config.actor_rollout_ref.actor.router_replay.mode == "R3"
+
+
 def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     dense = tiny_model(tmp_path / "dense")
     with (

@@ -289,7 +289,16 @@ def test_the_ledger_says_how_often_each_group_was_drawn_again(
     assert {step - taken_in[index] for index, step in noted} == {1, 2}
 
 
-@pytest.mark.parametrize("schedule", [(), *SCHEDULES.values()], ids=["sync", *SCHEDULES])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param((), id="sync"),
+        *(
+            pytest.param(keys, id=name, marks=[pytest.mark.slow] * (name == "two_ahead"))
+            for name, keys in SCHEDULES.items()
+        ),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     schedule: tuple[str, ...], model: Path, tmp_path: Path
 ) -> None:

@@ -81,9 +81,14 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("correction", [BYPASS, DECOUPLED], ids=["bypass", "decoupled"])
 @pytest.mark.parametrize(
-    ("ahead", "schedule"), [(1, ONE_STEP_OFF), (2, TWO_STEPS_AHEAD)], ids=["one_step_off", "two_ahead"]
+    ("ahead", "schedule", "correction"),
+    [
+        pytest.param(1, ONE_STEP_OFF, BYPASS, id="one_step_off-bypass"),
+        pytest.param(1, ONE_STEP_OFF, DECOUPLED, id="one_step_off-decoupled", marks=pytest.mark.slow),
+        pytest.param(2, TWO_STEPS_AHEAD, BYPASS, id="two_ahead-bypass", marks=pytest.mark.slow),
+        pytest.param(2, TWO_STEPS_AHEAD, DECOUPLED, id="two_ahead-decoupled"),
+    ],
 )
 def test_the_run_is_that_of_a_serial_loop_also_after_a_resume(
     model: Path, tmp_path: Path, ahead: int, schedule: tuple[str, ...], correction: tuple[str, ...]

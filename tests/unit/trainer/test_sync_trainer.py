@@ -153,24 +153,31 @@ REJECTION = (
 REUSED = ("actor_rollout_ref.rollout.reuse_log_probs_within=1.0",)
 
 
+STORED: dict[str, tuple[str, ...]] = {
+    "fast": (FAST,),
+    "exact": ("actor_rollout_ref.rollout.exact=true",),
+    "reused log-probs": (FAST, *REUSED),
+    "bypass": (FAST, *BYPASS),
+    "rejection": (FAST, *REJECTION),
+    "bypass and rejection": (FAST, *BYPASS, *REJECTION),
+    "clip_cov": (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
+    "baseline of tokens": (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
+    "drawn again": (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+    "dumps": (FAST, "trainer.rollout_data_dir=DUMPS"),
+    "kl in the reward": (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+}
+SHOWN_QUICKLY = ("fast", "bypass and rejection", "drawn again")
+"""Settings whose steps are shown in tests that are not slow; the others read the same columns or fewer."""
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "shows"),
     [
-        (FAST,),
-        ("actor_rollout_ref.rollout.exact=true",),
-        (FAST, *REUSED),
-        (FAST, *BYPASS),
-        (FAST, *REJECTION),
-        (FAST, *BYPASS, *REJECTION),
-        (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
-        (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
-        (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
-        (FAST, "trainer.rollout_data_dir=DUMPS"),
-        (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+        pytest.param(keys, shows, id=f"{name}, {'shown' if shows else 'not shown'}", marks=marks)
+        for name, keys in STORED.items()
+        for shows, marks in ((False, ()), (True, [pytest.mark.slow] * (name not in SHOWN_QUICKLY)))
     ],
-    ids=lambda keys: " ".join(key.rpartition(".")[2] for key in keys),
 )
-@pytest.mark.parametrize("shows", [False, True])
 def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
     model: Path, tmp_path: Path, keys: tuple[str, ...], shows: bool
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_models import prompts, requests_for, run, tiny_engine
+from rollout_models import Source, prompts, requests_for, run, tiny_engine
 from torch import nn
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
@@ -209,19 +209,6 @@ def test_the_configuration_builds_the_engine() -> None:
         99,
         0.25,
     )
-
-
-class Source:
-    """Weights that are there between `acquire` and `release`."""
-
-    def __init__(self) -> None:
-        self.events: list[object] = []
-
-    def acquire(self, version: int) -> None:
-        self.events.append(version)
-
-    def release(self) -> None:
-        self.events.append("released")
 
 
 def test_weights_with_a_source_are_there_while_the_engine_is_awake() -> None:

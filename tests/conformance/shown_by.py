@@ -15,7 +15,6 @@ _ENDINGS = "conformance/test_endings.py"
 _WEIGHTS = "conformance/test_weights.py"
 _ERRORS = "conformance/test_errors.py"
 _WORKERS = "unit/workers/test_rollout_worker.py"
-_HF_WORKERS = "unit/workers/test_hf_rollout.py"
 _HF = "unit/rollout/test_hf_engine.py"
 _SESSION = "unit/rollout/test_native_session.py"
 _SGLANG = "with_sglang/test_sglang_engines.py"
@@ -60,8 +59,8 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "hf": {
         "shared_weights": f"{_HF}::test_it_leaves_the_shared_module_as_it_was",
-        "sharded_training": f"{_HF_WORKERS}::test_it_generates_for_a_sharded_actor_what_one_process_does",
-        "lora": f"{_HF_WORKERS}::test_it_generates_for_a_sharded_actor_what_one_process_does",
+        "sharded_training": f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does",
+        "lora": f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does",
         "sleep": f"{_HF}::test_weights_with_a_source_are_there_while_the_engine_is_awake",
         "cpu": SHOWN_BY["greedy_parity"],
         "any_architecture": f"{_HF}::test_models_that_our_attention_refuses",

@@ -15,10 +15,8 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.files import Rows
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sft import SFTDataset, SFTRow
-from hybridflow.data.tasks import ArithmeticChain
 from hybridflow.data.tokenizer import encode_rendered, text_of
 from hybridflow.errors import DataError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.trainer.sft.step import conversation_rows
 
 CHAT = [
@@ -214,19 +212,6 @@ def test_bad_rows_are_counted(characters: PreTrainedTokenizerFast, caplog: pytes
     assert "no message has the role assistant" in caplog.text
 
 
-def test_generation_and_supervised_training_see_the_same_tokens() -> None:
-    tokenizer = create_tiny_tokenizer()
-    rows = ArithmeticChain(seed=0).rows("train", 20)
-    for prompt, row in zip(
-        PromptDataset(rows, tokenizer, DataConfig()),
-        SFTDataset(rows, tokenizer, SFTDataConfig()),
-        strict=True,
-    ):
-        size = len(prompt.prompt_token_ids)
-        assert row.input_ids[:size] == prompt.prompt_token_ids and not any(row.loss_mask[:size])
-        assert learned(tokenizer, row) == rows[row.index]["messages"][-1]["content"] + "<|im_end|>"
-
-
 def test_column_mistakes(
     characters: PreTrainedTokenizerFast, characters_without_template: PreTrainedTokenizerFast
 ) -> None:
@@ -308,14 +293,6 @@ def test_a_column_tools_that_is_something_else_is_left_out_unless_it_was_named(
     assert [record.message.count("data.tools_key") for record in caplog.records] == [1]
     with pytest.raises(DataError, match="things is text that is no JSON"):
         SFTDataset(rows, tokenizer, SFTDataConfig(tools_key="things"))
-
-
-def test_a_template_that_takes_thoughts_away_is_learned_turn_by_turn() -> None:
-    tokenizer = FAMILIES["qwen3"].tokenizer()
-    (row,) = list(SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig()))
-    thought = "<think>\n\n</think>\n\n"
-    assert learned(tokenizer, row) == f"{thought}2<|im_end|>{thought}no more<|im_end|>"
-    assert ChatTemplate(tokenizer).begin(CHAT[:2]) == row.input_ids[: row.loss_mask.index(1)]
 
 
 def tokenizer_of(name: str, request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:

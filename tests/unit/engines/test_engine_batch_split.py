@@ -162,22 +162,6 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
             assert (values - alone).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_packed_row_does_not_see_its_neighbour(engine: str) -> None:
-    """Other tokens in one row change no bit of what is computed for the others in the same pass."""
-    made = ENGINES[engine](tiny_policy(torch.float32), None)
-    rows, other = training_rows(dtype=torch.float32), training_rows(dtype=torch.float32)
-    for name in ("input_ids", "responses"):
-        first = other.batch[name][0]
-        other.batch[name][0] = torch.where(first > 2, 3 + (first + 7) % 60, first)
-    ask = Ask(log_probs=True, entropy=True)
-    before, after = (made.forward(each, ask, WHOLE) for each in (rows, other))
-    for name in ("log_probs", "entropy"):
-        assert torch.equal(after[name][1:], before[name][1:])
-        assert not torch.equal(after[name][0], before[name][0])
-        assert after[name].shape == rows.batch["responses"].shape, "of the response, and of no prompt"
-
-
 def of_lengths(*lengths: int) -> DataProto:
     """Copies of one row, with so many tokens to learn."""
     rows = training_rows(extra_response=3).select_idxs([3] * len(lengths))

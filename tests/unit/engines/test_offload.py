@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from engine_zoo import tiny_policy, training_rows
+from engine_zoo import training_rows
 from sharded_runs import Run, ask, build, dealt, save_tiny
 from torch import Tensor, nn
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
-from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
-from hybridflow.engines.optimizer import MasterAdamW
 
 
 @pytest.fixture(scope="module")
@@ -85,81 +81,3 @@ def test_parameters_rest_when_nobody_needs_them() -> None:
         still = Moves()
         with Offloader(still, None, meta, config).parameters():
             assert still.sent == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_that_rests_steps_as_one_that_stays(dtype: torch.dtype) -> None:
-    config = FSDPConfig(optimizer_offload=True)
-    engine = FSDPEngine(tiny_policy(dtype), name="actor", optim=OptimConfig(lr=1e-3), fsdp=config)
-    plain = FSDPEngine(tiny_policy(dtype), name="actor", optim=OptimConfig(lr=1e-3))
-    run = Run("", deal=(tuple(range(7)),))
-    for each in (engine, plain):
-        batch, loss = dealt(run, each)
-        each.train_mini_batch(batch, ask(run), loss, run.limits)
-    assert all(
-        torch.equal(a, b) for a, b in zip(engine.module.parameters(), plain.module.parameters(), strict=True)
-    )
-
-
-def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = FSDPEngine(
-        tiny_policy(torch.bfloat16),
-        name="actor",
-        optim=OptimConfig(),
-        fsdp=FSDPConfig(optimizer_offload=True),
-    )
-    optimizer = engine.optimizer
-    assert optimizer is not None
-    # there is no second device to compute on: what would move says where it is
-    engine.offloader.device = torch.device("meta")
-    where = {"masters": "cpu", "moments": "cpu"}
-    monkeypatch.setattr(optimizer, "move_masters", lambda device, _: where.update(masters=str(device)))
-    monkeypatch.setattr(
-        optimizer,
-        "move_moments",
-        lambda device, _: where.update(moments=where["masters"] if device is None else str(device)),
-    )
-    at: dict[str, list[dict[str, str]]] = {"backward": [], "step": []}
-    optimizer.rules[0].register_step_pre_hook(lambda *_: at["step"].append(dict(where)))
-    run = Run("", deal=(tuple(range(7)),))
-    batch, loss = dealt(run, engine)
-
-    def noting(*args: Any) -> Any:
-        at["backward"].append(dict(where))
-        return loss(*args)
-
-    for _ in range(2):
-        engine.train_mini_batch(batch, ask(run), noting, run.limits)
-        assert where == {"masters": "cpu", "moments": "cpu"}
-    assert at["step"] == [{"masters": "meta", "moments": "meta"}] * 2
-    assert len(at["backward"]) > 2
-    assert all(each == {"masters": "meta", "moments": "cpu"} for each in at["backward"])
-
-
-def moments_of(optimizer: MasterAdamW) -> set[str]:
-    return {value.device.type for entry in optimizer.rules[0].state.values() for value in entry.values()}
-
-
-def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Offloader]:
-    device = torch.device("meta")
-    optimizer = MasterAdamW(nn.Linear(2, 3, device=device).named_parameters(), OptimConfig())
-    return optimizer, Offloader(Moves(), optimizer, device, config)
-
-
-def test_moments_that_came_while_parameters_rested_join_them_for_the_step() -> None:
-    optimizer, residence = optimizer_on_a_device(FSDPConfig(param_offload=True))
-    optimizer.rules[0].state = {
-        master: {"exp_avg": torch.zeros(master.shape)} for master in optimizer.masters.values()
-    }
-    with residence.moments():
-        assert moments_of(optimizer) == {"meta"}
-
-
-def test_moments_are_made_where_they_rest() -> None:
-    optimizer, _ = optimizer_on_a_device(FSDPConfig(optimizer_offload=True))
-    state = optimizer.state_dict()
-    assert moments_of(optimizer) == {"cpu"}
-    optimizer.load_state_dict(state)
-    assert moments_of(optimizer) == {"cpu"}

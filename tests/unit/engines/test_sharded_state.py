@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hybridflow.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import Ask, BatchLimits, Held
 from hybridflow.engines.micro_batches import split_further
-from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, TrainingError
+from hybridflow.errors import CheckpointError, HybridFlowError, TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from ranks import Ranks
@@ -90,47 +89,6 @@ def test_a_loaded_state_goes_on_to_the_bit(
 ) -> None:
     run = Run(folder, optim=SCHEDULED, **changes)
     assert two_ranks.run(go_on, run, way) == [(True, ["DTensor", "Tensor"])] * 2
-
-
-def take_over(rank: int, run: Run, state: dict[str, Any]) -> dict[str, Any]:
-    engine = build(run, 2)
-    fresh = engine.state_dict()
-    engine.load_state_dict(state)
-    step(engine, run)
-    return {
-        "names": {name: sorted(entry) for name, entry in fresh["optimizer"].items()},
-        "zero": all(
-            not whole(entry["exp_avg"]).any() and float(entry["step"]) == 0
-            for entry in fresh["optimizer"].values()
-        ),
-        "weights": weights_of(engine),
-        "state": gathered(engine.state_dict()),
-    }
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_of_one_rank_and_of_two_fit_each_other(two_ranks: Ranks, folder: str, dtype: str) -> None:
-    run = Run(folder, optim=SCHEDULED, model={"dtype": dtype})
-    one = build(run, 1)
-    everyone = replace(run, deal=(tuple(range(7)),))
-    step(one, everyone)
-    state = copied(one.state_dict())
-    step(one, everyone)
-    ranks = two_ranks.run(take_over, run, state)
-    assert ranks[0]["zero"]
-    assert ranks[0]["names"] == {name: sorted(entry) for name, entry in state["optimizer"].items()}
-    bound = 2e-6 if dtype == "float32" else 0.02
-    for name, tensor in weights_of(one).items():
-        assert (ranks[0]["weights"][name].float() - tensor.float()).abs().max() < bound, name
-    back = build(run, 1)
-    back.load_state_dict(ranks[0]["state"])
-    for entry in ranks[0]["state"]["optimizer"].values():
-        assert float(entry["step"]) == 2.0
-    assert back.num_steps == 2
-    assert all(
-        torch.equal(back.state_dict()["model"][name], tensor)
-        for name, tensor in ranks[0]["state"]["model"].items()
-    )
 
 
 def refuse(rank: int, run: Run) -> list[str]:
@@ -236,13 +194,6 @@ def idle(rank: int, run: Run) -> list[str]:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_nothing_stays_gathered_between_calls(two_ranks: Ranks, folder: str, reshard: bool) -> None:
     assert two_ranks.run(idle, Run(folder, fsdp=FSDPConfig(reshard_after_forward=reshard))) == [[], []]
-
-
-def test_one_rank_refuses_a_row_over_the_cap_itself(folder: str) -> None:
-    engine = build(Run(folder), 1)
-    batch, _ = dealt(replace(Run(folder), deal=((3,),)), engine)
-    with pytest.raises(ConfigError, match="row 0 has 14 tokens"):
-        engine.forward(batch, Ask(log_probs=True), BatchLimits(12))
 
 
 def test_no_rows_on_one_rank_give_empty_outputs(folder: str) -> None:

@@ -51,19 +51,19 @@ def test_gradient_checkpointing_gives_the_same_gradient(model_type: str) -> None
         ("bloom", {"n_layer": 2, "n_head": 4}),
         ("falcon", {"alibi": True, "new_decoder_architecture": False, "head_dim": None}),
         ("mamba", {"state_size": 4}),
+        (
+            "qwen3_next",
+            {
+                "layer_types": ["linear_attention", "full_attention"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+        ),
     ],
 )
 def test_unsupported_is_refused(model_type: str, settings: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match=model_type):
+    with pytest.raises(ModelError, match=f"{model_type}|layers call"):
         probe_policy(PolicyModel(tiny_hf(model_type, **settings)))
-
-
-def test_hybrid_linear_attention_is_refused() -> None:
-    hf = tiny_hf(
-        "qwen3_next", layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2
-    )
-    with pytest.raises(ModelError, match=r"not supported|layers call"):
-        probe_policy(PolicyModel(hf))
 
 
 def test_probe_finds_a_layer_that_does_not_call_our_attention() -> None:
@@ -71,13 +71,6 @@ def test_probe_finds_a_layer_that_does_not_call_our_attention() -> None:
     attention = policy.hf.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ModelError, match="1 of 2 layers"):
-        probe_policy(policy)
-
-
-def test_probe_finds_a_difference() -> None:
-    policy = PolicyModel(tiny_hf("llama"))
-    object.__setattr__(policy.transform, "scale", 1.5)
-    with pytest.raises(ModelError, match="differ by"):
         probe_policy(policy)
 
 

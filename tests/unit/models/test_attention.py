@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import tiny_hf
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedLayout, attention, make_buckets
-from hybridflow.models.policy import PolicyModel
 from hybridflow.models.scores import Scores
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
@@ -119,9 +117,3 @@ def test_refusals() -> None:
         _call(dropout=0.1)
     with pytest.raises(ModelError, match="both directions"):
         _call(is_causal=False)
-
-
-def test_model_called_without_layout_is_refused() -> None:
-    policy = PolicyModel(tiny_hf("qwen2"))
-    with pytest.raises(ModelError, match="without a layout"):
-        policy.hf(input_ids=torch.ones(1, 3, dtype=torch.int64))

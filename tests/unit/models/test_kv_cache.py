@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models.kv_cache import LayerShape, Places, SlotCache, bytes_per_token
+from hybridflow.models.kv_cache import LayerShape, SlotCache, bytes_per_token
 from hybridflow.models.scores import Scores, masked_attention
 from hybridflow.models.span_layout import SpanLayout
 
@@ -18,25 +18,6 @@ def filled(num_slots: int = 5, capacity: int = 7, seed: int = 0) -> SlotCache:
     for stored in (*cache.keys.values(), *cache.values.values()):
         stored.normal_(generator=draw)
     return cache
-
-
-def test_tokens_land_in_their_slot_and_position() -> None:
-    cache = SlotCache(SHAPES, 5, 7)
-    places = Places(torch.tensor([4, 0, 0]), torch.tensor([6, 2, 3]))
-    for layer, shape in SHAPES.items():
-        key = torch.randn(3, shape.kv_heads, shape.key_dim)
-        value = torch.randn(3, shape.kv_heads, shape.value_dim)
-        cache.write(layer, key, value, places)
-        assert torch.equal(cache.keys[layer][4, :, 6], key[0])
-        assert torch.equal(cache.keys[layer][0, :, 2], key[1])
-        assert torch.equal(cache.values[layer][0, :, 3], value[2])
-        assert cache.values[layer].count_nonzero() == 3 * shape.kv_heads * shape.value_dim
-
-
-def test_spans_are_stored_one_after_the_other() -> None:
-    places = Places.of_spans([5, 0, 2], [0, 4, 1], [2, 3, 1])
-    assert places.rows.tolist() == [5, 5, 0, 0, 0, 2]
-    assert places.positions.tolist() == [0, 1, 4, 5, 6, 1]
 
 
 def test_moving_and_copying_take_slots_up_to_a_length() -> None:
@@ -55,15 +36,6 @@ def test_moving_and_copying_take_slots_up_to_a_length() -> None:
     for source, row in ((0, 1), (0, 2), (4, 3)):
         assert torch.equal(cache.values[3][row, :, :5], before.values[3][source, :, :5])
         assert torch.equal(cache.values[3][row, :, 5:], before.values[3][row, :, 5:])
-
-
-def test_bytes_are_counted_by_layer() -> None:
-    cache = SlotCache(SHAPES, 5, 7)
-    assert (
-        cache.nbytes
-        == 5 * 7 * sum(shape.bytes_per_token for shape in SHAPES.values())
-        == 5 * 7 * (2 * 8 + 11) * 4
-    )
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])

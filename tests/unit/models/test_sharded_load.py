@@ -128,6 +128,9 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
     several = save(tiny_hf("llama"), tmp_path / "e", several=True)
     next(several.glob("model-00001-*.safetensors")).unlink()
     cases.append((several, r"names 1 files that are not there, the first model-00001"))
+    unnamed = save(tiny_hf("llama"), tmp_path / "g", several=True)
+    (unnamed / "model.safetensors.index.json").write_text(json.dumps({"weights": {}}))
+    cases.append((unnamed, "cannot load model"))
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "config.json").write_text((folder / "config.json").read_text())
     cases.append((tmp_path / "f", r"has no weights: \*.safetensors is missing"))
@@ -253,11 +256,3 @@ def test_compiled_blocks_keep_names_and_values(monkeypatch: pytest.MonkeyPatch) 
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0, "the attention, nothing else"
     assert len(counters["graph_break"]) == 1, "the attention, nothing else"
     torch._dynamo.reset()
-
-
-def test_an_index_that_is_no_json_is_an_error(tmp_path: Path) -> None:
-    folder = save(tiny_hf("llama"), tmp_path / "model", several=True)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weights": {}}))
-    with pytest.raises(ModelError, match="cannot load model"):
-        load(folder)

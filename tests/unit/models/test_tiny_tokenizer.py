@@ -31,13 +31,6 @@ def tokenizer(
     return AutoTokenizer.from_pretrained(Path(folder))
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert tokenizer.unk_token_id not in ids
-    assert tokenizer.decode(ids) == text
-
-
 def test_size_and_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) <= 128
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|pad|>"
@@ -87,11 +80,14 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
 CALL = '<tool_call>\n{"name": "add", "arguments": {"text": "3 + 4"}}\n</tool_call>'
 
 
+WITH_CALLS = [CALL, CALL.replace('"}}', '"}'), "tool add", "<tool_cal>", *TOOL_WORDS]
+
+
 @pytest.mark.parametrize(
-    "text", [*TEXTS, CALL, CALL.replace('"}}', '"}'), "tool add", "<tool_cal>", *TOOL_WORDS]
+    ("text", "tools"), [*((text, []) for text in TEXTS), *((text, ["add"]) for text in [*TEXTS, *WITH_CALLS])]
 )
-def test_round_trip_with_tools(text: str) -> None:
-    tokenizer = create_tiny_tool_tokenizer(["add"])
+def test_round_trip(text: str, tools: list[str]) -> None:
+    tokenizer = create_tiny_tool_tokenizer(tools) if tools else create_tiny_tokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids) == text

@@ -206,15 +206,6 @@ def test_build_always_writes_jsonl_and_refuses_unknown_names(tmp_path: Path) -> 
         build_trackers(["tensorbord"], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_missing_library_names_its_extra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=f"install the extra '{name}'"):
-        build_trackers([name], tmp_path)
-
-
 def test_missing_tensorboard_is_skipped_only_when_it_was_a_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

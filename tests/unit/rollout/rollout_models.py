@@ -108,3 +108,16 @@ def run(engine: NativeEngine, requests: list[GenerationRequest]) -> dict[int, Ge
     outputs = list(engine.generate(requests))
     assert len(outputs) == len(requests)
     return {output.request_id: output for output in outputs}
+
+
+class Source:
+    """Weights that are there between `acquire` and `release`."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def acquire(self, version: int) -> None:
+        self.events.append(version)
+
+    def release(self) -> None:
+        self.events.append("released")

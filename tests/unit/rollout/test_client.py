@@ -167,20 +167,6 @@ def test_who_stops_waiting_frees_the_row(make: Make) -> None:
     run(work())
 
 
-def test_abort_gives_what_there_is(make: Make) -> None:
-    client, (session,) = make(seconds=0.002)
-
-    async def work() -> GenerationOutput:
-        waiting = asyncio.ensure_future(client.generate(request(0, max_tokens=5_000)))
-        while session.steps < 3:
-            await asyncio.sleep(0.002)
-        await client.abort([0, 99])
-        return await waiting
-
-    output = run(work())
-    assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 5_000
-
-
 def test_a_deadline_names_request_replica_and_limit(make: Make) -> None:
     client, (session,) = make(seconds=0.002)
 

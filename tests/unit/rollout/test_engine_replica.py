@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from scripted_engine import ScriptedEngine
 from test_native_begun import exact_engine
 
 from hybridflow.distributed.replica_ranks import ReplicaRanks
-from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.engine_replica import STEPS_PER_TALK, Commands, EngineReplica, ReplicaLost
@@ -324,22 +322,6 @@ def test_ranks_seldom_talk_in_a_closed_session() -> None:
     outputs_of(answers)
     replica.pause(keep_kv=False)
     assert len(ranks.said) == 3  # type: ignore[attr-defined]
-
-
-def test_a_request_that_cannot_be_served_comes_back_and_the_others_go_on() -> None:
-    replica = paused(tiny_engine())
-    good, bad = requests_for(prompts(2), max_tokens=4)
-    answers = replica.submit_many([good, replace(bad, prompt=Prompt((1_000_000,)))])
-    replica.resume(closed=True)
-    outputs = outputs_of(answers)
-    assert outputs[bad.request_id].refused and outputs[good.request_id].error is None
-
-
-def test_equal_numbers_are_refused_before_any_joins() -> None:
-    replica = paused(ScriptedEngine())
-    with pytest.raises(RolloutError, match="the same request_id: 1"):
-        replica.submit_many([request(0), request(1), request(1)])
-    assert replica.load == 0
 
 
 def test_a_pause_that_is_interrupted_leaves_nothing_behind(

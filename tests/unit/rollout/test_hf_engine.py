@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_models import Source
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hybridflow.errors import ModelError, RolloutError
@@ -110,16 +111,6 @@ def test_it_leaves_the_shared_module_as_it_was() -> None:
 
 
 def test_weights_with_a_source_are_there_while_the_engine_is_awake() -> None:
-    class Source:
-        def __init__(self) -> None:
-            self.calls: list[object] = []
-
-        def acquire(self, version: int) -> None:
-            self.calls.append(version)
-
-        def release(self) -> None:
-            self.calls.append("released")
-
     source = Source()
     engine = HFEngine(model(), eos_token_ids=(EOS,), source=source)
     with pytest.raises(RolloutError, match="wake_up"):
@@ -133,7 +124,7 @@ def test_weights_with_a_source_are_there_while_the_engine_is_awake() -> None:
         engine.sleep()
     assert len(list(stream)) == 5
     engine.sleep()
-    assert source.calls == [4, "released"]
+    assert source.events == [4, "released"]
 
 
 def test_batches_are_as_large_as_told_and_may_be_left_early() -> None:

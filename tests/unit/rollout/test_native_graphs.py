@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from far_device import attend_over_blocks
 from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -207,6 +207,19 @@ def test_slots_that_grow_take_the_graphs_with_them() -> None:
             run(tiny_engine(dtype=torch.float64, max_num_seqs=4), requests)
         )
     assert engine.graphs is not None and engine.graphs.num_graphs < engine.graphs.num_recorded
+
+
+def attend_over_blocks(query: Tensor, keys: Tensor, values: Tensor, *bounds: Any, **how: Any) -> Tensor:
+    """Attend as the kernel of CUDA does: lengths and blocks come in tensors, whatever the bounds say."""
+    rows = []
+    for row, length in enumerate(how["seqused_k"].tolist()):
+        blocks = how["block_table"][row].long()
+        key, value = (x[blocks].flatten(0, 1)[:length].transpose(0, 1) for x in (keys, values))
+        attended = scaled_dot_product_attention(
+            query[row][:, None], key, value, scale=how["scale"], enable_gqa=how["enable_gqa"]
+        )
+        rows.append(attended[:, 0])
+    return torch.stack(rows)
 
 
 class WithTable(Again):

@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import tiny_hf
 from torch import Tensor
 
 from hybridflow.distributed import cuda as room
 from hybridflow.distributed.cuda import CudaRecorder
-from hybridflow.models.kv_cache import SlotCache
-from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import layer_facts
-from hybridflow.rollout.native.step import decode_rows
 
 
 def waiting_is_refused() -> bool:
@@ -194,17 +189,3 @@ def test_other_threads_may_wait_while_one_records(monkeypatch: pytest.MonkeyPatc
             assert cuda.calls.count("begin") == begun == 1
         second.result(60)
         assert cuda.calls.count("begin") == 2
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma2"])
-def test_a_decode_step_waits_for_no_device(kind: str) -> None:
-    """On the meta device, where all that CUDA does is done but the numbers."""
-    hf = tiny_hf(kind)
-    shapes, _ = layer_facts(PolicyModel(hf))
-    policy = PolicyModel(hf.to("meta"))
-    far = SlotCache(shapes, 4, 32, "meta")
-    tokens = torch.zeros(4, dtype=torch.int64, device="meta")
-    decode_rows(policy, far, tokens, tokens, 7, 8)  # the first one may look at its settings
-    with room._RefuseWaiting():  # type: ignore[no-untyped-call]
-        states = decode_rows(policy, far, tokens, tokens, 7, 8)
-        assert states.shape == (4, 32) and states.is_meta

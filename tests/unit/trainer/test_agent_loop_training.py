@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.errors import ConfigError
 from hybridflow.observability.report import collect, write_report
@@ -35,11 +35,6 @@ class TwoAnswers(AgentLoopBase):
             extra_fields={"messages": [*raw_prompt, {"role": "assistant", "content": "done"}]},
         )
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def keys(folder: Path) -> list[str]:

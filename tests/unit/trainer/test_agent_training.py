@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError
@@ -53,11 +53,6 @@ SHORT = (
     "data.task.name=null",
     "algorithm.adv_estimator=grpo",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def config(model: Path, run: Path, world: str, *overrides: str) -> PPOConfig:

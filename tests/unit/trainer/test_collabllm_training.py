@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.interactions.collabllm_interaction import END, CollabLLMInteraction
@@ -53,7 +53,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
 
 def test_an_answer_is_trained_by_what_its_continuations_are_worth(
-    tmp_path: Path, endpoint: list[dict[str, Any]]
+    model: Path, tmp_path: Path, endpoint: list[dict[str, Any]]
 ) -> None:
     user = {"name": "collabllm", "class_name": CLASS, "config": {"user_model": "u", "temperature": 0.5}}
     (tmp_path / "user.yaml").write_text(yaml.safe_dump({"interaction": [user]}))
@@ -81,7 +81,7 @@ def test_an_answer_is_trained_by_what_its_continuations_are_worth(
         f"{reward}.reward_kwargs.metric_weights={WEIGHTS}",
         f"{reward}.reward_kwargs.llm_judge_kwargs={{model: j}}",
     )
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *keys)) as trainer:
         made = trainer.source.next(1)
         _, metrics = trainer.step(made.rows, 1)
     rows = made.rows

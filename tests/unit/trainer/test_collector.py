@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.agent.collate import collate
 from hybridflow.config import PPOConfig
@@ -95,10 +95,10 @@ def test_rows_of_the_driver_itself_are_whole(groups: list[DataProto]) -> None:
 
 @pytest.mark.parametrize("gives_whole_rows", [False, True])
 def test_a_batch_of_which_nothing_is_left_is_as_the_driver_would_have_made_it(
-    groups: list[DataProto], tmp_path: Path, *, gives_whole_rows: bool
+    groups: list[DataProto], model: Path, tmp_path: Path, *, gives_whole_rows: bool
 ) -> None:
     filtered = [rows_of(rows, []) for rows in collected(groups)]
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run")) as trainer:
+    with build(ppo_config(model, tmp_path / "run")) as trainer:
         source = trainer.source
         source.collectors = cast(Any, SimpleNamespace(gives_whole_rows=gives_whole_rows))
         same(source.whole_batch(filtered, Metrics()), collate([], source.pipeline.pad_token_id))

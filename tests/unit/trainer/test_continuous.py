@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, ppo_config
 
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.errors import CheckpointError, DataError, RewardError, RolloutError, TrainingError
@@ -58,11 +58,6 @@ class Run:
 
     def ledger(self) -> Ledger:
         return Ledger.open(self.folder / LEDGER_FILE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 from test_agent_loop_training import keys as agent_keys
-from test_continuous import COLOCATED, GROUPS, GRPO, STEPS, Run, model
+from test_continuous import COLOCATED, GROUPS, GRPO, STEPS, Run
 from tiny_trainer import build, ppo_config
 
 from hybridflow.agent.runner import Runner
 from hybridflow.errors import Stopped
 from hybridflow.trainer.schedules.ledger_state import Phase
-
-__all__ = ["model"]  # the fixture
 
 
 def test_the_bound_on_trajectories_holds_for_all_groups_together(

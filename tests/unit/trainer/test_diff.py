@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.checkpoint.manifest import read_manifest, write_manifest
 from hybridflow.cli.main import main
@@ -46,11 +46,6 @@ def train(model: Path, run: Path, *overrides: str) -> Path:
     with build(ppo_config(model, run, *keys, *overrides)) as trainer:
         trainer.fit()
     return run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

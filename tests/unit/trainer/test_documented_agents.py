@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
@@ -170,137 +170,9 @@ class MathExpression(AgentLoopBase):
             metrics={},
         )
 '''
-REACT = '''
-"""A ReAct loop as a LangGraph graph, whose messages carry the ids of the conversation."""
-import json
-from typing import Any
-from uuid import uuid4
-
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, convert_to_openai_messages
-from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.tools import tool
-from langchain_core.utils.function_calling import convert_to_openai_tool
-from langgraph.graph import END, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode
-
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, AsyncLLMServerManager
-from verl.experimental.agent_loop.tool_parser import ToolParser
-
-
-@tool(parse_docstring=True)
-def calculate(a: int, b: int) -> int:
-    """Compute 3a - 2b.
-
-    Args:
-        a: The first operand.
-        b: The second operand.
-    """
-    return 3 * a - 2 * b
-
-
-class ChatModel(BaseChatModel):
-    client: AsyncLLMServerManager
-    tokenizer: Any
-    tool_parser: str
-
-    @property
-    def _llm_type(self):
-        return "policy"
-
-    def _generate(self, messages, stop=None, **kwargs):
-        raise NotImplementedError
-
-    def bind_tools(self, tools, **kwargs):
-        return self.bind(tools=[convert_to_openai_tool(each) for each in tools], **kwargs)
-
-    async def _agenerate(self, messages, stop=None, tools=None, sampling_params=None, **kwargs):
-        said = [place for place, message in enumerate(messages) if message.type == "ai"]
-        new = convert_to_openai_messages(messages[said[-1] + 1 :] if said else messages)
-        ids = self.tokenizer.apply_chat_template(
-            new, tools=None if said else tools, add_generation_prompt=True, tokenize=True
-        )
-        prompt_ids, mask, request_id = ids, [], str(uuid4())
-        if said:
-            before = messages[said[-1]].response_metadata
-            prompt_ids = before["prompt_ids"] + ids
-            mask = before["response_mask"] + [0] * len(ids)
-            request_id = before["request_id"]
-        output = await self.client.generate(
-            request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
-        )
-        parser = ToolParser.get_tool_parser(self.tool_parser, self.tokenizer)
-        content, calls = await parser.extract_tool_calls(output)
-        message = AIMessage(
-            content=content,
-            tool_calls=[{"name": c.name, "args": json.loads(c.arguments), "id": str(uuid4())} for c in calls],
-            response_metadata={
-                "request_id": request_id,
-                "prompt_ids": prompt_ids + output,
-                "response_mask": mask + [1] * len(output),
-            },
-        )
-        return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-async def call_model(state, config):
-    known = config["configurable"]
-    message = await known["model"].ainvoke(state["messages"], sampling_params=known["sampling_params"])
-    return {"messages": [message]}
-
-
-def should_continue(state, config):
-    turns = sum(message.type == "ai" for message in state["messages"])
-    if turns >= config["configurable"]["max_assistant_turns"] or not state["messages"][-1].tool_calls:
-        return END
-    return "tools"
-
-
-class MathExpressionReactAgentLoop(AgentLoopBase):
-    @classmethod
-    def init_class(cls, config, tokenizer, **kwargs):
-        if cls._class_initialized:
-            return
-        cls._class_initialized = True
-        workflow = StateGraph(MessagesState)
-        workflow.add_node("agent", call_model)
-        workflow.add_node("tools", ToolNode([calculate]))
-        workflow.set_entry_point("agent")
-        workflow.add_conditional_edges("agent", should_continue, {"tools": "tools", END: END})
-        workflow.add_edge("tools", "agent")
-        cls.graph = workflow.compile()
-
-    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
-        rollout = self.config.actor_rollout_ref.rollout
-        model = ChatModel(
-            client=self.server_manager, tokenizer=self.tokenizer, tool_parser=rollout.multi_turn.format
-        )
-        known = {
-            "model": model.bind_tools([calculate]),
-            "sampling_params": sampling_params,
-            "max_assistant_turns": rollout.multi_turn.max_assistant_turns,
-        }
-        state = await self.graph.ainvoke(
-            input={"messages": list(kwargs["raw_prompt"])}, config={"configurable": known}
-        )
-        last = state["messages"][-1].response_metadata
-        size = len(last["response_mask"])
-        return AgentLoopOutput(
-            prompt_ids=last["prompt_ids"][:-size],
-            response_ids=last["prompt_ids"][-size:],
-            response_mask=last["response_mask"],
-            num_turns=len(state["messages"]),
-            metrics={},
-        )
-'''
 NEW_NAMES = (("verl.experimental.agent_loop", "hybridflow.agent"), ("verl.", "hybridflow."))
 EVERY_TOKEN_ENDS = f"actor_rollout_ref.rollout.stop_token_ids=[{','.join(map(str, range(112)))}]"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
@@ -454,23 +326,5 @@ def test_the_agent_loop(by: str, model: Path, tmp_path: Path) -> None:
             f"{agent}.default_agent_loop=math_expression_",
         ]
     metrics = train(model, tmp_path, *keys)
-    assert metrics["agent/num_turns/mean"] == 3.0 and metrics["agent/num_rows/mean"] == 1.0
-    assert metrics["agent/num_messages"] == 6.0
-
-
-def test_the_langgraph_loop(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("langgraph", reason="the package langgraph is not installed")
-    monkeypatch.setitem(TOOL_PARSERS, "every_turn", format_of("calculate", {"a": 2, "b": 1}))
-    (tmp_path / "react.py").write_text(ours(REACT))
-    loop = f"{tmp_path / 'react.py'}:MathExpressionReactAgentLoop"
-    (tmp_path / "agent.yaml").write_text(yaml.safe_dump([{"name": "math_expression", "_target_": loop}]))
-    metrics = train(
-        model,
-        tmp_path,
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'agent.yaml'}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=math_expression",
-        f"{MULTI_TURN}.format=every_turn",
-        f"{MULTI_TURN}.max_assistant_turns=3",
-    )
     assert metrics["agent/num_turns/mean"] == 3.0 and metrics["agent/num_rows/mean"] == 1.0
     assert metrics["agent/num_messages"] == 6.0

@@ -9,24 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, tiny_model
+from tiny_trainer import metrics_of
 from torch import Tensor, exp, log, sigmoid
 from transformers import AutoModelForCausalLM
 
 from hybridflow.config import DPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.data.preference import CHOSEN, MISMATCHED
-from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.sft.build import build
 from hybridflow.workers.comparison import ComparisonWorker
 
 LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def dpo_config(model: Path, run: Path, *overrides: str) -> DPOConfig:
@@ -43,13 +37,6 @@ def dpo_config(model: Path, run: Path, *overrides: str) -> DPOConfig:
         f"trainer.default_local_dir='{run}'",
     ]
     return prepare_config(DPOConfig, [*settings, *overrides]).config
-
-
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in read_metrics(run / "metrics.jsonl").items()
-    }
 
 
 def log_prob_sums(policy: Any, rows: DataProto) -> Tensor:

@@ -5,14 +5,13 @@ saves the pass.
 from __future__ import annotations
 
 import logging
-import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, ppo_config
 from torch import Tensor
 
 from hybridflow.errors import ConfigError, TrainingError
@@ -22,7 +21,6 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers import ActorGroup
 from hybridflow.workers.log_prob_check import LogProbCheck, look_first
 
@@ -33,11 +31,6 @@ TAKEN, APART, CHECKED = (
     "training/rollout_log_probs_diff_max",
     "training/rollout_rows_checked",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def train(model: Path, run: Path, *overrides: str) -> dict[int, dict[str, float]]:
@@ -337,30 +330,3 @@ def test_rollout_correction_keeps_the_pass_that_it_compares_with(
         assert TAKEN not in line and line["rollout_corr/rollout_is_std"] > 0
         same = [name for name in line if name.startswith(("rollout_corr/", "actor/"))]
         assert all(line[name] == without[step][name] for name in same)
-
-
-def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_path: Path) -> None:
-    def rows_of_steps() -> dict[int, DataProto]:
-        seen = {}
-        with build(
-            ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true", "trainer.save_freq=1")
-        ) as trainer:
-            real = trainer.source.next
-
-            def kept(step: int) -> TrainBatch:
-                made = real(step)
-                seen[step] = made.rows
-                return made
-
-            trainer.source.next = kept  # type: ignore[method-assign]
-            trainer.fit()
-        return seen
-
-    first = rows_of_steps()
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "run" / f"global_step_{step}")
-    again = rows_of_steps()
-    assert sorted(first) == [1, 2, 3] and sorted(again) == [2, 3]
-    for step, batch in again.items():
-        for name in ("responses", "rollout_log_probs"):
-            assert torch.equal(batch.batch[name], first[step].batch[name])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config, tiny_model, trained_steps
 
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.merger import merge
@@ -28,16 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("experts"), experts=4)
 
 
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "actor/num_updates" in line]
-
-
 @pytest.mark.parametrize("keys", [R3, (*R3, *FAST), R2], ids=["R3-exact", "R3-fast", "R2"])
 def test_routes_reach_the_update(keys: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     # weights that stay: every replayed route is what the router would choose
     run(ppo_config(model, tmp_path / "run", *GRPO, *keys, "actor_rollout_ref.actor.optim.lr=0"))
-    steps = steps_of(tmp_path / "run")
+    steps = trained_steps(tmp_path / "run")
     assert len(steps) == 2
     for step in steps:
         assert step["actor/moe/flips"] == 0
@@ -71,7 +65,7 @@ def test_the_auxiliary_loss_makes_the_load_more_even(model: Path, tmp_path: Path
         folder = tmp_path / str(coef)
         keys = (f"actor_rollout_ref.actor.router_aux_loss_coef={coef}", "trainer.total_training_steps=6")
         run(ppo_config(model, folder, *GRPO, *keys, "actor_rollout_ref.actor.optim.lr=3e-3"))
-        found[coef] = steps_of(folder)
+        found[coef] = trained_steps(folder)
     assert found[1][-1]["actor/moe/balance_loss"] < found[1][0]["actor/moe/balance_loss"]
     assert found[1][-1]["actor/moe/load_max"] < found[0][-1]["actor/moe/load_max"]
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_trainer import sft_config, tiny_model
+from tiny_trainer import sft_config
 
 from hybridflow.checkpoint.layout import step_folders
 from hybridflow.checkpoint.store import PendingSave
@@ -55,8 +55,7 @@ def test_what_is_no_time_to_come_is_told_and_not_used(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.slow
-def test_a_run_saves_each_step_once_the_end_is_near(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_run_saves_each_step_once_the_end_is_near(model: Path, tmp_path: Path) -> None:
     config = sft_config(model, tmp_path / "run", "trainer.save_freq=100", "trainer.total_training_steps=4")
     clock = [0.0]
     with build(config, patience=0.0, signals=None) as trainer:
@@ -72,8 +71,9 @@ def test_a_run_saves_each_step_once_the_end_is_near(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_beside_the_run_is_whole_before_the_end_and_counts_with_its_writing(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_save_beside_the_run_is_whole_before_the_end_and_counts_with_its_writing(
+    model: Path, tmp_path: Path
+) -> None:
     keys = ("trainer.save_freq=1", "checkpoint.async_save=true")
     clock = [0.0]
     with build(sft_config(model, tmp_path / "run", *keys), patience=0.0, signals=None) as trainer:

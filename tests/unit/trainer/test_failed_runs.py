@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_trainer import build, ppo_config, sft_config, tiny_model
+from tiny_trainer import build, ppo_config, sft_config
 
 from hybridflow.cli.main import main
 from hybridflow.errors import ConfigError, Stopped, TrainingError
@@ -29,11 +29,6 @@ def later(inputs, done=[]):
         raise ZeroDivisionError("by a loss of mine")
     return vanilla(inputs)
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def own(folder: Path, name: str) -> str:

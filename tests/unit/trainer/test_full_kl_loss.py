@@ -27,11 +27,6 @@ FULL = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("other") / "model", hidden=48, layers=1, seed=3)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.errors import DataError
 from hybridflow.protocol import DataProto
@@ -17,11 +17,6 @@ from hybridflow.trainer.replay.kept_rows import KeptRows
 from hybridflow.trainer.source import TrainBatch
 
 KEEP = ("trainer.keep_rows=true", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.exact=false")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def rows_of_two(**columns: Any) -> DataProto:

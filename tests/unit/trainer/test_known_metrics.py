@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from known_metrics import names_under, unknown
 
@@ -39,9 +39,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_logs_known_metrics(kind: str, tmp_path: Path) -> None:
+def test_a_run_logs_known_metrics(kind: str, model: Path, tmp_path: Path) -> None:
     keys, own = KINDS[kind]
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *keys)) as trainer:
         trainer.fit()
     names = names_under(tmp_path)
     assert own in names and len(names) > 50

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 AGENTS = """
 from dataclasses import replace
@@ -55,8 +55,7 @@ CALLS = (2, 4, 3, 2)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_several_rows_are_one_sample(tmp_path: Path, mode: str) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_several_rows_are_one_sample(model: Path, tmp_path: Path, mode: str) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     keys = (
         "algorithm.adv_estimator=grpo",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, metrics_of, ppo_config
 
 from hybridflow.errors import CheckpointError, Stopped
 from hybridflow.protocol import DataProto
@@ -82,25 +81,19 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(found[name], value), name
 
 
-def metrics_of(run: Path) -> list[dict[str, float]]:
-    """The metrics of each step, without those that measure time."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for line in lines
-        if "training/global_step" in line
-    ]
-
-
-@pytest.mark.parametrize("correction", [BYPASS, DECOUPLED], ids=["bypass", "decoupled"])
 @pytest.mark.parametrize(
-    ("ahead", "schedule"), [(1, ONE_STEP_OFF), (2, TWO_STEPS_AHEAD)], ids=["one_step_off", "two_ahead"]
+    ("ahead", "schedule", "correction"),
+    [
+        pytest.param(1, ONE_STEP_OFF, BYPASS, id="one_step_off-bypass"),
+        pytest.param(1, ONE_STEP_OFF, DECOUPLED, id="one_step_off-decoupled", marks=pytest.mark.slow),
+        pytest.param(2, TWO_STEPS_AHEAD, BYPASS, id="two_ahead-bypass", marks=pytest.mark.slow),
+        pytest.param(2, TWO_STEPS_AHEAD, DECOUPLED, id="two_ahead-decoupled"),
+    ],
 )
 def test_the_run_is_that_of_a_serial_loop_also_after_a_resume(
-    tmp_path: Path, ahead: int, schedule: tuple[str, ...], correction: tuple[str, ...]
+    model: Path, tmp_path: Path, ahead: int, schedule: tuple[str, ...], correction: tuple[str, ...]
 ) -> None:
     schedule = (*schedule, *correction)
-    model = tiny_model(tmp_path / "model")
     serial: dict[int, Rows] = {}
     whole: dict[int, Rows] = {}
     stopped: dict[int, Rows] = {}
@@ -115,23 +108,20 @@ def test_the_run_is_that_of_a_serial_loop_also_after_a_resume(
     assert metrics_of(tmp_path / "c" / "run") == metrics_of(tmp_path / "b" / "run")
 
 
-def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_nothing_ahead_is_the_synchronous_run(model: Path, tmp_path: Path) -> None:
     keys = ("trainer.schedule=exact_async", "trainer.async.run_ahead=0")
     wanted = train(model, tmp_path / "a" / "run")
     assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
     assert metrics_of(tmp_path / "b" / "run") == metrics_of(tmp_path / "a" / "run")
 
 
-def test_a_synchronous_run_refuses_batches_that_wait_in_a_checkpoint(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_synchronous_run_refuses_batches_that_wait_in_a_checkpoint(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *BYPASS, last=2)
     with pytest.raises(CheckpointError, match="of kind 'exact', and this run's are 'sync'"):
         train(model, tmp_path / "a" / "run")
 
 
-def test_a_run_may_change_how_far_it_is_ahead(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_run_may_change_how_far_it_is_ahead(model: Path, tmp_path: Path) -> None:
     seen: dict[int, Rows] = {}
     train(model, tmp_path / "a" / "run", *TWO_STEPS_AHEAD, *BYPASS, seen=seen, last=1)
     train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *BYPASS, seen=seen)
@@ -141,8 +131,9 @@ def test_a_run_may_change_how_far_it_is_ahead(tmp_path: Path) -> None:
     assert len(rows) == len(set(rows)) == STEPS * 8
 
 
-def test_a_run_that_is_stopped_within_a_step_goes_on_also_where_groups_are_filtered(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_run_that_is_stopped_within_a_step_goes_on_also_where_groups_are_filtered(
+    model: Path, tmp_path: Path
+) -> None:
     filters = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=share")
     keys = (*ONE_STEP_OFF, *DECOUPLED, *filters)
     wanted = train(model, tmp_path / "a" / "run", *keys)
@@ -161,8 +152,7 @@ def test_a_run_that_is_stopped_within_a_step_goes_on_also_where_groups_are_filte
     assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
 
 
-def test_a_run_goes_on_in_a_folder_that_has_only_its_checkpoint(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_run_goes_on_in_a_folder_that_has_only_its_checkpoint(model: Path, tmp_path: Path) -> None:
     keys = (*ONE_STEP_OFF, *DECOUPLED)
     wanted = train(model, tmp_path / "a" / "run", *keys)
     train(model, tmp_path / "b" / "run", *keys, last=2)
@@ -172,8 +162,7 @@ def test_a_run_goes_on_in_a_folder_that_has_only_its_checkpoint(tmp_path: Path) 
         assert ledger.state.trained_per_step == [4] * STEPS
 
 
-def test_a_run_with_steps_of_another_size_is_refused(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_run_with_steps_of_another_size_is_refused(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *DECOUPLED, last=2)
     with pytest.raises(CheckpointError, match="4 groups a step, and this one trains 2"):
         train(model, tmp_path / "a" / "run", *ONE_STEP_OFF, *DECOUPLED, "data.train_batch_size=2")

@@ -28,21 +28,6 @@ def batch() -> DataProto:
     return DataProto.from_dict(tensors, {"finish_reason": ["length", "stop", "stop", "length"]})
 
 
-def test_the_penalty_lands_on_the_last_token_of_its_row() -> None:
-    plain = batch()
-    shaped = shape_overlong(plain, max_len=4, buffer_len=2, factor=1.0)
-    assert shaped.batch["token_level_scores"].tolist() == [
-        [0, 0, 0, 0],
-        [0, 0, 0, 0],
-        [0, 0, 0.5, 0],
-        [0, 0, 0, 0],
-    ]
-    assert list(shaped.non_tensor_batch["overlong_reward"]) == [-1.0, 0.0, -0.5, 0.0]
-    assert plain.batch["token_level_scores"].sum() == 2.0 and "overlong_reward" not in plain, (
-        "the batch that came in is as it was"
-    )
-
-
 def test_what_a_tool_has_given_makes_no_response_longer() -> None:
     rows = batch()
     rows.batch["response_mask"][0, 1:3] = False  # four tokens, two of them sampled

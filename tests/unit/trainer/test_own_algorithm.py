@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import ppo_config, tiny_model
+from tiny_trainer import ppo_config
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
@@ -31,9 +31,9 @@ def settings(*more: str) -> list[str]:
     ]
 
 
-def test_a_run_with_an_estimator_and_a_loss_of_ones_own(tmp_path: Path) -> None:
+def test_a_run_with_an_estimator_and_a_loss_of_ones_own(model: Path, tmp_path: Path) -> None:
     options = ["algorithm.options={floor: 0.0}", "actor_rollout_ref.actor.policy_loss.options={width: 0.5}"]
-    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *settings(*options))
+    config = ppo_config(model, tmp_path / "run", *settings(*options))
     with build(config) as trainer:
         batch = trainer.source.next(1).rows
         batch, metrics = trainer.step(batch, 1)
@@ -46,9 +46,8 @@ def test_a_run_with_an_estimator_and_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert found["actor/num_updates"] == 2 and "actor/ratio_far" in found and "actor/pg_clipfrac" not in found
 
 
-def test_an_option_that_is_not_taken_is_refused(tmp_path: Path) -> None:
+def test_an_option_that_is_not_taken_is_refused(model: Path, tmp_path: Path) -> None:
     wrong = settings("actor_rollout_ref.actor.policy_loss.options={widht: 0.5}")
-    model = tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"widht.*does not take.*width"):
         ppo_config(model, tmp_path / "run", *wrong)
     with pytest.raises(ConfigError, match=r"algorithm.options has flor.*does not take.*floor"):
@@ -142,12 +141,12 @@ def test_a_loss_gets_what_its_arguments_name(tmp_path: Path) -> None:
     assert "inputs" not in given
 
 
-def test_what_a_loss_cannot_get_or_give_is_an_error(tmp_path: Path) -> None:
+def test_what_a_loss_cannot_get_or_give_is_an_error(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy loss pair returned a tuple, wanted LossOutput"):
         share(*loss_of(tmp_path, "pair"))
     with pytest.raises(ConfigError, match=r"policy loss no_such needs uid; there are advantages, "):
         share(*loss_of(tmp_path, "no_such"))
     own = f"actor_rollout_ref.actor.policy_loss.loss_mode={tmp_path}/mine.py:no_such"
-    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", own)
+    config = ppo_config(model, tmp_path / "run", own)
     with pytest.raises(ConfigError, match=r"there is no uid \(did you mean group_ids\?\)"), build(config):
         pass

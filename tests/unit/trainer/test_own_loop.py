@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from own_loop_run import EXAMPLES, STEPS, example, run
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.controller import Worker
 from hybridflow.errors import ConfigError
@@ -25,11 +25,6 @@ SAME = (
     "critic/score/mean",
     "critic/rewards/mean",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def check_same(loop: dict[str, Any], trainer: dict[str, Any]) -> None:

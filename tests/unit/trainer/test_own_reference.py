@@ -17,11 +17,6 @@ KL = "actor_rollout_ref.actor.use_kl_loss=true"
 REF = "actor_rollout_ref.ref.model"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_log_probs_are_those_of_the_model_that_is_named(model: Path, tmp_path: Path, lora: bool) -> None:
     other = tiny_model(tmp_path / "other", hidden=48, layers=1, seed=3)

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from tiny_trainer import ppo_config, tiny_model
+from tiny_trainer import ppo_config
 
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Placement
@@ -32,8 +32,10 @@ LORA = (
         ),
     ],
 )
-def test_the_reference_of_a_lora_run(where: tuple[str, ...], world: int, parts: int, tmp_path: Path) -> None:
-    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *LORA, *where)
+def test_the_reference_of_a_lora_run(
+    where: tuple[str, ...], world: int, parts: int, model: Path, tmp_path: Path
+) -> None:
+    config = ppo_config(model, tmp_path / "run", *LORA, *where)
     roles = ["actor", "rollout", "reference"]
     mesh = meshes(config, roles, Placement.from_config(config.trainer, roles))["reference"]
     assert (mesh.world_size, mesh.num_parts) == (world, parts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.distributed.device import measured_cpu, peak_since_asked
 from hybridflow.explain.trial import small_batch
@@ -21,9 +21,9 @@ from hybridflow.planner.run_plan import RunPlan
 from hybridflow.trainer.ppo.run_plan import make_predictor
 
 
-def test_a_run_predicts_the_parts_that_it_measures(tmp_path: Path) -> None:
+def test_a_run_predicts_the_parts_that_it_measures(model: Path, tmp_path: Path) -> None:
     words = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=3"]
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *words)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *words)) as trainer:
         trainer.fit()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "perf/predicted/step" in line]
@@ -38,8 +38,10 @@ def test_a_run_predicts_the_parts_that_it_measures(tmp_path: Path) -> None:
     assert steps[0]["perf/predicted/peak_memory"] == pytest.approx(steps[0]["perf/peak_memory"])
 
 
-def test_the_first_step_corrects_the_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run")
+def test_the_first_step_corrects_the_later_ones(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(model, tmp_path / "run")
     roles: Any = SimpleNamespace(actor=SimpleNamespace(call_list=lambda _: [3 * 2**30]))
     predictor = make_predictor(config, roles)
     assert predictor is not None

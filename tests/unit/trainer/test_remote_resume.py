@@ -11,7 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from tiny_trainer import sft_config, tiny_model
+from tiny_trainer import sft_config
 
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.errors import Stopped
@@ -34,8 +34,7 @@ def fitted(model: Path, run: Path, *more: str, until: int = 3) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_on_another_machine_goes_on_from_the_copies(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_a_run_on_another_machine_goes_on_from_the_copies(model: Path, tmp_path: Path) -> None:
     fitted(model, tmp_path / "whole")
     remote = f"trainer.default_hdfs_dir='{ADDRESS}'"
     fitted(model, tmp_path / "here", remote, until=2)
@@ -49,7 +48,7 @@ def test_a_run_on_another_machine_goes_on_from_the_copies(tmp_path: Path) -> Non
 
 
 def test_a_run_that_a_signal_ends_waits_for_the_copy_of_its_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = "memory://signal/run"
     copy = RemoteCheckpoints._copy
@@ -60,7 +59,7 @@ def test_a_run_that_a_signal_ends_waits_for_the_copy_of_its_last_checkpoint(
 
     monkeypatch.setattr(RemoteCheckpoints, "_copy", slow_copy)
     keys = ("trainer.save_freq=100", f"trainer.remote_checkpoint_dir='{address}'")
-    config = sft_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)
+    config = sft_config(model, tmp_path / "run", *keys)
 
     def interrupt(step: int, _: object) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, metrics_of, ppo_config
 from torch import Tensor
 
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.controller.future import Part
 from hybridflow.controller.local import in_memory
 from hybridflow.errors import ConfigError, Stopped
-from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.randomness import generator
@@ -41,11 +40,6 @@ BUFFER = (
     f"trainer.total_training_steps={STEPS}",
     "actor_rollout_ref.rollout.exact=false",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def sampled(batch: DataProto) -> dict[str, dict[str, list[Any]]]:
@@ -111,14 +105,6 @@ class Recorded:
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
         return metrics_of(self.folder)
-
-
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    lines = read_metrics(run / "metrics.jsonl").items()
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in lines
-    }
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +289,16 @@ def test_the_ledger_says_how_often_each_group_was_drawn_again(
     assert {step - taken_in[index] for index, step in noted} == {1, 2}
 
 
-@pytest.mark.parametrize("schedule", [(), *SCHEDULES.values()], ids=["sync", *SCHEDULES])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param((), id="sync"),
+        *(
+            pytest.param(keys, id=name, marks=[pytest.mark.slow] * (name == "two_ahead"))
+            for name, keys in SCHEDULES.items()
+        ),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     schedule: tuple[str, ...], model: Path, tmp_path: Path
 ) -> None:

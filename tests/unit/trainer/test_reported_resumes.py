@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tiny_trainer import build as build_ppo
-from tiny_trainer import ppo_config, sft_config, tiny_model
+from tiny_trainer import ppo_config, sft_config
 
 from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker
 from hybridflow.observability.trackers.build import TRACKERS
@@ -22,11 +22,6 @@ from hybridflow.trainer.sft.build import build as build_sft
 
 STEPS = 6
 COSINE = ("lr_scheduler_type=cosine", "lr_warmup_steps=2", "min_lr_ratio=0.1")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def sft(model: Path, run: Path, *keys: str) -> Any:

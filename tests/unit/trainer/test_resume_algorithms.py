@@ -1,4 +1,4 @@
-"""Each algorithm with draws or states of its own goes on after a resume to the same bits as without one."""
+"""Runs with draws, states or weights of their own go on after a resume to the same bits as without one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from tiny_trainer import TIMINGS, ppo_config, tiny_model
+from tiny_trainer import metrics_of, ppo_config
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.resume import say_changes
 
@@ -42,20 +41,19 @@ ALGORITHMS = {
         "rollout_rs: token_k3, "
         "rollout_rs_threshold: 0.01}",
     ],
+    "dynamic sampling": [
+        "algorithm.adv_estimator=grpo",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=share",
+        "data.gen_batch_size=3",
+        "data.task.size=13",  # each step goes beyond an epoch of four generation batches
+    ],
+    "rounded": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.quantization=int8",
+        "algorithm.rollout_correction.rollout_is=token",
+    ],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def steps_of(run: Path) -> dict[int, dict[str, float]]:
-    lines = read_metrics(run / "metrics.jsonl").items()
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in lines
-    }
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -68,9 +66,9 @@ def test_resumed_runs_are_equal_to_the_bit(name: str, model: Path, tmp_path: Pat
     with build(ppo_config(model, tmp_path / "resumed", *settings)) as trainer:
         assert trainer.state.step == 2
         trainer.fit()
-    straight = steps_of(tmp_path / "straight")
+    straight = metrics_of(tmp_path / "straight")
     assert {1, 2, 3} <= set(straight) and straight[3]["actor/num_updates"] >= 1
-    assert steps_of(tmp_path / "resumed") == {3: straight[3]}
+    assert metrics_of(tmp_path / "resumed") == {3: straight[3]}
 
 
 def test_a_resume_under_another_algorithm_says_so(

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_dpo_trainer import metrics_of
 from tiny_trainer import build as build_ppo
-from tiny_trainer import ppo_config, tiny_model
+from tiny_trainer import metrics_of, ppo_config
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -25,11 +24,6 @@ from hybridflow.trainer.sft.build import build
 from hybridflow.trainer.sft.kinds import reward_rows
 
 HEADS = {"bradley_terry": AutoModelForSequenceClassification, "process": AutoModelForTokenClassification}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def reward_config(model: Path, run: Path, loss: str, *overrides: str) -> RewardModelConfig:

@@ -43,11 +43,6 @@ def loss(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_we
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN)

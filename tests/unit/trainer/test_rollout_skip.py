@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.trackers.jsonl import read_metrics
@@ -15,11 +15,6 @@ from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.skip import FROM_DUMP
 
 ROLLOUT = "actor_rollout_ref.rollout"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def train(model: Path, run: Path, *overrides: str) -> tuple[list[DataProto], int]:

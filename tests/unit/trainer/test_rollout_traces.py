@@ -7,13 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_trainer import TIMINGS, build, ppo_config, tiny_model
+from tiny_trainer import build, metrics_of, ppo_config
 
 from collectors import collecting
 from hybridflow.config import PPOConfig
 from hybridflow.episodes.rollout_traces import with_turns
 from hybridflow.observability import tracing
-from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.spans import TraceSpan
 
 TRACE = "actor_rollout_ref.rollout.trace"
@@ -35,38 +34,27 @@ class Twice(Environment):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "LINGER_SECONDS", 0.01)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
 
 
-def metrics_of(config: PPOConfig) -> dict[int, dict[str, float]]:
-    """Metrics by step, without those that the clock makes."""
+def train(config: PPOConfig) -> dict[int, dict[str, float]]:
+    """Train, and return the metrics of each step."""
     with build(config) as trainer:
         trainer.fit()
-    steps = read_metrics(Path(config.trainer.default_local_dir) / "metrics.jsonl")
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in steps.items()
-    }
+    return metrics_of(Path(config.trainer.default_local_dir))
 
 
 def test_a_run_with_traces_is_the_same_and_each_response_has_one(model: Path, tmp_path: Path) -> None:
-    without = metrics_of(ppo_config(model, tmp_path / "without"))
+    without = train(ppo_config(model, tmp_path / "without"))
     traced = (f"{TRACE}.backend=otel", f"{TRACE}.token2text=true")
     with collecting() as server:
-        taken = metrics_of(
-            ppo_config(model, tmp_path / "taken", *traced, f"{TRACE}.endpoint='{server.address}'")
-        )
+        taken = train(ppo_config(model, tmp_path / "taken", *traced, f"{TRACE}.endpoint='{server.address}'"))
         traces = server.traces()
     refused = f"{TRACE}.endpoint='{server.address}'"  # nobody listens there any more
-    lost = metrics_of(ppo_config(model, tmp_path / "lost", *traced, refused))
+    lost = train(ppo_config(model, tmp_path / "lost", *traced, refused))
     assert without == taken == lost
     trained = [trace for trace in traces if not trace.attributes["validate"]]
     held_out = [trace for trace in traces if trace.attributes["validate"]]

@@ -1,13 +1,12 @@
-"""Runs whose rollout multiplies by rounded weights: what is measured, corrected, resumed and refused."""
+"""Runs whose rollout multiplies by rounded weights: what is measured, corrected and refused."""
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 import pytest
-from tiny_trainer import TIMINGS, ppo_config, tiny_model
+from tiny_trainer import ppo_config, tiny_model, trained_steps
 
 from hybridflow.config.evaluation import prepare_evaluation
 from hybridflow.config.show import to_yaml
@@ -23,16 +22,6 @@ ONE_UPDATE = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("rounded"))
-
-
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "actor/num_updates" in line]
-
-
 def test_the_gap_is_measured_and_corrected(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -42,7 +31,7 @@ def test_the_gap_is_measured_and_corrected(
         with caplog.at_level(logging.INFO):
             run(ppo_config(model, tmp_path / kind, *GRPO, f"{ROLLOUT}.quantization={kind}", TOKEN))
         assert f"rollout.quantization={kind} rounds the weights" in caplog.text
-        steps = steps_of(tmp_path / kind)
+        steps = trained_steps(tmp_path / kind)
         assert len(steps) == 2
         for step in steps:
             # the pass for old log-probs stays, and weights are of its ratio to the rollout
@@ -53,20 +42,9 @@ def test_the_gap_is_measured_and_corrected(
     assert 0 < gaps["float16"] < gaps["int8"] < gaps["fp8"] < 0.05
 
 
-def test_a_run_that_goes_on_has_the_same_numbers(model: Path, tmp_path: Path) -> None:
-    keys = (*GRPO, INT8, TOKEN, "trainer.save_freq=1")
-    run(ppo_config(model, tmp_path / "whole", *keys))
-    run(ppo_config(model, tmp_path / "parts", *keys, "trainer.total_training_steps=1"))
-    run(ppo_config(model, tmp_path / "parts", *keys))
-    whole, parts = (steps_of(tmp_path / name)[-1] for name in ("whole", "parts"))
-    assert {key for key, value in whole.items() if parts[key] != value and not key.startswith(TIMINGS)} <= {
-        key for key in whole if key.startswith(("timing_s", "perf/"))
-    }
-
-
 def test_the_policy_of_the_rollout_may_be_the_old_one(model: Path, tmp_path: Path) -> None:
     run(ppo_config(model, tmp_path / "bypass", *GRPO, INT8, BYPASS, ONE_UPDATE))
-    first = steps_of(tmp_path / "bypass")[0]
+    first = trained_steps(tmp_path / "bypass")[0]
     # one update of a step, and its ratio is not one: it is that of the whole weights to the rounded ones
     assert abs(first["actor/ppo_kl"]) > 0
 
@@ -79,7 +57,7 @@ def test_experts_and_their_routes(tmp_path: Path) -> None:
         "actor_rollout_ref.actor.optim.lr=0",
     )
     run(ppo_config(sparse, tmp_path / "run", *GRPO, INT8, TOKEN, *replay))
-    steps = steps_of(tmp_path / "run")
+    steps = trained_steps(tmp_path / "run")
     assert all("actor/moe/flips" in step and step["rollout_corr/k3_kl"] > 0 for step in steps)
 
 

@@ -32,11 +32,6 @@ PARTS = ("model", "optimizer", "scheduler")
 GRPO = ("algorithm.adv_estimator=grpo",)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 def states(trainer: PPOTrainer) -> dict[str, Any]:
     roles = trainer.step.roles
     groups = {

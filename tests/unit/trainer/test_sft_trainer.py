@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, ppo_config, sft_config, tiny_model
 from tiny_trainer import build as build_ppo
+from tiny_trainer import metrics_of, ppo_config, sft_config
 from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.store import CheckpointStore
@@ -16,15 +16,9 @@ from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.sft import SFTDataset, SFTRow
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.packing import pack
 from hybridflow.trainer.sft.build import build
 from hybridflow.trainer.sft.step import conversation_rows
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def test_all_before_the_first_token_to_learn_is_the_prompt() -> None:
@@ -56,14 +50,6 @@ def test_only_the_assistants_words_are_learned_in_several_turns() -> None:
     assert tokenizer.decode(rows.batch["input_ids"][0].tolist()) == tokenizer.apply_chat_template(
         messages, tokenize=False
     )
-
-
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    lines = read_metrics(run / "metrics.jsonl")
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in lines.items()
-    }
 
 
 def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import build, ppo_config, tiny_model
+from tiny_trainer import build, ppo_config
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossScale
@@ -105,7 +105,7 @@ def make_stale(batch: DataProto) -> None:
 
 
 @pytest.fixture
-def stale_run(tmp_path: Path) -> tuple[DataProto, Tensor, dict[str, float], list[Any]]:
+def stale_run(model: Path, tmp_path: Path) -> tuple[DataProto, Tensor, dict[str, float], list[Any]]:
     """A step with two epochs of two mini-batches on a stale batch: rows, log-probs before it, metrics, and
     what each call of the loss was given.
     """
@@ -117,7 +117,7 @@ def stale_run(tmp_path: Path) -> tuple[DataProto, Tensor, dict[str, float], list
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.rollout.exact=false",
     )
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *keys)) as trainer:
         trainer.source.publish(5)
         batch = trainer.source.next(1).rows
         make_stale(batch)
@@ -169,16 +169,16 @@ def test_what_is_measured_of_a_stale_batch(
     assert sum(found[f"{STALE}/tokens/{age}_steps"] for age in range(3)) == pytest.approx(1.0)
 
 
-def test_a_fresh_batch_has_no_staleness_to_tell(tmp_path: Path) -> None:
+def test_a_fresh_batch_has_no_staleness_to_tell(model: Path, tmp_path: Path) -> None:
     keys = ("algorithm.adv_estimator=grpo",)
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *keys)) as trainer:
         _, metrics = trainer.step(trainer.source.next(1).rows, 1)
     assert not [name for name in metrics.to_floats() if name.startswith(STALE)]
 
 
-def test_in_exact_mode_a_row_of_two_versions_gets_the_actors_log_probs(tmp_path: Path) -> None:
+def test_in_exact_mode_a_row_of_two_versions_gets_the_actors_log_probs(model: Path, tmp_path: Path) -> None:
     keys = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.exact=true")
-    with build(ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *keys)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *keys)) as trainer:
         trainer.source.publish(5)
         batch = trainer.source.next(1).rows
         mask = batch.batch["response_mask"]
@@ -216,14 +216,13 @@ class Learning(Fixed):
 """
 
 
-def test_an_exact_schedule_refuses_a_sampler_that_learns(tmp_path: Path) -> None:
+def test_an_exact_schedule_refuses_a_sampler_that_learns(model: Path, tmp_path: Path) -> None:
     (tmp_path / "samplers.py").write_text(SAMPLERS)
     keys = (
         "trainer.schedule=exact_async",
         "algorithm.adv_estimator=grpo",
         "algorithm.rollout_correction.rollout_is=token",
     )
-    model = tiny_model(tmp_path / "model")
 
     def start(sampler: str, *further: str) -> None:
         named = f"data.sampler.class_path='{tmp_path}/samplers.py:{sampler}'"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, metrics_of, ppo_config
 
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.engines.base import BatchLimits
@@ -38,38 +38,11 @@ GRPO = (
 BYPASS_AND_REJECT = ("bypass_mode=true", "rollout_rs=seq_mean_k2", "rollout_rs_threshold=1.0")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in read_metrics(run / "metrics.jsonl").items()
-    }
-
-
 def train(model: Path, run: Path, overrides: Sequence[str]) -> dict[int, dict[str, float]]:
     run.parent.mkdir(parents=True, exist_ok=True)
     with build(ppo_config(model, run, *overrides)) as trainer:
         trainer.fit()
     return metrics_of(run)
-
-
-@pytest.mark.parametrize("overrides", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_two_identical_runs_give_the_same_metrics_to_the_bit(
-    model: Path, tmp_path: Path, overrides: Sequence[str]
-) -> None:
-    first = train(model, tmp_path / "a" / "run", overrides)
-    torch.manual_seed(99)
-    second = train(model, tmp_path / "b" / "run", overrides)
-    assert first == second and sorted(first) == [1, 2]
-    for line in first.values():
-        assert line["training/rollout_log_probs_diff_max"] < 1e-4
-        assert line["critic/score/max"] > line["critic/score/min"] and line["critic/advantages/max"] > 0
-        assert line["actor/num_updates"] == 2.0 and line["actor/grad_norm"] > 0
-    assert first != train(model, tmp_path / "c" / "run", [*overrides, "trainer.seed=2"])
 
 
 def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(
@@ -180,24 +153,31 @@ REJECTION = (
 REUSED = ("actor_rollout_ref.rollout.reuse_log_probs_within=1.0",)
 
 
+STORED: dict[str, tuple[str, ...]] = {
+    "fast": (FAST,),
+    "exact": ("actor_rollout_ref.rollout.exact=true",),
+    "reused log-probs": (FAST, *REUSED),
+    "bypass": (FAST, *BYPASS),
+    "rejection": (FAST, *REJECTION),
+    "bypass and rejection": (FAST, *BYPASS, *REJECTION),
+    "clip_cov": (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
+    "baseline of tokens": (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
+    "drawn again": (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+    "dumps": (FAST, "trainer.rollout_data_dir=DUMPS"),
+    "kl in the reward": (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+}
+SHOWN_QUICKLY = ("fast", "bypass and rejection", "drawn again")
+"""Settings whose steps are shown in tests that are not slow; the others read the same columns or fewer."""
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "shows"),
     [
-        (FAST,),
-        ("actor_rollout_ref.rollout.exact=true",),
-        (FAST, *REUSED),
-        (FAST, *BYPASS),
-        (FAST, *REJECTION),
-        (FAST, *BYPASS, *REJECTION),
-        (FAST, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
-        (FAST, "algorithm.adv_estimator=optimal_token_baseline"),
-        (FAST, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
-        (FAST, "trainer.rollout_data_dir=DUMPS"),
-        (FAST, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+        pytest.param(keys, shows, id=f"{name}, {'shown' if shows else 'not shown'}", marks=marks)
+        for name, keys in STORED.items()
+        for shows, marks in ((False, ()), (True, [pytest.mark.slow] * (name not in SHOWN_QUICKLY)))
     ],
-    ids=lambda keys: " ".join(key.rpartition(".")[2] for key in keys),
 )
-@pytest.mark.parametrize("shows", [False, True])
 def test_columns_that_were_stored_before_the_step_need_not_be_in_the_batch(
     model: Path, tmp_path: Path, keys: tuple[str, ...], shows: bool
 ) -> None:

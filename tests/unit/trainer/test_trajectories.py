@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, ppo_config
 
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
@@ -20,7 +20,6 @@ from hybridflow.episodes.filters import rows_of, uids_of
 from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.report import collect
-from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
@@ -37,11 +36,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=N
 """
 FILTER = ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo")
 Made = tuple[DataProto, dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def config(model: Path, run: Path, *overrides: str) -> PPOConfig:
@@ -185,42 +179,6 @@ def test_dynamic_sampling_without_a_limit_does_not_go_on_for_ever(
         DataError, match=r"kept 0 of the 9 that 3 generation batches gave: the last 3 of them gave none"
     ):
         trajectories(model, tmp_path / "run", *endless)
-
-
-def lines(run: Path) -> dict[int, dict[str, float]]:
-    found = read_metrics(run / "metrics.jsonl")
-    return {
-        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
-        for step, line in found.items()
-    }
-
-
-@pytest.mark.parametrize("filters", [True, False])
-def test_a_resumed_run_takes_the_generation_batches_that_come_next(
-    filters: bool, model: Path, tmp_path: Path
-) -> None:
-    """Its groups have the prompts and the indices of a run that was never stopped, so their draws are its."""
-    settings = ["algorithm.adv_estimator=grpo", "data.task.size=13"]
-    settings += ["trainer.total_training_steps=3", "trainer.save_freq=1"]
-    if filters:
-        settings += [FILTER[0], "data.gen_batch_size=3"]
-    for run in ("a", "b"):
-        (tmp_path / run).mkdir()
-    with build(config(model, tmp_path / "a" / "run", *settings)) as trainer:
-        trainer.fit()
-        done = trainer.source.state_dict()
-    with build(config(model, tmp_path / "b" / "run", *settings)) as trainer:
-        trainer.fit(lambda step, metrics: step == 1)
-    with build(config(model, tmp_path / "b" / "run", *settings)) as resumed:
-        assert resumed.state.step == 1
-        resumed.fit()
-        assert resumed.source.state_dict() == done
-    whole = lines(tmp_path / "a" / "run")
-    assert lines(tmp_path / "b" / "run") == whole
-    batches = sum(line["training/num_gen_batches"] for line in whole.values())
-    if filters:
-        assert batches > 4, "beyond the first epoch of four"
-    assert done["admitted"] == batches * (3 if filters else 4)
 
 
 def estimator(folder: Path, names: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import actor_module, build, ppo_config, tiny_model
+from tiny_trainer import actor_module, build, ppo_config
 from torch import Tensor
 
 from hybridflow.agent.collate import collate
@@ -96,8 +96,9 @@ def logits(trainer: PPOTrainer, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path, forgets: bool) -> None:
-    model = tiny_model(tmp_path / "model")
+def test_two_turns_with_a_tool_train_on_sampled_tokens_only(
+    model: Path, tmp_path: Path, forgets: bool
+) -> None:
     settings = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
         trainer.source.roles.rollout.update_from(trainer.step.roles.actor, 0)

@@ -8,6 +8,7 @@ from typing import Any
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import PPOTrainer, build
 
 TIMINGS = (
@@ -77,9 +78,31 @@ def sft_config(model: Path, run: Path, *overrides: str) -> SFTConfig:
     return prepare_config(SFTConfig, [*settings, *overrides]).config
 
 
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    """What each step of a run has logged, without what the clock decides."""
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for step, line in read_metrics(run / "metrics.jsonl").items()
+    }
+
+
+def trained_steps(run: Path) -> list[dict[str, float]]:
+    """All that the steps of a run that updated the actor have logged."""
+    return [line for line in read_metrics(run / "metrics.jsonl").values() if "actor/num_updates" in line]
+
+
 def actor_module(trainer: PPOTrainer) -> Any:
     """The module that trains."""
     return trainer.step.roles.actor.backend.worker("actor").engine.module  # type: ignore[attr-defined]
 
 
-__all__ = ["TIMINGS", "actor_module", "build", "ppo_config", "sft_config", "tiny_model"]
+__all__ = [
+    "TIMINGS",
+    "actor_module",
+    "build",
+    "metrics_of",
+    "ppo_config",
+    "sft_config",
+    "tiny_model",
+    "trained_steps",
+]

@@ -1,13 +1,13 @@
-"""The hf engine as the rollout of a run: on the actor's module, on shards of it, on pushed weights."""
+"""The hf engine as the rollout of a run: on the actor's module and on pushed weights.
+
+On shards of the module it is in `test_rollout_worker.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from test_rollout_worker import (
     EOS,
-    LORA,
+    HF,
     actor_engine,
     actor_worker,
     folder,  # noqa: F401
@@ -23,9 +23,6 @@ from hybridflow.models.attention import ATTENTION_NAME
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.workers.rollout_build import build_rollout_worker
-from ranks import Ranks
-
-HF = RolloutConfig(name="hf")
 
 
 def test_it_shares_the_actors_module(folder: str) -> None:  # noqa: F811
@@ -60,36 +57,3 @@ def test_it_takes_pushed_weights(folder: str) -> None:  # noqa: F811
     outputs = generated(worker, requests())
     assert tokens(outputs) == tokens(generated(shared, requests()))
     assert {each for output in outputs for each in output.policy_versions} == {1}
-
-
-def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # noqa: F811
-    settings = LORA if lora else None
-    engine = actor_engine(folder, 2, settings)
-    worker = build_rollout_worker(
-        HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings
-    )
-    found = []
-    for version in (0, 1):
-        worker.renew_weights(version=version)
-        found.append(tokens(generated(worker, requests())))
-        learn(engine)
-    assert isinstance(worker.engine, HFEngine)
-    resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.model.parameters())
-    return {"tokens": found, "resting": resting}
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_it_generates_for_a_sharded_actor_what_one_process_does(
-    two_ranks: Ranks,
-    folder: str,  # noqa: F811
-    lora: bool,
-) -> None:
-    engine = actor_engine(folder, lora=LORA if lora else None)
-    alone = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    expected = []
-    for _ in range(2):
-        expected.append(tokens(generated(alone, requests())))
-        learn(engine)
-    for found in two_ranks.run(generate_on_ranks, folder, lora):
-        assert found["tokens"] == expected and found["resting"] == 0
-    assert expected[0] != expected[1]

@@ -153,46 +153,6 @@ def test_labels_of_groups_are_told_apart_as_they_are(labels: list[Any]) -> None:
     assert torch.equal(advantages([labels[at] for at in (0, 2, 0, 2)]), advantages([*"abab"]))
 
 
-def test_grpo_by_hand() -> None:
-    """Row 2 has no sampled token: it is no part of its group, so row 3 is alone there."""
-    batch = rows("aabb", token_level_rewards=field((1, 1, NAN), (0, NAN, 4), (9, 9, 9), (1, 1, 1)))
-    for by_std, size in ((True, 1 / 2**0.5), (False, 1.0)):
-        config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
-        found = advantages_of(batch, config).batch["advantages"]
-        torch.testing.assert_close(
-            found, field((-size, -size, 0), (size, 0, size), (0, 0, 0), (0, 0, 0)), atol=1e-5, rtol=0
-        )
-
-
-def test_gae_by_hand_jumps_over_tokens_that_were_not_sampled() -> None:
-    rewards, values = (
-        field((0, 1, NAN), (0, NAN, 2), (NAN, NAN, NAN), (0, 0, 0)),
-        field((0.5, 0.5, NAN), (1, NAN, 1), (NAN,) * 3, (0, 0, 0)),
-    )
-    config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
-    found = advantages_of(rows(token_level_rewards=rewards, values=values), config).batch
-    # row 0: delta_1 = 1 - .5 = .5, delta_0 = .25 - .5 = -.25, L_0 = -.25 + .25 * .5; row 1: delta_2 = 1,
-    # delta_0 = .5 - 1, L_0 = -.5 + .25
-    raw = field((-0.125, 0.5, 0), (-0.25, 0, 1), (0, 0, 0), (0, 0, 0))
-    kept = raw[MASK]
-    torch.testing.assert_close(
-        found["advantages"][MASK], (kept - kept.mean()) / kept.std(), atol=1e-5, rtol=0
-    )
-    assert not found["advantages"][~MASK].any()
-    torch.testing.assert_close(found["returns"], torch.where(MASK, raw + torch.where(MASK, values, 0.0), 0.0))
-
-
-def test_whitening_sees_only_what_is_learned_from() -> None:
-    rewards, values = field((0, 1, 0), (0, 0, 2), (0, 0, 0), (0, 0, 50)), torch.zeros(4, 3)
-    batch = rows(token_level_rewards=rewards, values=values)
-    batch.narrow_loss_mask(torch.tensor([True, True, True, False])[:, None].expand(4, 3))
-    advantages = advantages_of(batch, AlgorithmConfig(adv_estimator="gae")).batch["advantages"]
-    learned = batch.batch["loss_mask"]
-    assert advantages[learned].mean().abs() < 1e-6 and advantages[learned].std() == pytest.approx(
-        1.0, abs=1e-4
-    )
-
-
 def test_an_estimator_from_a_users_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from hybridflow.algorithms.advantages import Advantages\n"
@@ -236,38 +196,6 @@ def evaluate(
     return float(value), metrics.to_floats()
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", -7.5 / 7),
-        ("token-sum", -7.5),
-        ("seq-mean-token-sum", -7.5 / 3),
-        ("seq-mean-token-mean", -(1.5 + 1.0 + 2.5 / 3) / 3),
-        ("seq-mean-token-sum-norm", -7.5 / 3 / 10),
-        (None, -7.5 / 7),
-    ],
-)
-def test_policy_loss_honours_the_aggregation(mode: Any, expected: float) -> None:
-    """At a ratio of 1 the loss of a token is minus its advantage."""
-    value, metrics = evaluate(ActorConfig(loss_agg_mode=mode, loss_scale_factor=10.0), loss_rows())
-    assert value == pytest.approx(expected) and metrics["actor/pg_loss"] == pytest.approx(expected)
-
-
-def test_clipping_keys_reach_the_loss() -> None:
-    batch = loss_rows()
-    up = 0.4  # the ratio is e^0.4 = 1.49 everywhere
-    for config, positive, negative in (
-        (ActorConfig(), 1.2, torch.tensor(up).exp().item()),
-        (ActorConfig(clip_ratio_high=0.28), 1.28, torch.tensor(up).exp().item()),
-        (ActorConfig(clip_ratio=0.1, clip_ratio_c=1.2), 1.1, 1.2),
-    ):
-        value, _ = evaluate(config, batch, up)
-        assert value == pytest.approx((-8.5 * positive + 1.0 * negative) / 7, rel=1e-5)
-    value, metrics = evaluate(ActorConfig(clip_ratio_low=0.3), batch, -0.5)
-    assert value == pytest.approx((-8.5 * torch.tensor(-0.5).exp().item() + 0.7) / 7, rel=1e-5)
-    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 7)
-
-
 def test_entropy_and_kl_terms_by_hand() -> None:
     config = ActorConfig(
         entropy_coeff=0.1,
@@ -281,13 +209,6 @@ def test_entropy_and_kl_terms_by_hand() -> None:
     assert metrics["actor/entropy_loss"] == pytest.approx(entropy)
     assert metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-5) and metrics["actor/kl_coef"] == 0.5
     assert value == pytest.approx(metrics["actor/pg_loss"] - 0.1 * entropy + 0.5 * kl, rel=1e-5)
-
-
-def test_rollout_weights_multiply_where_they_are() -> None:
-    batch = loss_rows()
-    batch.batch["rollout_is_weights"] = field((2, 0, NAN), (1, NAN, 0), (NAN,) * 3, (0, 0, 0))
-    value, _ = evaluate(ActorConfig(loss_agg_mode="token-sum"), batch)
-    assert value == pytest.approx(-2.0 + 1.0)
 
 
 def test_a_policy_loss_from_a_users_file(tmp_path: Path) -> None:

@@ -26,12 +26,6 @@ def judged(house: House) -> DataProto:
     return batch | house.reference.log_probs(batch)
 
 
-def test_it_rewards_nothing_where_it_is_the_reference() -> None:
-    house = House()
-    said = house.process_reward.rewards(judged(house))
-    assert set(said.batch.keys()) == {"process_rewards"} and not said.batch["process_rewards"].any()
-
-
 @pytest.mark.parametrize("granularity", ["token", "whole"])
 def test_rewards_are_beta_times_the_log_ratio(granularity: Literal["token", "whole"]) -> None:
     house = House(process=ProcessRewardModelConfig(beta=0.5, granularity=granularity))

@@ -62,6 +62,12 @@ def test_a_loop_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.Mo
         group.run(work)
 
 
+@pytest.fixture
+def seldom_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for outputs without a long wait: the calls of `Two` come one after the other."""
+    monkeypatch.setattr("hybridflow.workers.rollout_group.POLL_SECONDS", 0.01)
+
+
 class Two(LocalBackend):
     """Two processes, each of one replica, in this one."""
 
@@ -104,6 +110,7 @@ def tokens_of(group: RolloutGroup, numbers: Sequence[int], last: int, **options:
     return [output.token_ids for output in found]
 
 
+@pytest.mark.usefixtures("seldom_idle")
 def test_what_is_left_of_requests_never_answers_later_ones_of_the_same_numbers() -> None:
     engines = [ScriptedEngine(), ScriptedEngine()]
     group = RolloutGroup(Two(engines), "rollout")
@@ -117,6 +124,7 @@ def test_what_is_left_of_requests_never_answers_later_ones_of_the_same_numbers()
         assert tokens_of(group, range(4), 20) == [[21]] * 4
 
 
+@pytest.mark.usefixtures("seldom_idle")
 def test_an_error_that_was_raised_is_not_raised_again() -> None:
     engines = [ScriptedEngine(dies_at=1), ScriptedEngine(dies_at=1)]
     group = RolloutGroup(Two(engines), "rollout")
@@ -127,6 +135,7 @@ def test_an_error_that_was_raised_is_not_raised_again() -> None:
     assert tokens_of(group, range(4), 20) == [[21]] * 4
 
 
+@pytest.mark.usefixtures("seldom_idle")
 def test_an_engine_of_several_ranks_that_has_failed_is_used_no_more() -> None:
     group = RolloutGroup(Two([ScriptedEngine(dies_at=1), ScriptedEngine()], ranks=2), "rollout")
     with pytest.raises(RolloutError, match="out of memory"):

@@ -28,6 +28,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
+from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync import holding, reshard
 from hybridflow.weight_sync.remote_push import WeightShare, deal_tensors
@@ -40,6 +41,8 @@ from ranks import Ranks
 LIMITS = BatchLimits(max_tokens=64)
 EOS = [2]
 LORA = LoraSettings(rank=2, seed=3)
+SLICED = RolloutConfig(tensor_model_parallel_size=2)
+HF = RolloutConfig(name="hf")
 
 
 @pytest.fixture(scope="module")
@@ -275,11 +278,15 @@ def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
 
 
 def generate_on_ranks(
-    rank: int, folder: str, tensor: int, lora: bool, stages: int, parts: list[list[GenerationRequest]]
+    rank: int,
+    folder: str,
+    config: RolloutConfig,
+    lora: bool,
+    stages: int,
+    parts: list[list[GenerationRequest]],
 ) -> dict[str, Any]:
     settings = LORA if lora else None
     engine = actor_engine(folder, 2, settings, stages)
-    config = RolloutConfig(tensor_model_parallel_size=tensor)
     worker = build_rollout_worker(
         config, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings
     )
@@ -292,25 +299,37 @@ def generate_on_ranks(
         learn(engine)
     with pytest.raises(RolloutError, match="wake_up"):
         worker.engine.generate(requests())
-    assert isinstance(worker.engine, NativeEngine) and worker.engine.policy is not engine.module
-    resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.policy.parameters())
+    own = worker.engine.model if isinstance(worker.engine, HFEngine) else worker.engine.policy  # type: ignore[attr-defined]
+    assert own is not engine.module
+    resting = sum(parameter.untyped_storage().nbytes() for parameter in own.parameters())
     return {"outputs": found, "resting": resting, "stats": worker.engine.stats}
 
 
 @pytest.mark.parametrize(
-    ("tensor", "lora", "stages"),
-    [(1, False, 1), (2, False, 1), (1, True, 1), (2, True, 1), (1, False, 2), (2, True, 2)],
+    ("config", "lora", "stages"),
+    [
+        pytest.param(RolloutConfig(), False, 1, id="native"),
+        pytest.param(SLICED, False, 1, id="native, tensor parallel"),
+        pytest.param(RolloutConfig(), True, 1, id="native, lora"),
+        pytest.param(SLICED, True, 1, id="native, tensor parallel, lora"),
+        pytest.param(RolloutConfig(), False, 2, id="native, actor in stages"),
+        pytest.param(SLICED, True, 2, id="native, tensor parallel, lora, actor in stages"),
+        pytest.param(HF, False, 1, id="hf"),
+        pytest.param(HF, True, 1, id="hf, lora"),
+    ],
 )
 def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
-    two_ranks: Ranks, folder: str, tensor: int, lora: bool, stages: int
+    two_ranks: Ranks, folder: str, config: RolloutConfig, lora: bool, stages: int
 ) -> None:
+    tensor = config.tensor_model_parallel_size
     engine = actor_engine(folder, lora=LORA if lora else None)
-    alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    whole = replace(config, tensor_model_parallel_size=1)
+    alone = build_rollout_worker(whole, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     mesh = MeshInfo(2, (("dp", 2 // tensor), ("tp", tensor)))
     dealt = cut_items(requests(), plan_items(requests(), mesh))
     parts = [dealt[mesh.part_of(rank)] for rank in range(2)]
     assert tensor == 2 or all(0 < len(part) < len(requests()) for part in parts)
-    ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, stages, parts)
+    ranks = two_ranks.run(generate_on_ranks, folder, config, lora, stages, parts)
     for version in (0, 1):
         expected = generated(alone, requests())
         outputs = [output for rank in mesh.leaders for output in ranks[rank]["outputs"][version]]

@@ -59,14 +59,6 @@ def test_updates_move_actor_and_critic_and_not_the_reference() -> None:
     assert house.critic.values(after).batch["values"].any()
 
 
-@pytest.mark.parametrize(("mini_groups", "epochs"), [(1, 1), (2, 3)])
-def test_optimizer_steps_are_mini_batches_times_epochs(mini_groups: int, epochs: int) -> None:
-    house = House()
-    plan = MiniBatchPlan(groups=mini_groups, epochs=epochs, shuffle=False, seed=0, step=1)
-    house.actor.update(prepared(house), plan)
-    assert house.backend.worker("actor").engine.num_steps == -(-3 // mini_groups) * epochs
-
-
 def test_the_first_mini_batch_is_on_policy() -> None:
     """Old log-probs and the loss's own come from the same function: the ratio is 1 to rounding, the clip
     touches nothing.
@@ -76,12 +68,6 @@ def test_the_first_mini_batch_is_on_policy() -> None:
         prepared(house), MiniBatchPlan(groups=3, epochs=1, shuffle=True, seed=0, step=1)
     ).to_floats()
     assert abs(found["actor/ppo_kl"]) < 1e-6 and found["actor/pg_clipfrac"] == 0.0
-
-
-def test_entropy_and_kl_are_computed_where_they_are_asked_for() -> None:
-    house = House(ActorConfig(entropy_coeff=0.01, use_kl_loss=True))
-    found = house.actor.update(prepared(house), PLAN).to_floats()
-    assert found["actor/entropy_loss"] > 0 and found["actor/kl_loss"] > 0 and found["actor/kl_coef"] == 0.001
 
 
 def test_a_state_goes_from_group_to_group(tmp_path: Path) -> None:

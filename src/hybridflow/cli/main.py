@@ -16,6 +16,7 @@ from hybridflow.cli.recipe_flags import add_recipe, put_flags_first
 from hybridflow.cli.serve import add_serve
 from hybridflow.cli.time_travel import add_time_travel
 from hybridflow.cli.try_algorithm import add_try_algorithm
+from hybridflow.cli.why_view import add_why
 from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add_evaluation(words, RECIPE, OVERRIDES)
     _add_try(words)
     add_try_algorithm(words, OVERRIDES)
+    add_why(words)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument(

@@ -183,6 +183,8 @@ class Costs:
         tokens = rows.tokens * share
         here = tokens / layout.data
         micros = max(1.0, math.ceil(here / (engine.max_tokens * layout.cp)))
+        if engine.max_rows is not None:
+            micros = max(micros, math.ceil(rows.count * share / layout.data / engine.max_rows))
         computing = self.computing(shape, tokens, rows.square * share) * forwards / layout.world_size
 
         # bytes of the weights that one rank computes with

@@ -7,7 +7,7 @@ keys, devices ──search.py──► the RunPlans that fit ─► `hybridflow 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hybridflow.config import PPOConfig, SFTConfig
@@ -193,7 +193,13 @@ def calls_of(
     if role != "actor":
         seconds[CALLS[role]] = costs.passes(shape, rows, engine, learns=False)
     elif not config.algorithm.rollout_correction.bypass_mode:
-        seconds["old_log_prob"] = costs.passes(shape, rows, engine, learns=False)
+        limits = config.actor_rollout_ref.rollout
+        scoring = replace(
+            engine,
+            max_tokens=limits.log_prob_max_token_len_per_gpu or engine.max_tokens,
+            max_rows=limits.log_prob_micro_batch_size_per_gpu,
+        )
+        seconds["old_log_prob"] = costs.passes(shape, rows, scoring, learns=False)
     if role in ("actor", "critic"):
         seconds[f"update_{role}"] = costs.passes(shape, rows, engine, learns=True)
     return seconds

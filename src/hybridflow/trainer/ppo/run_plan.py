@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hybridflow.config import PPOConfig
@@ -143,21 +143,41 @@ def make_predictor(config: PPOConfig, roles: Roles) -> Predictor | None:
     the planner cannot read.
     """
     plan = plan_of(config)
+    costs = costs_of(config, plan.devices)
+    shapes = shapes_if_known(config)
+    if costs is None or shapes is None:
+        return None
+    return Predictor(plan, shapes, costs, roles)
+
+
+def forecaster(config: PPOConfig) -> Callable[[PPOConfig, Rows], dict[str, float]] | None:
+    """Return a function that predicts the seconds of each phase of a step with such rows, for `config` with
+    other keys and the same models and devices; None where `make_predictor` gives none.
+    """
+    costs = costs_of(config, plan_of(config).devices)
+    shapes = shapes_if_known(config)
+    if costs is None or shapes is None:
+        return None
+    return lambda changed, rows: plan_of(changed).predict(rows, shapes, costs)
+
+
+def costs_of(config: PPOConfig, devices: int) -> Costs | None:
+    """Return the costs on so many devices like those here; None where their figures are not known."""
     device = resolve_device(config.trainer.device)
     if device.type == "cpu":
         cpu = measured_cpu()
         hardware = cpu_hardware(cpu.peak, cpu.bandwidth, cpu.memory)
-        costs = Costs(Cluster(hardware, plan.devices), CPU_EFFICIENCY, itemsize=4)
-    else:
-        card = (facilities(device.type).card_name() or "").replace(" ", "")
-        # the longest name first: GB200 before B200
-        names = [name for name in sorted(HARDWARE, key=len, reverse=True) if name in card]
-        if not names:
-            return None
-        costs = Costs(Cluster(HARDWARE[names[0]], plan.devices), FITTED)
+        return Costs(Cluster(hardware, devices), CPU_EFFICIENCY, itemsize=4)
+    card = (facilities(device.type).card_name() or "").replace(" ", "")
+    # the longest name first: GB200 before B200
+    names = [name for name in sorted(HARDWARE, key=len, reverse=True) if name in card]
+    return Costs(Cluster(HARDWARE[names[0]], devices), FITTED) if names else None
+
+
+def shapes_if_known(config: PPOConfig) -> dict[str, ModelShape] | None:
+    """Return the model of each role; None where the planner cannot read the sizes of one."""
     try:
-        shapes = shapes_of(config, lambda model: read_shape(shape_of(model).to_dict(), str(model.path)))
+        return shapes_of(config, lambda model: read_shape(shape_of(model).to_dict(), str(model.path)))
     except ModelError as error:
         logger.info("no predictions of time: %s", error)
         return None
-    return Predictor(plan, shapes, costs, roles)

@@ -1,0 +1,449 @@
+"""Why a run is slow: the waits of its steps, the key that shortens each, and the seconds that would save.
+
+    run folder: config.yaml, metrics, lengths of responses, timeline ──RunTimes.read──► RULES ──► Wait, …
+    the same folder, and that of a run in which a key was changed ──held──► forecasts beside what they became
+
+Seconds are those of a mean step after the first. A phase is forecast by the planner's model: what it took, by
+the ratio of what the model predicts for the changed keys and for the run's. Waits that the model does not
+know (rewards, tools, checkpoints, validations) are forecast by what was counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.tree import flatten, get_value, to_tree, with_values
+from hybridflow.errors import DataError
+from hybridflow.observability.report.files import Lines
+from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
+from hybridflow.planner.costs import Rows
+from hybridflow.planner.lengths import Lengths
+from hybridflow.trainer.ppo.run_plan import forecaster, plan_of
+from hybridflow.trainer.replay.kept_rows import config_of
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+SMALL = 0.02
+"""Part of a step below which a saving is not worth a key."""
+OFTEN = 0.05
+"""Part of a step that validations, or checkpoints, may take."""
+TIMING = "timing_s/"
+NESTED = ("step", "testing", "val_gen", "val_reward", "save_checkpoint")
+"""Sections that are the whole step, or come now and then."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Something that steps wait for."""
+
+    cause: str
+    """Name of the rule."""
+    seconds: float
+    """Seconds of a mean step that it takes now."""
+    text: str
+    """The numbers that show it."""
+    key: str = ""
+    """Key that shortens it; empty where only the user's own data or code can."""
+    value: Any = None
+    """Value to try."""
+    saved: float | None = None
+    """Seconds of a mean step that this value is forecast to save; None where nothing can be counted."""
+
+    @property
+    def override(self) -> str:
+        """The key with the value to try, as a command line takes it."""
+        if not self.key:
+            return ""
+        words = {None: "null", True: "true", False: "false"}
+        return f"{self.key}={words.get(self.value, self.value) if _is_word(self.value) else self.value}"
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """The times and counts of a run, as its folder has them."""
+
+    config: PPOConfig
+    steps: Sequence[Mapping[str, float]]
+    """Metrics of the steps that count: those after the first, which also builds caches and kernels."""
+    lengths: Sequence[Sequence[float]]
+    """Tokens of each response of some of these steps."""
+    trajectories: Sequence[Mapping[str, float]]
+    """Seconds of each recorded trajectory by what it waited for: generate, tool, environment, …"""
+
+    @classmethod
+    def read(cls, run: Path) -> RunTimes:
+        """Read a run folder. ConfigError for a folder that is none; DataError for one without a whole step
+        after the first.
+        """
+        config = config_of(run, trains=False)
+        metrics = read_metrics(run / METRICS_FILE)
+        numbers = [number for number in sorted(metrics) if f"{TIMING}step" in metrics[number]]
+        if len(numbers) < 2:
+            raise DataError(f"{run} has {len(numbers)} finished steps, and the times of two are needed")
+        counted = numbers[1:]
+        responses = Lines(run / "rollouts.jsonl")
+        responses.poll(1)
+        lengths = [
+            [max(float(tokens), 1.0) for tokens in line["num_tokens"]]
+            for number, line in responses.by_step.items()
+            if number in counted and line.get("num_tokens")
+        ]
+        timeline = Lines(run / "timeline.jsonl")
+        timeline.poll(1)
+        lanes: dict[tuple[int, str], dict[str, float]] = {}
+        for number, line in timeline.by_step.items():
+            for lane, name, begins, ends in line.get("spans", []) if number in counted else []:
+                if lane.startswith("trajectory "):
+                    found = lanes.setdefault((number, lane), {})
+                    found[name] = found.get(name, 0.0) + ends - begins
+        return cls(config, [metrics[number] for number in counted], lengths, list(lanes.values()))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a mean step."""
+        return self.mean(f"{TIMING}step")
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a metric over all steps; a step without it counts as 0."""
+        return sum(step.get(name, 0.0) for step in self.steps) / len(self.steps)
+
+    def of_phase(self, phase: str) -> float:
+        """Return the seconds of a phase in a mean step."""
+        return self.mean(f"{TIMING}{phase}")
+
+    def usual(self, name: str) -> float:
+        """Return the median of a metric over the steps that have it; 0 where none has."""
+        found = [step[name] for step in self.steps if name in step]
+        return median(found) if found else 0.0
+
+    @property
+    def replicas(self) -> int:
+        """Engines that share a step's requests."""
+        return max(1, plan_of(self.config).generating // plan_of(self.config).ranks_of_replica)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows of a usual step."""
+        count = max(self.usual("training/num_trajectories"), 1.0)
+        lengths = Lengths(
+            max(self.usual("response_length/mean"), 1.0), max(self.usual("response_length/max"), 1.0)
+        )
+        if self.lengths:
+            lengths = Lengths.of(self.lengths[-1])
+        group = max(1, self.config.actor_rollout_ref.rollout.n)
+        return Rows(count, self.usual("prompt_length/mean"), lengths, group)
+
+    @cached_property
+    def _predict(self) -> Callable[[PPOConfig, Rows], Mapping[str, float]] | None:
+        return forecaster(self.config)
+
+    @cached_property
+    def by_model(self) -> float:
+        """Seconds of generation in a mean step that the model needs, without waits for tools.
+
+        Where these are slow, an engine has its rows one after the other, and takes more steps than the
+        longest response has tokens; what it needs is the time of as many steps as that.
+        """
+        whole = self.of_phase("gen")
+        names = {name for lane in self.trajectories for name in lane}
+        rate = self.usual("perf/rollout_tokens_per_second")
+        steps = self.usual("rollout/decode_steps") / self.replicas
+        if not rate or not steps or names <= {"generate", "reward"}:
+            return whole
+        needed = min(1.0, self.rows.lengths.quantile(1) / steps)
+        return min(whole, needed * self.usual("rollout/generated_tokens") / rate)
+
+    def saving(self, phase: str, changes: Mapping[str, Any]) -> float | None:
+        """Return the seconds that a phase would save with these keys, by the planner's model; None where that
+        does not know the model or the device.
+        """
+        predict = self._predict
+        if predict is None:
+            return None
+        now = predict(self.config, self.rows).get(phase, 0.0)
+        then = predict(with_values(self.config, dict(changes)), self.rows).get(phase, 0.0)
+        if not now:
+            return None
+        seconds = self.by_model if phase == "gen" else self.of_phase(phase)
+        return max(0.0, seconds * (1 - then / now))
+
+
+def validations(run: RunTimes) -> Iterator[Wait]:
+    """Find validations that take more of the run than they may."""
+    seconds = run.of_phase("testing")
+    every = run.config.trainer.test_freq
+    if every > 0 and seconds > OFTEN * run.seconds:
+        yield _rarer("validations", "trainer.test_freq", every, seconds, run.seconds, "validate")
+
+
+def checkpoints(run: RunTimes) -> Iterator[Wait]:
+    """Find checkpoints that take more of the run than they may."""
+    seconds = run.of_phase("save_checkpoint")
+    every = run.config.trainer.save_freq
+    if every > 0 and seconds > OFTEN * run.seconds:
+        yield _rarer("checkpoints", "trainer.save_freq", every, seconds, run.seconds, "save a checkpoint")
+
+
+def _rarer(cause: str, key: str, every: int, seconds: float, of_step: float, what: str) -> Wait:
+    """Return the wait for something that comes every so many steps, and so often that it takes OFTEN."""
+    factor = math.ceil(seconds / (OFTEN * (of_step - seconds)))
+    text = f"steps that {what} (every {every}) add {seconds:.3g} s to a mean step of {of_step:.3g} s"
+    return Wait(cause, seconds, text, key, every * factor, seconds * (1 - 1 / factor))
+
+
+def rewards(run: RunTimes) -> Iterator[Wait]:
+    """Find a trainer that waits for scores."""
+    seconds = run.of_phase("reward")
+    workers = run.config.reward.num_workers
+    longest = run.usual("reward/seconds_per_row_max")
+    rows = run.rows.count
+    text = (
+        f"scoring {rows:.0f} responses holds a step up for {seconds:.3g} s, with {workers} processes "
+        f"(the longest score took {longest:.3g} s)"
+    )
+    if longest > seconds / 2:
+        text += ": one slow score decides, so make it faster or give it a deadline"
+        yield Wait("rewards", seconds, text, "reward.timeout", None, None)
+        return
+    now = max(workers, 1)
+    # scores that wait for something else than this machine's cores may be many more than these
+    wanted = max(min(2 * (os.cpu_count() or 1), 8 * now), now + 1)
+    yield Wait(
+        "rewards", seconds, text, "reward.num_workers", wanted, seconds - max(seconds * now / wanted, longest)
+    )
+
+
+def tools(run: RunTimes) -> Iterator[Wait]:
+    """Find trajectories that wait for tools and environments and not for the model."""
+    seconds = run.of_phase("gen") - run.by_model
+    if not seconds:
+        return
+    workers = run.config.actor_rollout_ref.rollout.agent.num_workers
+    text = (
+        f"generation takes {run.of_phase('gen'):.3g} s, of which the model needs {run.by_model:.3g} s; in "
+        f"the rest trajectories wait for tools and environments, whose code {workers} processes run"
+    )
+    wanted = 4 * max(workers, 1)
+    yield Wait(
+        "tools",
+        seconds,
+        text,
+        f"{ROLLOUT}.agent.num_workers",
+        wanted,
+        seconds * (1 - max(workers, 1) / wanted),
+    )
+
+
+def few_rows(run: RunTimes) -> Iterator[Wait]:
+    """Find engines that have fewer places than there are requests."""
+    limit = run.config.actor_rollout_ref.rollout.max_num_seqs
+    wanted = math.ceil(run.rows.count / run.replicas)
+    if run.usual("rollout/max_rows") < limit or wanted <= limit:
+        return
+    value = 2 ** math.ceil(math.log2(wanted))
+    text = (
+        f"an engine has {wanted} responses to generate and decodes {limit} at once: as many steps read the "
+        "weights for fewer rows (if its memory has room for more)"
+    )
+    key = f"{ROLLOUT}.max_num_seqs"
+    yield Wait("few_rows", run.by_model, text, key, value, run.saving("gen", {key: value}))
+
+
+def preemptions(run: RunTimes) -> Iterator[Wait]:
+    """Find requests that are computed again because the cache of keys and values was full."""
+    preempted = run.usual("rollout/preemptions")
+    requests = run.usual("rollout/requests")
+    if not preempted:
+        return
+    text = f"{preempted:.0f} of {requests:.0f} requests lost their place in the cache and were read again"
+    value = min(0.95, run.config.actor_rollout_ref.rollout.gpu_memory_utilization + 0.2)
+    seconds = run.of_phase("gen") * preempted / requests
+    yield Wait("preemptions", seconds, text, f"{ROLLOUT}.gpu_memory_utilization", value, seconds / 2)
+
+
+def tail(run: RunTimes) -> Iterator[Wait]:
+    """Find batches at whose end a few long responses are generated alone."""
+    lengths = run.rows.lengths
+    if run.config.trainer.schedule != "sync":
+        return
+    key = "trainer.schedule"
+    saved = run.saving("gen", {key: "colocated_async"})
+    text = (
+        f"the longest response has {lengths.quantile(1):.0f} tokens and the mean one {lengths.mean:.0f}: "
+        "engines run half empty until it ends. Groups that are generated ahead fill them; their tokens are "
+        "some steps old, so choose algorithm.rollout_correction too, or cut the longest"
+    )
+    yield Wait("tail", run.by_model, text, key, "colocated_async", saved)
+
+
+def micro_batches(run: RunTimes) -> Iterator[Wait]:
+    """Find passes over so few rows that what they cost each outweighs the rows."""
+    for cause, phase, name in (
+        ("micro_batches", "update_actor", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+        ("log_prob_batches", "old_log_prob", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    ):
+        rows = get_value(run.config, name)
+        if rows is None:
+            continue
+        text = (
+            f"a pass has at most {rows} rows, and the limit of tokens would let it have more: without this "
+            "limit there are fewer passes, each with what it costs besides its tokens (memory is then that "
+            "of the limit of tokens)"
+        )
+        yield Wait(cause, run.of_phase(phase), text, name, None, run.saving(phase, {name: None}))
+
+
+def recomputation(run: RunTimes) -> Iterator[Wait]:
+    """Find activations that are computed twice."""
+    key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    if get_value(run.config, key):
+        text = (
+            "activations are computed a second time in the backward pass (set it to false if memory allows)"
+        )
+        seconds = run.of_phase("update_actor")
+        yield Wait("recomputation", seconds, text, key, False, run.saving("update_actor", {key: False}))
+
+
+def log_probs_again(run: RunTimes) -> Iterator[Wait]:
+    """Find a pass whose log-probs generation has given already."""
+    key = f"{CORRECTION}.bypass_mode"
+    if get_value(run.config, key):
+        return
+    seconds = run.of_phase("old_log_prob")
+    text = (
+        f"log-probs of the sampled tokens are computed a second time ({seconds:.3g} s); generation has given "
+        "them, and a run may take its (rollout.exact=true makes them the same bits)"
+    )
+    yield Wait("log_probs_again", seconds, text, key, True, seconds)
+
+
+def idle_reference(run: RunTimes) -> Iterator[Wait]:
+    """Find a reference whose KL term counts nothing."""
+    actor = run.config.actor_rollout_ref.actor
+    if actor.use_kl_loss and not actor.kl_loss_coef and not run.config.algorithm.use_kl_in_reward:
+        seconds = run.of_phase("ref")
+        text = f"the reference takes {seconds:.3g} s, and actor.kl_loss_coef is 0, so that it counts nothing"
+        yield Wait("idle_reference", seconds, text, f"{ACTOR}.use_kl_loss", False, seconds)
+
+
+def dropped_groups(run: RunTimes) -> Iterator[Wait]:
+    """Find dynamic sampling that generates several batches one after the other."""
+    batches = run.usual("training/num_gen_batches")
+    if batches <= 1 or run._predict is None:
+        return
+    data = run.config.data
+    size = data.gen_batch_size or data.train_batch_size
+    value = math.ceil(size * batches)
+    each = Rows(run.rows.count / batches, run.rows.prompt, run.rows.lengths, run.rows.group)
+    apart = batches * run._predict(run.config, each)["gen"]
+    together = run._predict(run.config, run.rows)["gen"]
+    seconds = run.by_model
+    text = (
+        f"a batch takes {batches:.0f} generation batches, each with its own longest response: one of "
+        f"{value} prompts has one"
+    )
+    saved = max(0.0, seconds * (1 - together / apart))
+    yield Wait("dropped_groups", seconds, text, "data.gen_batch_size", value, saved)
+
+
+def idle_trainer(run: RunTimes) -> Iterator[Wait]:
+    """Find a trainer that waits for groups that are generated elsewhere."""
+    seconds = run.of_phase("wait_for_rollouts")
+    if seconds:
+        text = f"training waits {seconds:.3g} s of a step for rollouts: give generation more devices"
+        yield Wait("idle_trainer", seconds, text, "trainer.resource_pools", None, None)
+
+
+def pushes(run: RunTimes) -> Iterator[Wait]:
+    """Find weights that take long to reach the engines."""
+    seconds = run.of_phase("update_weights")
+    if seconds:
+        text = f"new weights take {seconds:.3g} s to reach the engines, which stand meanwhile"
+        yield Wait("pushes", seconds, text, "trainer.placement", None, None)
+
+
+def driver(run: RunTimes) -> Iterator[Wait]:
+    """Find time that no phase accounts for."""
+    phases = {name for step in run.steps for name in step if name.startswith(TIMING)}
+    known = sum(run.mean(name) for name in phases if name.removeprefix(TIMING) not in NESTED)
+    known += run.of_phase("testing") + run.of_phase("save_checkpoint")
+    seconds = run.seconds - known
+    text = (
+        f"{seconds:.3g} s of a step are in no phase: reading data, filters, logging. `hybridflow profile` "
+        "shows them"
+    )
+    yield Wait("driver", seconds, text)
+
+
+Rule = Callable[[RunTimes], Iterator[Wait]]
+RULES: tuple[Rule, ...] = (
+    validations,
+    checkpoints,
+    rewards,
+    tools,
+    few_rows,
+    preemptions,
+    tail,
+    micro_batches,
+    recomputation,
+    log_probs_again,
+    idle_reference,
+    dropped_groups,
+    idle_trainer,
+    pushes,
+    driver,
+)
+
+
+def waits_of(run: RunTimes) -> list[Wait]:
+    """Return what the run waits for, by the seconds that can be saved; those without a forecast come behind
+    the others, by what they take. Nothing that takes, or saves, less than SMALL of a step is told.
+    """
+    found = [wait for rule in RULES for wait in rule(run)]
+    least = SMALL * run.seconds
+    found = [wait for wait in found if (wait.seconds if wait.saved is None else wait.saved) >= least]
+    return sorted(found, key=lambda wait: (wait.saved is None, -(wait.saved or wait.seconds)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A forecast beside what came of it."""
+
+    wait: Wait
+    became: float
+    """Seconds of a mean step that were saved."""
+
+
+def held(before: RunTimes, after: RunTimes) -> tuple[list[Held], list[str]]:
+    """Return each forecast of the run `before` whose key has the value to try in the run `after`, with what
+    the step has become, and the other keys in which the two differ.
+
+    The seconds saved are those of the whole step: what one phase gains another may lose.
+    """
+    was = dict(flatten(to_tree(before.config)))
+    now = dict(flatten(to_tree(after.config)))
+    changed = {name for name in {*was, *now} if was.get(name) != now.get(name)}
+    changed = {
+        name for name in changed if not name.startswith(("trainer.default_local_dir", "trainer.logger"))
+    }
+    tried = [
+        wait
+        for wait in waits_of(before)
+        if wait.key in changed and get_value(after.config, wait.key) == wait.value
+    ]
+    saved = before.seconds - after.seconds
+    others = sorted(changed - {wait.key for wait in tried})
+    return [Held(wait, saved) for wait in tried], others

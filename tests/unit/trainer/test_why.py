@@ -1,0 +1,251 @@
+"""Why a run is slow: each cause is found in the counts that show it, first where it is the largest, and its
+forecast is what the planner's model or the counts say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.config.show import to_yaml
+from hybridflow.config.tree import with_values
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.planner.costs import Rows
+from hybridflow.trainer import why
+from hybridflow.trainer.why import RunTimes, Wait, held, waits_of
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+QUIET: Mapping[str, Any] = {
+    "trainer.test_freq": -1,
+    "trainer.save_freq": -1,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ROLLOUT}.n": 8,
+}
+STEP: Mapping[str, float] = {
+    "timing_s/gen": 4.0,
+    "timing_s/update_actor": 4.0,
+    "timing_s/step": 8.0,
+    "training/num_trajectories": 64.0,
+    "response_length/mean": 20.0,
+    "response_length/max": 20.0,
+    "prompt_length/mean": 10.0,
+    "rollout/max_rows": 64.0,
+    "rollout/requests": 64.0,
+    "rollout/decode_steps": 20.0,
+    "rollout/generated_tokens": 1280.0,
+    "perf/rollout_tokens_per_second": 400.0,
+}
+
+
+def run_with(
+    keys: Mapping[str, Any] | None = None,
+    trajectories: list[Mapping[str, float]] | None = None,
+    **metrics: float,
+) -> RunTimes:
+    """A run of one kind of step; the metrics' names have __ for the slash."""
+    step = {**STEP, **{name.replace("__", "/"): value for name, value in metrics.items()}}
+    config = with_values(PPOConfig(), {**QUIET, **(keys or {})})
+    return RunTimes(config, [step, step], [], trajectories or [])
+
+
+@pytest.fixture(autouse=True)
+def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that knows five figures: so much time do these keys take."""
+
+    def predict(config: PPOConfig, rows: Rows) -> dict[str, float]:
+        actor = config.actor_rollout_ref.actor
+        rollout = config.actor_rollout_ref.rollout
+        waves = max(1.0, rows.count / rollout.max_num_seqs)
+        return {
+            "gen": waves
+            * (rows.lengths.quantile(1) if config.trainer.schedule == "sync" else rows.lengths.mean),
+            "update_actor": (4.0 if actor.ppo_micro_batch_size_per_gpu else 1.0)
+            * (1.25 if config.actor_rollout_ref.model.enable_gradient_checkpointing else 1.0),
+            "old_log_prob": 3.0 if rollout.log_prob_micro_batch_size_per_gpu else 1.0,
+        }
+
+    def forecaster(config: PPOConfig) -> Callable[[PPOConfig, Rows], dict[str, float]]:
+        return predict
+
+    monkeypatch.setattr(why, "forecaster", forecaster)
+
+
+def test_a_run_whose_parts_are_as_they_must_be_has_nothing_to_change() -> None:
+    assert waits_of(run_with()) == []
+
+
+TOOL = [{"generate": 1.0, "environment": 3.0}]
+CASES = [
+    (
+        "validations",
+        {"trainer.test_freq": 2},
+        {"timing_s__testing": 3.0, "timing_s__step": 11.0},
+        [],
+        3 * 7 / 8,
+    ),
+    (
+        "checkpoints",
+        {"trainer.save_freq": 2},
+        {"timing_s__save_checkpoint": 1.0, "timing_s__step": 9.0},
+        [],
+        2 / 3,
+    ),
+    (
+        "rewards",
+        {"reward.num_workers": 1},
+        {"timing_s__reward": 4.0, "timing_s__step": 12.0, "reward__seconds_per_row_max": 0.1},
+        [],
+        3.0,
+    ),
+    (
+        "tools",
+        {f"{ROLLOUT}.agent.num_workers": 1},
+        {"timing_s__gen": 9.0, "timing_s__step": 13.0, "rollout__decode_steps": 64.0},
+        TOOL,
+        8.0 * 3 / 4,
+    ),
+    ("few_rows", {f"{ROLLOUT}.max_num_seqs": 16}, {"rollout__max_rows": 16.0}, [], 3.0),
+    ("preemptions", {}, {"rollout__preemptions": 32.0}, [], 1.0),
+    ("tail", {}, {"response_length__max": 80.0}, [], 3.0),
+    ("micro_batches", {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}, {}, [], 3.0),
+    (
+        "log_prob_batches",
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1, "algorithm.rollout_correction.bypass_mode": True},
+        {"timing_s__old_log_prob": 3.0, "timing_s__step": 11.0},
+        [],
+        2.0,
+    ),
+    ("recomputation", {"actor_rollout_ref.model.enable_gradient_checkpointing": True}, {}, [], 0.8),
+    ("log_probs_again", {}, {"timing_s__old_log_prob": 1.0, "timing_s__step": 9.0}, [], 1.0),
+    (
+        "idle_reference",
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0},
+        {"timing_s__ref": 2.0, "timing_s__step": 10.0},
+        [],
+        2.0,
+    ),
+    ("dropped_groups", {}, {"training__num_gen_batches": 4.0}, [], 3.0),
+    ("idle_trainer", {}, {"timing_s__wait_for_rollouts": 2.0, "timing_s__step": 10.0}, [], None),
+    ("pushes", {}, {"timing_s__update_weights": 2.0, "timing_s__step": 10.0}, [], None),
+    ("driver", {}, {"timing_s__step": 12.0}, [], None),
+]
+
+
+@pytest.mark.parametrize(
+    ("cause", "keys", "metrics", "trajectories", "saved"), CASES, ids=[c[0] for c in CASES]
+)
+def test_each_cause_is_first_where_it_is_the_one(
+    cause: str,
+    keys: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    trajectories: list[Mapping[str, float]],
+    saved: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    first = waits_of(run_with(keys, trajectories, **metrics))[0]
+    assert first.cause == cause
+    assert first.saved == (None if saved is None else pytest.approx(saved))
+
+
+def test_every_rule_has_a_case() -> None:
+    rules = {rule.__name__ for rule in why.RULES}
+    assert {case[0] for case in CASES} == rules | {"log_prob_batches"}
+
+
+def test_one_slow_score_is_not_mended_by_more_processes() -> None:
+    run = run_with(timing_s__reward=4.0, timing_s__step=12.0, reward__seconds_per_row_max=3.9)
+    first = next(wait for wait in waits_of(run) if wait.cause == "rewards")
+    assert first.key == "reward.timeout" and first.saved is None
+
+
+def test_without_the_planners_figures_the_counted_waits_are_told_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(why, "forecaster", lambda config: None)
+    keys = {f"{ROLLOUT}.max_num_seqs": 16}
+    found = waits_of(run_with(keys, rollout__max_rows=16.0, timing_s__old_log_prob=1.0, timing_s__step=9.0))
+    assert [(wait.cause, wait.saved) for wait in found] == [
+        ("log_probs_again", 1.0),
+        ("few_rows", None),
+        ("tail", None),
+    ]
+
+
+def test_a_forecast_that_was_tried_stands_beside_what_it_became() -> None:
+    key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    before = run_with({key: 1})
+    after = run_with({key: None, "trainer.seed": 5}, timing_s__update_actor=1.5, timing_s__step=5.5)
+    found, others = held(before, after)
+    assert [(each.wait.cause, each.wait.saved, each.became) for each in found] == [
+        ("micro_batches", 3.0, 2.5)
+    ]
+    assert others == ["trainer.seed"]
+
+
+def test_overrides_are_written_as_a_command_takes_them() -> None:
+    assert Wait("a", 1.0, "", "x.y", None).override == "x.y=null"
+    assert Wait("a", 1.0, "", "x.y", True).override == "x.y=true"
+    assert Wait("a", 1.0, "", "x.y", 512).override == "x.y=512"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder of three steps, of which the first is slow in another way."""
+    words = [
+        "trainer.device=cpu",
+        f"{ROLLOUT}.max_num_seqs=16",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+    ]
+    prepared = prepare_config(PPOConfig, words, recipe="tiny/grpo", runs=False, needs_model=False)
+    (tmp_path / "config.yaml").write_text(to_yaml(prepared.config))
+    steps = [{"step": number, **STEP, "rollout/max_rows": 16.0} for number in (1, 2, 3)]
+    steps[0]["timing_s/step"] = 100.0
+    lines = "".join(json.dumps(step) + "\n" for step in [*steps, {"step": 4, "perf/throughput": 1.0}])
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 5, "torn')
+    (tmp_path / "rollouts.jsonl").write_text(
+        json.dumps({"step": 2, "num_tokens": [20] * 60 + [80] * 4}) + "\n"
+    )
+    spans = [
+        ["trajectory 7", "generate", 0.0, 1.0],
+        ["trajectory 7", "tool", 1.0, 3.0],
+        ["driver", "adv", 0, 9],
+    ]
+    (tmp_path / "timeline.jsonl").write_text(json.dumps({"step": 3, "spans": spans}) + "\n")
+    return tmp_path
+
+
+def test_a_folder_is_read(folder: Path) -> None:
+    run = RunTimes.read(folder)
+    assert run.seconds == 8.0, "the first step builds caches, and does not count"
+    assert run.rows.lengths.quantile(1) == 80 and run.rows.count == 64
+    assert run.trajectories == [{"generate": 1.0, "tool": 2.0}]
+
+
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seconds"] == 8.0 and {wait["cause"] for wait in found["waits"]} >= {"few_rows", "tail"}
+    assert main(["why", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert f"{ROLLOUT}.max_num_seqs=64, forecast to save" in told
+    assert main(["why", str(folder), "--tried", str(folder)]) == 0
+    assert "no key of these two runs was changed" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_none_or_too_young_is_told(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run folder"):
+        RunTimes.read(tmp_path / "none")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 1.0}\n')
+    with pytest.raises(DataError, match="1 finished steps"):
+        RunTimes.read(folder)

@@ -10,7 +10,7 @@ loads once. An object that does not pickle (it holds a socket, a lock, a generat
 in its worker, which serves it alone until it is closed; another worker takes over from that one. A task of
 asyncio (a trajectory) that holds one such worker gets the next without waiting for other tasks to let go.
 
-One event loop at a time uses the workers. They are started when they are needed, see `worker_process.py`.
+One event loop at a time uses the workers. They are started when they are needed, see `supervisor.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridflow.processes.channel import CHUNK, ChannelBroken, frame, take_messa
 from hybridflow.processes.errors import CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.host import BEGUN, Reply, Request
 from hybridflow.processes.pickles import dumps
-from hybridflow.processes.worker_process import START_TIMEOUT, WorkerProcess, kill_all
+from hybridflow.processes.supervisor import START_TIMEOUT, WorkerProcess, kill_all
 
 logger = logging.getLogger(__name__)
 

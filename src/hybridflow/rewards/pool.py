@@ -26,7 +26,7 @@ from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError, RewardError
 from hybridflow.processes import CallFailed, CallRaised, CallTooLong, Hosted, Hosts, ProcessLost
 from hybridflow.processes.pickles import dumps
-from hybridflow.processes.worker_process import START_TIMEOUT
+from hybridflow.processes.supervisor import START_TIMEOUT
 from hybridflow.rewards.call import failure
 from hybridflow.rewards.compose import describe
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.processes.keeper import living_descendants
 from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import ScoredBatch
@@ -187,8 +187,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
 
 def processes(pool: RewardPool) -> set[int]:
     """The process ids of a pool's workers and of their keepers."""
-    keepers = [worker.keeper.pid for hosts in pool._hosts for worker in hosts._workers]
-    return {pid for keeper in keepers for pid in [keeper, *living_descendants(keeper)]}
+    keepers = [psutil.Process(each.keeper.pid) for hosts in pool._hosts for each in hosts._workers]
+    return {each.pid for keeper in keepers for each in [keeper, *keeper.children(recursive=True)]}
 
 
 def gone(pid: int) -> bool:

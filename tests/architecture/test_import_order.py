@@ -17,7 +17,7 @@ LINES = [
     ["distributed.facilities"],
     ["config", "protocol", "algorithms"],
     ["data", "distributed", "observability", "sandbox"],
-    ["controller", "kernels", "planner", "processes"],
+    ["controller", "kernels", "planner", "processes", "stop_token"],
     ["models", "tools"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],

@@ -14,6 +14,7 @@ from typing import Literal
 from hybridflow.agent.collate import group_index
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed
@@ -125,9 +126,9 @@ class AheadSource(SyncSource):
                         return
                     if self._error is not None:
                         raise self._error
-                    with progress.breakable():
+                    with stop_token.breakable():
                         self._changed.wait(LOOK_SECONDS)
-                progress.between_items()
+                stop_token.check()
 
     def _fail(self, error: BaseException) -> None:
         """Have the trainer's thread raise an error; only the first one counts."""

@@ -68,7 +68,7 @@ def main(driver: int, grace_s: float, file_descriptor: int, words: Sequence[str]
         if worker is None:
             for number in _IGNORED_BY_PYTHON:
                 signal.signal(number, signal.SIG_DFL)
-            os.execvp(words[0], words)
+            os.execvp(words[0], list(words))
         worker.main(file_descriptor)
         sys.exit()
     if worker is not None:

@@ -83,7 +83,7 @@ def make_source(
         return DumpedSource(parts)
     if name == "sync":
         return SyncSource(parts)
-    ledger = Ledger.open(folder / LEDGER_FILE)
+    ledger = Ledger(folder / LEDGER_FILE)
     if ledger.position:
         ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
     if name in EXACT_SCHEDULES:

@@ -57,8 +57,8 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.continuous import ContinuousSource
-from hybridflow.trainer.schedules.exact import ExactSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from hybridflow.trainer.schedules.pinned import PinnedSource
 from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState, SavedEngine
@@ -87,7 +87,7 @@ def make_source(
     if ledger.position:
         ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
     if name in EXACT_SCHEDULES:
-        return ExactSource(
+        return PinnedSource(
             parts,
             run_ahead=int(keys.run_ahead),
             total_steps=total_steps,

@@ -44,7 +44,7 @@ from hybridflow.workers.rollout_group import StagedWeights
 logger = logging.getLogger(__name__)
 
 
-class ExactSource(AheadSource):
+class PinnedSource(AheadSource):
     """Makes each batch under the version that it is pinned to.
 
     A batch has the groups `k·P … (k + 1)·P - 1`, with P = `data.train_batch_size`. Groups that fail or that

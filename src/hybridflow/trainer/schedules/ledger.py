@@ -130,16 +130,18 @@ class Ledger:
             self._write([encode(Rewound(position))])
             self.state = _fold(self.path)
 
-    def lines(self, position: int) -> bytes:
-        """Return the first lines of the file, so many of them: what a checkpoint keeps of it."""
+    def kept(self, position: int) -> Tensor:
+        """Return what a checkpoint keeps: the first `position` lines, compressed, [number of bytes] uint8."""
         with self._lock, self.path.open("rb") as file:
-            return b"".join(islice(file, position))
+            lines = b"".join(islice(file, position))
+        return torch.frombuffer(bytearray(zlib.compress(lines)), dtype=torch.uint8)
 
-    def go_on_from(self, lines: bytes) -> None:
+    def go_on_from(self, kept: Tensor) -> None:
         """Go on after the lines that a checkpoint has kept, as `rewind` does.
 
         A file that does not begin with them, of another run or of none, is put aside as `*.before`.
         """
+        lines = zlib.decompress(kept.numpy().tobytes())
         with self._lock:
             self._file.seek(0)
             if self._file.read(len(lines)) != lines:
@@ -260,16 +262,6 @@ def _damaged(path: Path, number: int, line: bytes, reason: str) -> CheckpointErr
         f"copy of it there, or keep its first {number} lines (head -n {number}) and resume from a checkpoint "
         f"whose position is not after line {number}."
     )
-
-
-def packed(ledger: Ledger, position: int) -> Tensor:
-    """Return the first `position` lines, compressed, as a tensor [number of bytes] uint8."""
-    return torch.frombuffer(bytearray(zlib.compress(ledger.lines(position))), dtype=torch.uint8)
-
-
-def unpacked(kept: Tensor) -> bytes:
-    """Return the lines of which `packed` was made."""
-    return zlib.decompress(kept.numpy().tobytes())
 
 
 def refuse_other_steps(theirs: int, ours: int) -> None:

@@ -27,7 +27,7 @@ from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
-from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
+from hybridflow.trainer.schedules.ledger import Ledger, refuse_other_steps
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -171,7 +171,7 @@ class PinnedSource(AheadSource):
             self.ledger.sync()
             own = {
                 "ready": ready,
-                "ledger": packed(self.ledger, position),
+                "ledger": self.ledger.kept(position),
                 "groups_per_step": self.groups_per_step,
             }
             return {**place, **own, "version": self.version}
@@ -180,7 +180,7 @@ class PinnedSource(AheadSource):
         """Go on where `state` was taken."""
         super().load_state_dict(state)
         refuse_other_steps(state["groups_per_step"], self.groups_per_step)
-        self.ledger.go_on_from(unpacked(state["ledger"]))
+        self.ledger.go_on_from(state["ledger"])
         ready = [_from_state(each) for each in state["ready"]]
         self._start = self.version
         self._made = dict(enumerate(ready, self.version))

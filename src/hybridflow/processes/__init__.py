@@ -1,7 +1,7 @@
 """Processes of ours outside Ray, which may be killed with all that they have started (`supervisor.py`).
 
-driver ──Hosts (asyncio)──► WorkerProcess: keeper ──► worker: host.py ──► tools, environments, rewards
-       ──SupervisedProcess───────────────► keeper ──► command of an agent, an environment, an engine's server
+driver ──Hosts (asyncio)──► keeper ──► worker: host.py ──► tools, environments, rewards
+       ──SupervisedProcess► keeper ──► command of an agent, an environment, an engine's server
 """
 
 from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost

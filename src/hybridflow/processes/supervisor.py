@@ -13,14 +13,11 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-START_TIMEOUT = 120.0
-"""Seconds a worker may take to import what it needs."""
 KEEPER_SECONDS = 15.0
 """Seconds a keeper may take to kill what is below it before it is killed itself."""
 
@@ -80,33 +77,3 @@ class SupervisedProcess:
             with contextlib.suppress(ValueError):
                 return f"was ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
-
-
-class WorkerProcess(SupervisedProcess):
-    """A process that runs `main(file_descriptor)` of a module, with one thread for each maths library.
-
-    `socket` leads to it; whoever made the worker closes it.
-    """
-
-    def __init__(self, module: str) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        with theirs:
-            super().__init__(
-                [module],
-                file_descriptor=theirs.fileno(),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **threads},
-            )
-
-
-def kill_all(workers: list[Any] | set[Any]) -> None:
-    """End workers, all at the same time, and forget them."""
-    ending = list(workers)
-    workers.clear()
-    for worker in ending:
-        worker.terminate()  # all at once, before any is waited for
-    for worker in ending:
-        worker.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -266,21 +265,6 @@ def test_results_come_in_request_order_from_both_workers(pool: RewardPool) -> No
     )
     assert [outcome.score for outcome in outcomes] == [float(number) for number in range(50)]
     assert outcomes_of(pool, []) == []
-
-
-def test_workers_are_their_own_light_processes(pool: RewardPool) -> None:
-    outcome = outcomes_of(pool, [request("pid")])[0]
-    assert outcome.extras["pid"] in processes(pool)
-    assert (outcome.extras["torch"], outcome.extras["threads"]) == (False, "1")
-
-
-def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
-    workers = {outcome.extras["pid"] for outcome in outcomes_of(pool, [request("pid")] * 4)}
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    # at once: a sample that a dying worker was given and never began is not blamed
-    assert [outcome.score for outcome in outcomes_of(pool, [request("number", 3.0)] * 4)] == [3.0] * 4
-    assert not workers & processes(pool)
 
 
 def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> None:

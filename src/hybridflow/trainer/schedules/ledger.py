@@ -262,12 +262,3 @@ def _damaged(path: Path, number: int, line: bytes, reason: str) -> CheckpointErr
         f"copy of it there, or keep its first {number} lines (head -n {number}) and resume from a checkpoint "
         f"whose position is not after line {number}."
     )
-
-
-def refuse_other_steps(theirs: int, ours: int) -> None:
-    """Raise CheckpointError where the checkpoint's run trained another number of groups a step."""
-    if theirs != ours:
-        raise CheckpointError(
-            f"the checkpoint's run trained {theirs} groups a step, and this one trains {ours}: groups that "
-            f"are ahead of training belong to steps of that size. Set data.train_batch_size={theirs}"
-        )

@@ -27,7 +27,7 @@ from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
-from hybridflow.trainer.schedules.ledger import Ledger, refuse_other_steps
+from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -179,8 +179,6 @@ class PinnedSource(AheadSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         super().load_state_dict(state)
-        refuse_other_steps(state["groups_per_step"], self.groups_per_step)
-        self.ledger.go_on_from(state["ledger"])
         ready = [_from_state(each) for each in state["ready"]]
         self._start = self.version
         self._made = dict(enumerate(ready, self.version))

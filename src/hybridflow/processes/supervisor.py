@@ -2,9 +2,9 @@
 
     SupervisedProcess ──starts──► keeper (keeper.py) ──forks──► `main` of a module, or a command ──► …
 
-Workers (`hosts.py`: tools, environments, rewards), commands of agents, programs of environments and the
-servers of engines are started here. A keeper is a fresh interpreter: that neither forks the driver (threads,
-CUDA) nor runs its main module again.
+Workers (`hosts.py`: tools, environments, rewards), commands of agents, programs of environments, MCP servers
+and the servers of engines are started here. A keeper is a fresh interpreter: that neither forks the driver
+(threads, CUDA) nor runs its main module again.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: SGLangEngin
     longer = requests_for(PROMPTS[:3], max_tokens=80, ignore_eos=True)[1:]
     running = engine.generate([short, *longer])
     kept = next(running)
-    for each in psutil.Process(engine.runner.process.pid).children(recursive=True):
-        each.kill()
+    psutil.Process(engine.runner.process.pid).children()[0].kill()
     lost = list(running)
     assert kept.finish_reason == "length"
     assert {output.finish_reason for output in lost} == {"error"}

@@ -103,7 +103,7 @@ class StopToken:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Say that a signal's exception does no harm in this context; it comes in the main thread only."""
+        """Let a signal end what is awaited in this context, which does no harm; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -26,7 +26,8 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.processes import CallFailed, HostsLike
+from hybridflow.processes.errors import CallFailed
+from hybridflow.processes.local import HostsLike
 from hybridflow.processes.supervisor import keeper_command
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import listen

@@ -31,12 +31,12 @@ from side_by_side import machine, verdict
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.demo.warm_up import WarmUpOptions, warm_up
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.self_check import choose_exact_mode
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.source import TrainBatch
 

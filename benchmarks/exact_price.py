@@ -15,14 +15,14 @@ import torch
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.build import build_policy
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.self_check import choose_exact_mode
 from hybridflow.trainer.ppo.build import build
 
 LENGTHS = (128, 256, 512)

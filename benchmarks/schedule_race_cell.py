@@ -130,7 +130,7 @@ def found(name: str, seed: int, folder: Path) -> dict[str, Any]:
     steps = [lines[step] for step in sorted(lines) if step]
     staleness = {0: GROUPS * len(steps)}
     if (folder / LEDGER_FILE).exists():
-        with Ledger.open(folder / LEDGER_FILE) as ledger:
+        with Ledger(folder / LEDGER_FILE) as ledger:
             staleness = dict(sorted(ledger.state.staleness.items()))
     return {
         "name": name,

@@ -21,7 +21,6 @@ REPEATED: dict[str, int] = {
     "Field": 2,
     "Handler": 2,
     "Held": 2,
-    "History": 2,
     "Job": 3,
     "Layer": 2,
     "Limit": 2,

@@ -18,7 +18,7 @@ LINES = [
     ["distributed.facilities"],
     ["config", "protocol", "algorithms"],
     ["data", "distributed", "observability", "sandbox"],
-    ["controller", "kernels", "planner", "processes"],
+    ["controller", "kernels", "planner", "processes", "stop_token"],
     ["models", "tools"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],
@@ -136,6 +136,18 @@ def test_own_imports_inside_functions_only_in_builders_and_entries() -> None:
         if found.in_function and own(found.target) and not allowed:
             wrong.append(f"{found.module}:{found.line} imports {found.target} inside a function")
     assert not wrong, "\n".join(wrong)
+
+
+def test_processes_have_one_supervisor() -> None:
+    """The sandbox starts its own, and the command of an agent is a keeper that an event loop awaits."""
+    starts = {"Popen", "create_subprocess_exec", "create_subprocess_shell"}
+    found = {
+        source.module
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in starts
+    }
+    assert found == {"processes.supervisor", "sandbox.sandbox", "agent.black_box"}
 
 
 def test_modules_form_no_cycle() -> None:

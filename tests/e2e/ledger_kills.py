@@ -67,7 +67,7 @@ def killing(kind: str, call: int, *, after: bool) -> Callable[[], None]:
 
 def accounts(run: Path) -> list[str]:
     """Return what is wrong with a finished run by its ledger."""
-    with Ledger.open(run / LEDGER_FILE) as ledger:
+    with Ledger(run / LEDGER_FILE) as ledger:
         state = ledger.state
     found = []
     if state.trained_per_step != [GROUPS] * STEPS:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny_run import Inputs, gsm8k_rows, small_run, write_parquet
@@ -25,7 +26,6 @@ from tiny_run import Inputs, gsm8k_rows, small_run, write_parquet
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes.keeper import living_descendants
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import EngineSession, GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import build
@@ -193,7 +193,7 @@ def resources() -> dict[str, object]:
         with suppress(FileNotFoundError):  # the one that lists the folder
             files.append(os.readlink(f"/proc/self/fd/{file}").partition(":")[0])
     return {
-        "processes": living_descendants(os.getpid()),
+        "processes": psutil.Process().children(recursive=True),
         "files": sorted(files),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "tasks": [each for each in gc.get_objects() if isinstance(each, asyncio.Task) and not each.done()],

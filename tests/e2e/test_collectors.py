@@ -139,7 +139,7 @@ def test_a_run_without_a_pause_drops_nothing_and_goes_on_from_its_checkpoint(
     resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={out / 'global_step_2'}")
     finished(under_ray(inputs, tmp_path / "resumed", 1, *keys, *resumed))
     for folder in (out, tmp_path / "resumed"):
-        with Ledger.open(folder / LEDGER_FILE) as ledger:
+        with Ledger(folder / LEDGER_FILE) as ledger:
             state = ledger.state
         assert state.trained_per_step == [4] * STEPS and state.num_admitted == 4 * STEPS
         name = "training/off_policy/trajectory_staleness_worst/max"

@@ -13,7 +13,7 @@ from test_cluster_run import OF_EACH_PROCESS
 from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.trainer.main_ppo import main
-from hybridflow.trainer.schedules.ledger import LEDGER_FILE, History, Ledger
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger, surviving_transitions
 from hybridflow.trainer.schedules.ledger_state import Replayed
 from ranks import Command
 
@@ -97,7 +97,7 @@ def test_a_replay_buffer_has_the_same_bits_under_ray(inputs: Inputs, tmp_path: P
     ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
     assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=OF_ITS_OWN)
     draws = [
-        [line for _, line in History.of(run / LEDGER_FILE).transitions() if isinstance(line, Replayed)]
+        [line for _, line in surviving_transitions(run / LEDGER_FILE) if isinstance(line, Replayed)]
         for run in (tmp_path / "one", tmp_path / "many")
     ]
     assert draws[0] == draws[1] and {line.step for line in draws[0]} == {*range(1, STEPS)}
@@ -127,7 +127,7 @@ def test_a_run_without_a_pause_accounts_for_every_group_and_holds_its_bound(
     many = small_run(inputs, tmp_path / "many", *KEYS, *ahead, steps=STEPS)
     done = under_ray(tmp_path, many, workers=2).wait()
     assert done.returncode == 0, done.output
-    with Ledger.open(tmp_path / "many" / LEDGER_FILE) as ledger:
+    with Ledger(tmp_path / "many" / LEDGER_FILE) as ledger:
         state = ledger.state
     assert state.trained_per_step == [4] * STEPS and state.num_admitted == 4 * STEPS
     name = "training/off_policy/trajectory_staleness_worst/max"

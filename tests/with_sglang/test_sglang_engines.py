@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from vllm_models import (
@@ -96,7 +95,7 @@ def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: SGLangEngin
     longer = requests_for(PROMPTS[:3], max_tokens=80, ignore_eos=True)[1:]
     running = engine.generate([short, *longer])
     kept = next(running)
-    os.killpg(engine.runner.process.pid, signal.SIGKILL)
+    psutil.Process(engine.runner.process.pid).children()[0].kill()
     lost = list(running)
     assert kept.finish_reason == "length"
     assert {output.finish_reason for output in lost} == {"error"}

@@ -26,8 +26,9 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.processes import CallFailed, HostsLike
-from hybridflow.processes.worker_process import keeper_command
+from hybridflow.processes.errors import CallFailed
+from hybridflow.processes.local import HostsLike
+from hybridflow.processes.supervisor import keeper_command
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import listen
 from hybridflow.tools.base import numbers_of
@@ -135,8 +136,7 @@ class CommandAgent:
 
     async def _output(self, folder: Path, recording: Recording, row: Mapping[str, Any]) -> Any:
         """Return what the command says; TrajectoryFailed where it fails."""
-        files = {name: folder / name for name in ("row.json", "result.json", "words", "out", "err")}
-        files["words"].write_text(json.dumps(self._command), encoding="utf-8")
+        files = {name: folder / name for name in ("row.json", "result.json", "out", "err")}
         files["row.json"].write_text(json.dumps(dict(row), default=_plain), encoding="utf-8")
         variables = {
             "OPENAI_BASE_URL": f"{recording.url}/v1",
@@ -146,10 +146,9 @@ class CommandAgent:
             "HYBRIDFLOW_ROW": str(files["row.json"]),
             "HYBRIDFLOW_RESULT": str(files["result.json"]),
         }
-        with files["words"].open() as words, files["out"].open("wb") as out, files["err"].open("wb") as err:
+        with files["out"].open("wb") as out, files["err"].open("wb") as err:
             process = await asyncio.create_subprocess_exec(
-                *keeper_command("hybridflow.processes.command", words.fileno()),
-                pass_fds=(words.fileno(),),
+                *keeper_command(self._command),
                 env={**os.environ, **variables},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,

@@ -25,7 +25,8 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.plugin import blaming, load_class, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, install_extra
-from hybridflow.processes import Hosts, HostsLike, LocalHosts
+from hybridflow.processes.hosts import Hosts
+from hybridflow.processes.local import HostsLike, LocalHosts
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
 from hybridflow.tools.parsers.response import OtherFormats
 from hybridflow.tools.toolset import Toolset

@@ -24,7 +24,7 @@ from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate, Difference
 from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
-from hybridflow.processes import HostsLike
+from hybridflow.processes.local import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.base import ToolAnswer, ToolFailed, numbers_of

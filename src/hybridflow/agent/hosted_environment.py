@@ -13,7 +13,8 @@ from typing import Any
 from hybridflow.agent.episode import Episode, TrajectoryFailed
 from hybridflow.environments.base import Observation, Step, step_of
 from hybridflow.environments.load import load_environment
-from hybridflow.processes import CallFailed, CallRaised, HostsLike, ObjectLike
+from hybridflow.processes.errors import CallFailed, CallRaised
+from hybridflow.processes.local import HostsLike, ObjectLike
 from hybridflow.tools.function_tool import tool_methods
 from hybridflow.tools.toolset import MethodTool
 

@@ -25,7 +25,7 @@ from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.config.agent import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.processes import HostsLike
+from hybridflow.processes.local import HostsLike
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import (
     TRUNCATED,

@@ -22,7 +22,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import resolve_device
 from hybridflow.models.build import build_policy, generation_end_tokens
 from hybridflow.observability.progress import progress
-from hybridflow.processes import LocalHosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, SamplingParams
 from hybridflow.rollout.client import EngineReplica, LLMClient

@@ -21,7 +21,8 @@ from hybridflow.environments.base import Environment, Observation, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
-from hybridflow.processes import CallRaised, CallTooLong, LocalObject
+from hybridflow.processes.errors import CallRaised, CallTooLong
+from hybridflow.processes.local import LocalObject
 from hybridflow.tools import tool_methods
 from hybridflow.tools.parsers.calls import ToolCall, call_of, read_json
 from hybridflow.tools.parsers.hermes import HermesParser

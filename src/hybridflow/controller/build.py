@@ -84,7 +84,7 @@ def hosting(
         _wait_for_devices(lambda: cluster.check(placement, cluster.device), patience)
         yield start
     finally:
-        with progress.phase("stopping the workers", cleans_up=True):
+        with progress.phase("stopping the workers"):
             for backend in backends:
                 backend.shutdown()
             cluster.shutdown()

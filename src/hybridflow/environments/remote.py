@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 from hybridflow.environments.base import Environment, Observation, Step
 from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.processes.supervisor import SupervisedProcess
 
 WORLDS = Path(__file__).with_name("worlds.py")
 """The program of `World`, which needs nothing of ours."""
@@ -96,12 +98,11 @@ class _Process:
     """The other process; a thread reads its answers, so that waiting for one has a deadline."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        try:
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
-            )
-        except OSError as error:
-            raise RemoteError(f"{command[0]} can not be started: {error}") from error
+        if shutil.which(command[0]) is None:
+            raise RemoteError(f"{command[0]} can not be started: there is no such program")
+        self._process = SupervisedProcess(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
         self._name = " ".join(command)
         self.owes_answer = False
         """Whether a request has no answer yet, or none that can be used."""
@@ -110,11 +111,12 @@ class _Process:
 
     def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         """Return the answer to a request. Raises RemoteError; the process is then of no further use."""
-        assert self._popen.stdin is not None, "it was started with a pipe"
+        stdin = self._process.keeper.stdin
+        assert stdin is not None, "it was started with a pipe"
         self.owes_answer = True
         try:
-            self._popen.stdin.write(json.dumps(request, default=str) + "\n")
-            self._popen.stdin.flush()
+            stdin.write(json.dumps(request, default=str) + "\n")
+            stdin.flush()
             line = self._lines.get(timeout=deadline_s)
             answer = json.loads(line or "null")
         except queue.Empty:
@@ -129,13 +131,13 @@ class _Process:
         return answer
 
     def end(self) -> None:
-        """End the process."""
-        self._popen.kill()
-        self._popen.wait()
+        """End the process, with all that it has started."""
+        self._process.kill()
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None, "it was started with a pipe"
-        for line in self._popen.stdout:
+        stdout = self._process.keeper.stdout
+        assert stdout is not None, "it was started with a pipe"
+        for line in stdout:
             self._lines.put(line)
         self._lines.put("")
 

@@ -34,20 +34,15 @@ def load_interactions(path: str) -> Mapping[str, Callable[[], BaseInteraction]]:
     """
     found: dict[str, Callable[[], BaseInteraction]] = {}
     for entry in load_entries(path, "interaction", "class_name", key=KEY):
-        cls = _class_of(entry["class_name"], path)
+        cls = load_class(entry["class_name"], key=f"{KEY}: {path}: class_name", methods=METHODS)
+        if not isinstance(cls, type):
+            raise ConfigError(f"{KEY}: {path}: {entry['class_name']} is no class")
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
         if name in found:
             raise ConfigError(f"{KEY}: {path} has two interactions with the name {name}")
         config = {**(entry.get("config") or {}), "name": name}
         found[name] = partial(_construct, cls, config, f"{KEY}: {path}: {name}")
     return found
-
-
-def _class_of(name: str, path: str) -> type[BaseInteraction]:
-    cls = load_class(name, key=f"{KEY}: {path}: class_name", methods=METHODS)
-    if not isinstance(cls, type):
-        raise ConfigError(f"{KEY}: {path}: {name} is no class")
-    return cls
 
 
 def _construct(cls: type[BaseInteraction], config: Mapping[str, Any], whose: str) -> BaseInteraction:

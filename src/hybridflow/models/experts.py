@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.rounded_weights import RoundedWeight
 
 EXPERTS_ONE_BY_ONE = "hybridflow_one_by_one"

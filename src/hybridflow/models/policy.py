@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hybridflow.distributed.bit_sum import bit_sum
+from hybridflow.distributed.boxes import Box
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.compiled_decoder import CompiledDecoder, apart, roundings, say_plain
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.experts import ExactExperts
 from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
@@ -137,6 +139,13 @@ class PolicyModel(nn.Module):
     def num_parameters(self) -> int:
         """Parameters, tied ones counted once."""
         return sum(p.numel() for p in self.parameters())
+
+    def weight_sums(self) -> dict[str, int]:
+        """Return a checksum of each weight's bits, by name."""
+        return {
+            name: int(bit_sum(weight.detach(), Box.whole(weight.shape)))
+            for name, weight in self.named_parameters()
+        }
 
     def file_name(self, name: str) -> str:
         """Return the name that a parameter of this module has in files."""

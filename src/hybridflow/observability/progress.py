@@ -15,7 +15,7 @@ import pdb
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -91,10 +91,6 @@ class Progress:
         """True after the last step, when only the end of the run is left."""
         self.seconds_left: float | None = None
         """Estimated seconds until the end of the run; None while unknown."""
-        self.between_items: Callable[[], None] = _nothing
-        """Called before a phase and between two items of a counted loop, in the thread that reports them."""
-        self.can_break_off = False
-        """True while the next item of a loop is being made whose work may be thrown away."""
         self.console = console or shared_console
         self.clock = clock
         self.last_output = 0.0
@@ -104,13 +100,8 @@ class Progress:
         self._display: Display | None = None
 
     @contextmanager
-    def phase(self, words: str, total: int | None = None, *, cleans_up: bool = False) -> Iterator[Phase]:
-        """Report that `words` is being done, inside whatever is being done already.
-
-        A phase that `cleans_up` begins although the run was asked to stop.
-        """
-        if not cleans_up:
-            self.between_items()
+    def phase(self, words: str, total: int | None = None) -> Iterator[Phase]:
+        """Report that `words` is being done, inside whatever is being done already."""
         phase = Phase(words, self.clock(), total=total)
         with self._lock:
             self._phases.append(phase)
@@ -126,15 +117,10 @@ class Progress:
             for item in items:
                 phase.done += 1
                 yield item
-                self.between_items()
 
-    def results(self, items: Iterator[T], total: int | None) -> Iterator[T]:
+    def results(self, items: Iterable[T], total: int | None) -> Iterator[T]:
         """Go through results as they come; their number is the count of the phase that is open, of `total`
         where it is known.
-
-        While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
-        Where an exception ends the loop, a generator of results is closed at once, so that whoever makes them
-        can be used again.
         """
         own = threading.get_ident()
         with self._lock:
@@ -142,30 +128,9 @@ class Progress:
             phase = next(mine, Phase("", self.clock()))
         phase.done = 0
         phase.total = total
-        try:
-            while True:
-                with self.breakable():
-                    item = next(items, _END)
-                if item is _END:
-                    return
-                phase.done += 1
-                yield item
-                self.between_items()
-        finally:
-            if isinstance(items, Generator):
-                items.close()
-
-    @contextmanager
-    def breakable(self) -> Iterator[None]:
-        """Say that a signal's exception does no harm in this context; it comes in the main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self.can_break_off = True
-        try:
-            yield
-        finally:
-            self.can_break_off = False
+        for item in items:
+            phase.done += 1
+            yield item
 
     @contextmanager
     def steps(self, total: int) -> Iterator[None]:
@@ -324,13 +289,6 @@ class _Heartbeat(logging.Handler):
         if now - self.progress.last_output < longest - 1.0:
             return
         logger.info(self.progress.describe() or "working")
-
-
-_END: Any = object()
-
-
-def _nothing() -> None:
-    """Do nothing between two items."""
 
 
 _SPINNER = Spinner("dots")

@@ -1,22 +1,7 @@
-"""Worker processes that run the user's code, and that may be killed with all that it has started.
+"""Processes of ours outside Ray, which may be killed with all that they have started (`supervisor.py`).
 
-driver ──Hosts (asyncio)──► WorkerProcess: keeper ──► worker: host.py ──► tools, environments, rewards
+driver ──Hosts (asyncio)──► keeper ──► worker: host.py ──► tools, environments, rewards
+       ──SupervisedProcess► keeper ──► command of an agent, an environment, an engine's server
+
+Nothing is imported here, so that a keeper starts at once.
 """
-
-from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost
-from hybridflow.processes.hosts import Hosted, Hosts
-from hybridflow.processes.local import HostsLike, LocalHosts, LocalObject, ObjectLike, in_thread
-
-__all__ = [
-    "CallFailed",
-    "CallRaised",
-    "CallTooLong",
-    "Hosted",
-    "Hosts",
-    "HostsLike",
-    "LocalHosts",
-    "LocalObject",
-    "ObjectLike",
-    "ProcessLost",
-    "in_thread",
-]

@@ -10,7 +10,7 @@ loads once. An object that does not pickle (it holds a socket, a lock, a generat
 in its worker, which serves it alone until it is closed; another worker takes over from that one. A task of
 asyncio (a trajectory) that holds one such worker gets the next without waiting for other tasks to let go.
 
-One event loop at a time uses the workers. They are started when they are needed, see `worker_process.py`.
+One event loop at a time uses the workers. They are started when they are needed, see `supervisor.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import pickle
+import socket
+import subprocess
 import weakref
 from collections import deque
 from typing import Any
@@ -27,10 +30,12 @@ from hybridflow.processes.channel import CHUNK, ChannelBroken, frame, take_messa
 from hybridflow.processes.errors import CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.host import BEGUN, Reply, Request
 from hybridflow.processes.pickles import dumps
-from hybridflow.processes.worker_process import START_TIMEOUT, WorkerProcess, kill_all
+from hybridflow.processes.supervisor import SupervisedProcess
 
 logger = logging.getLogger(__name__)
 
+START_TIMEOUT = 120.0
+"""Seconds a worker may take to import what it needs."""
 MAX_KEPT = 32
 """Tasks whose objects may stay in workers of their own at the same time."""
 WAIT_TIMEOUT = 3600.0
@@ -42,11 +47,24 @@ MAX_KIND = 200
 NOTHING = pickle.dumps(None)
 
 
-class _Worker(WorkerProcess):
-    """A worker, and what it has sent."""
+class _Worker(SupervisedProcess):
+    """A worker, with one thread for each maths library, and what it has sent.
+
+    Whoever made it closes its socket.
+    """
 
     def __init__(self) -> None:
-        super().__init__("hybridflow.processes.host")
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        with theirs:
+            super().__init__(
+                ["hybridflow.processes.host"],
+                file_descriptor=theirs.fileno(),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **threads},
+            )
         self.kept: Hosted | None = None  # the object that cannot leave it
         self.calling = False
         self.given_up = False
@@ -134,7 +152,7 @@ class Hosts:
         self._idle: list[_Worker] = []
         self._kinds_that_stay: set[str] = set()
         self._waiting: dict[asyncio.Future[_Worker], Hosted] = {}  # the objects whose calls wait
-        self._finalizer = weakref.finalize(self, kill_all, self._workers)  # also when the interpreter ends
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # also when the interpreter ends
 
     @property
     def waiting(self) -> int:
@@ -329,6 +347,16 @@ class Hosts:
 
     def _num_shared(self) -> int:
         return sum(worker.kept is None and not worker.given_up for worker in self._workers)
+
+
+def _kill_all(workers: set[_Worker]) -> None:
+    """End workers, all at the same time, and forget them."""
+    ending = list(workers)
+    workers.clear()
+    for worker in ending:
+        worker.terminate()  # all at once, before any is waited for
+    for worker in ending:
+        worker.kill()
 
 
 def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -1,17 +1,16 @@
-"""The parent of one worker: it runs no user code, and ends whatever the worker leaves behind.
+"""The parent of one program: it runs no user code, and ends whatever the program leaves behind.
 
-    driver ──starts──► keeper ──forks──► worker ──the user's code──► processes of its own
+    driver ──starts──► keeper ──forks──► worker or command ──the user's code──► processes of its own
 
 On Linux the keeper is the subreaper of its descendants: a process that detaches itself (a session of its own,
 a double fork) becomes the keeper's child when its parent ends, so it can be found and killed. The keeper
-kills all descendants and ends when the worker ends, when the driver asks for it (SIGTERM) and when the
-driver is gone; it then ends as the worker did. On other systems only the worker's process group is killed.
+kills all descendants and ends when the program ends, when the driver asks for it (SIGTERM) and when the
+driver is gone; it then ends as the program did. On other systems only the program's process group is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import select
@@ -19,7 +18,10 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
+
+from hybridflow.sandbox.process_tree import end_descendants
+from hybridflow.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 LOOK_SECONDS = 1.0
 """How often the keeper looks whether the driver lives, besides the signal that it gets."""
@@ -29,19 +31,22 @@ KILL_SECONDS = 10.0
 
 _PARENT_GONE = signal.SIGHUP
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD, _PARENT_GONE)
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-def main(file_descriptor: int, driver: int, module: str) -> None:
-    """Fork the worker, `main` of `module` on the inherited socket `file_descriptor`, and watch over it.
+def main(driver: int, grace_s: float, file_descriptor: int, words: Sequence[str]) -> None:
+    """Fork the program and watch over it: `main` of the module `words[0]` on an inherited file descriptor, or
+    where that is negative the command `words`.
 
-    `driver` is the process id of the parent.
+    `driver` is the process id of the parent. A program that is to be ended gets SIGTERM first where it has
+    `grace_s` seconds to end by itself, with all that it has started.
     """
-    worker = importlib.import_module(module)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # the signal comes when the driver's thread ends that started us; whether the process did, getppid tells
-    _prctl(_PR_SET_PDEATHSIG, _PARENT_GONE)
+    worker = importlib.import_module(words[0]) if file_descriptor >= 0 else None
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has this call
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        # the signal comes when the driver's thread ends that started us; whether the process did, getppid
+        # tells
+        prctl(PR_SET_PDEATHSIG, _PARENT_GONE)
     wake, woken = socket.socketpair()
     woken.setblocking(False)
     keeper = os.getpid()
@@ -56,94 +61,64 @@ def main(file_descriptor: int, driver: int, module: str) -> None:
         wake.close()
         woken.close()
         os.setpgid(0, 0)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:
-            worker.main(file_descriptor)
+        with contextlib.suppress(OSError, AttributeError):
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            sys.exit()
+        if worker is None:
+            for number in _IGNORED_BY_PYTHON:
+                signal.signal(number, signal.SIG_DFL)
+            os.execvp(words[0], list(words))
+        worker.main(file_descriptor)
         sys.exit()
-    os.close(file_descriptor)
+    if worker is not None:
+        os.close(file_descriptor)
     status = _watch(child, driver, wake)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    _end_descendants()
+    if status is None and grace_s:
+        _signal_group(child, signal.SIGTERM)
+        _wait_for_all(grace_s)
+    _signal_group(child, signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):  # a system without /proc
+        end_descendants(keeper, os.open("/proc", os.O_RDONLY), KILL_SECONDS)
     _end_as(status)
 
 
 def _watch(child: int, driver: int, wake: socket.socket) -> int | None:
-    """Wait until the worker ends (its wait status), or is to be ended (None)."""
+    """Wait until the program ends (its wait status), or is to be ended (None)."""
     while True:
-        status = _reap(child)
-        if status is not None:
-            return status
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    return ended[1]
         if os.getppid() != driver:
             return None
         if select.select([wake], [], [], LOOK_SECONDS)[0] and signal.SIGTERM in wake.recv(4096):
             return None
 
 
-def _reap(child: int) -> int | None:
-    """Collect the children that have ended; the wait status of `child` if it is among them."""
-    found = None
+def _signal_group(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, number)
+
+
+def _wait_for_all(seconds: float) -> None:
+    """Wait until no descendant is left: as their parents end, all become children of the keeper."""
+    deadline = time.monotonic() + seconds
     with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            if pid == child:
-                found = status
-    return found
-
-
-def _end_descendants() -> None:
-    """Kill every descendant, and those that they start meanwhile, until none is left."""
-    deadline = time.monotonic() + KILL_SECONDS
-    while living := living_descendants(os.getpid()):
-        for pid in living:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        _reap(0)
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.002)
-
-
-def living_descendants(root: int) -> list[int]:
-    """Process ids of the children of `root`, their children and so on, without those that have ended."""
-    children: dict[int, list[int]] = {}
-    ended = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # "pid (name) state ppid ...": the name may hold spaces and brackets
-            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        pid = int(folder.name)
-        if fields[0] in "ZX":
-            ended.add(pid)
-        children.setdefault(int(fields[1]), []).append(pid)
-    found = []
-    waiting = [root]
-    while waiting:
-        own = children.get(waiting.pop(), [])
-        found += own
-        waiting += own
-    return [pid for pid in found if pid not in ended]
+        while time.monotonic() < deadline:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.05)
 
 
 def _end_as(status: int | None) -> None:
-    """End this process with the worker's exit code, or by the signal that ended it."""
+    """End this process with the program's exit code, or by the signal that ended it."""
     if status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(ImportError, ValueError, OSError):
             import resource
 
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left a core file already
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left a core file already
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status or 0) & 0xFF)
-
-
-def _prctl(option: int, value: int) -> None:
-    """Set an attribute of this process; systems other than Linux have no such call, and do without."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -11,20 +11,17 @@ import asyncio
 import inspect
 import math
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.data.plugin import awaited, load_function
 from hybridflow.errors import HybridFlowError, RewardError
+from hybridflow.processes.errors import CallRaised
 from hybridflow.rewards.compose import BATCH
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result, token_scores_of
-
-MAX_TRACEBACK = 4000
-"""Characters that are kept of a traceback, from its end, where the error stands."""
 
 Manager = Callable[[list[dict[str, Any]]], Any]
 
@@ -113,7 +110,7 @@ def failure(error: BaseException, seconds: float) -> Outcome:
     if isinstance(error, HybridFlowError):
         detail = str(error)
     else:
-        detail = "".join(traceback.format_exception(error)).strip()[-MAX_TRACEBACK:]
+        detail = CallRaised.by(error).traceback_text
     return Outcome(error=type(error).__name__, detail=detail, seconds=seconds)
 
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError, RewardError
-from hybridflow.processes import CallFailed, CallRaised, CallTooLong, Hosted, Hosts, ProcessLost
+from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost
+from hybridflow.processes.hosts import START_TIMEOUT, Hosted, Hosts
 from hybridflow.processes.pickles import dumps
-from hybridflow.processes.worker_process import START_TIMEOUT
 from hybridflow.rewards.call import failure
 from hybridflow.rewards.compose import describe
 from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest

@@ -23,6 +23,7 @@ class TreeUsage:
     cpu_s: float
     """Seconds of CPU time of the descendants, those that have ended included."""
     pids: tuple[int, ...]
+    """Those that have not ended."""
 
 
 def usage_of_descendants(root: int, proc: int) -> TreeUsage:
@@ -56,8 +57,9 @@ def usage_of_descendants(root: int, proc: int) -> TreeUsage:
     while waiting:
         pid = waiting.pop()
         waiting += children.get(pid, [])
-        pids.append(pid)
         fields = seen[pid]
+        if fields[0] not in "ZX":
+            pids.append(pid)
         processes += max(1, int(fields[17]))
         memory += int(fields[21]) * _PAGE
         ticks += sum(int(each) for each in fields[11:15])

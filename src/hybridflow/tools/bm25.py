@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.processes import in_thread
+from hybridflow.processes.local import in_thread
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, schema_with
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import shutil
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from hybridflow.errors import ConfigError, install_extra
+from hybridflow.processes.supervisor import keeper_command
 
 try:
     import httpx2
@@ -163,7 +165,11 @@ class McpServers:
 async def _target(server: Mapping[str, Any], stack: AsyncExitStack) -> Any:
     """Return what the client connects to: a program, or an address by either of the protocols over HTTP."""
     if "command" in server:
-        return StdioServerParameters.model_validate(server)
+        program = StdioServerParameters.model_validate(server)
+        if shutil.which(program.command, path=(program.env or {}).get("PATH")) is None:
+            raise FileNotFoundError(f"there is no program {program.command!r}")
+        python, *words = keeper_command([program.command, *program.args])
+        return program.model_copy(update={"command": python, "args": words})
     headers = dict(server.get("headers") or {})
     if "auth_token" in server:
         headers["Authorization"] = f"Bearer {server['auth_token']}"

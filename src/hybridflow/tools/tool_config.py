@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from hybridflow.data.plugin import blaming, load_class, load_entries, load_module, load_object
 from hybridflow.errors import ConfigError
-from hybridflow.processes import in_thread
+from hybridflow.processes.local import in_thread
 from hybridflow.tools.base import ToolAnswer, answer_of, finite_reward
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.function_tool import mark_of, schema_of

@@ -19,7 +19,8 @@ import jsonschema
 
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.processes import CallFailed, CallRaised, HostsLike, LocalHosts, ObjectLike
+from hybridflow.processes.errors import CallFailed, CallRaised
+from hybridflow.processes.local import HostsLike, LocalHosts, ObjectLike
 from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
 from hybridflow.tools.parsers.calls import NO_JSON, ToolCall
 from hybridflow.tools.parsers.typed import fits

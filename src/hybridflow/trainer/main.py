@@ -72,7 +72,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
         from hybridflow.controller.ray.preflight import look_ahead
 
         look_ahead(config.trainer, config.ray_kwargs)
-    with progress.shown(), stopping(config) as signals:
+    with progress.shown(), stopping(config):
         with progress.phase("importing torch and transformers"):
             build = _load_build(config)
             from hybridflow.trainer.restarts import Restarts
@@ -82,7 +82,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
         while metrics is None:
             trainer = None  # what is left of an attempt goes before the next one
             try:
-                with build(attempts.config, patience=attempts.patience, signals=signals) as trainer:
+                with build(attempts.config, patience=attempts.patience) as trainer:
                     if prepare is not None:
                         prepare(trainer)
                     metrics = trainer.fit()

@@ -29,11 +29,11 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.run_log import RunLog
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers, build_trackers
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.source import BatchSource
 from hybridflow.trainer.state import RunState
-from hybridflow.trainer.stopping import StopSignals
 from hybridflow.workers.state import StatefulGroup
 
 
@@ -45,7 +45,6 @@ class Run:
     folder: RunFolder
     start: Start
     """Starts the worker processes."""
-    signals: StopSignals
     log: RunLog
     """Takes the log lines of this process."""
     timer: Timer = field(default_factory=lambda: Timer(progress=progress))
@@ -117,23 +116,19 @@ def open_store(trainer: TrainerConfig | SFTTrainerConfig) -> CheckpointStore:
 
 
 @contextmanager
-def started(
-    config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: float, signals: StopSignals | None
-) -> Iterator[Run]:
+def started(config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: float) -> Iterator[Run]:
     """Hold the run folder and find devices for `roles`; both are released when the context ends.
 
-    `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
-    None: SIGINT and SIGTERM do what they do elsewhere.
+    `patience`: seconds to wait for devices that a lost node may bring back.
     """
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
-    signals = signals or StopSignals()
     with folder.held(), RunLog.attached() as log, ExitStack() as stack:
         with progress.phase("looking for devices"):
             hosts = hosting(config.trainer, config.ray_kwargs, roles, patience=patience)
             start = stack.enter_context(hosts)
-        signals.install()  # Ray has set its own when it was connected
-        yield Run(config, folder, start, signals, log)
+        stop_token.install()  # Ray has set its own when it was connected
+        yield Run(config, folder, start, log)
 
 
 def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:

@@ -19,9 +19,10 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.source import BatchSource, TrainBatch
 from hybridflow.trainer.state import RunState
-from hybridflow.trainer.stopping import Expiry, StopSignals
+from hybridflow.trainer.stopping import Expiry
 
 AfterStep = Callable[[int, dict[str, float]], bool]
 """Called with the step just done and the metrics logged for it; True ends the run there."""
@@ -76,8 +77,6 @@ class Trainer(Generic[Source, Step]):
     """Validate every so many steps, and after the last one; 0 or less: never."""
     save_freq: int
     """Save every so many steps, after the last one, and when a signal ends the run; 0 or less: never."""
-    signals: StopSignals
-    """Asks the loop to end after SIGINT or SIGTERM."""
     expiry: Expiry = field(default_factory=Expiry)
     """When the machine is taken back, where somebody has said so: the run saves before it."""
     validates_first: bool = False
@@ -100,7 +99,7 @@ class Trainer(Generic[Source, Step]):
         """
         done = self.state.step
         with (
-            self.signals.training(self._has_unsaved_steps),
+            stop_token.training(self._has_unsaved_steps),
             self._saved_when_stopped(),
             self._errors_say_what_is_open(),
             progress.steps(self.total_steps),
@@ -109,13 +108,13 @@ class Trainer(Generic[Source, Step]):
             last_validation = self._validate_before(done)
             last_step = done if self.only_validates else self.total_steps
             for step in range(done + 1, last_step + 1):
-                self.signals.check()
+                stop_token.stop_here()
                 validation, logged = self._train_step(step)
                 last_validation = validation or last_validation
                 if after_step is not None and after_step(step, logged):
                     break
             if self.state.validation_due:  # a signal has left out the validation of the last step
-                self.signals.check()
+                stop_token.stop_here()
             self.state.saves.commit(self.store)
             if self.store.remote is not None:
                 self.store.remote.wait()
@@ -135,7 +134,7 @@ class Trainer(Generic[Source, Step]):
         return validation
 
     def _validate(self, validator: Validate, step: int) -> dict[str, float]:
-        with self.timer("testing"), self.signals.leavable(), self.source.validating(step):
+        with self.timer("testing"), stop_token.leavable(), self.source.validating(step):
             validation = validator(step)
         self.state.validation_due = False
         return validation
@@ -146,7 +145,7 @@ class Trainer(Generic[Source, Step]):
         self.timer.reset()
         self.state.saves.commit_done(self.store)
         with self.profiling(step), self.timer("step"):
-            with self.signals.leavable():
+            with stop_token.leavable():
                 made = self.source.next(step)
             with self.keeping(made, step):
                 batch, metrics = self.step(made.rows, step)

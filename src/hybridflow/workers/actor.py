@@ -8,13 +8,12 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.correction import complete_correction, sampled_rows
-from hybridflow.workers.exact import weight_sums
 from hybridflow.workers.log_prob_check import LogProbCheck, OffPolicy, measure_off_policy
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, add_update, mini_batches
@@ -129,7 +128,7 @@ class ActorWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:
         """Return checksums of the current weights, by name."""
-        return weight_sums(self.engine.policy)
+        return self.engine.policy.weight_sums()
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:

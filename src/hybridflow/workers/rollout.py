@@ -20,21 +20,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from hybridflow.controller import Dispatch, register
+from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.distributed.device import used_accelerator
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import HybridFlowError, RolloutError
+from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import (
     EngineSession,
     GenerationOutput,
     GenerationRequest,
     RolloutEngine,
     RolloutStats,
+    SharedModule,
 )
 from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, ReplicaUse
+from hybridflow.rollout.self_check import choose_exact_mode
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
-from hybridflow.workers.exact import ExactRollout
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Paused:
     """Counts since it was resumed."""
 
 
-class RolloutWorker(ExactRollout):
+class RolloutWorker(Worker):
     """A generation engine with the source of its weights.
 
     `pushed` is set where the weights are the engine's own and come from the actor's ranks, `owned` where they
@@ -286,6 +289,36 @@ class RolloutWorker(ExactRollout):
             self._deliver(self.rank, output)
         except Exception as error:  # the driver is told, since nobody else would notice
             self._outbox(kind, self._openings.get(kind, 0)).put(error)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def choose_exact(self, *, longest: int, temperature: float) -> ExactMode | str:
+        """Return the cheapest mode in which generation and training agree to the bit on this rank, or why
+        there is none.
+        """
+        if not isinstance(self.engine, SharedModule):
+            return "its engine does not generate with the module that trains"
+        try:
+            self.engine.wake_up()
+            return choose_exact_mode(
+                self.engine, self.engine.policy, longest=longest, temperature=temperature
+            )
+        finally:
+            self.engine.sleep()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def weight_sums(self) -> dict[str, int]:
+        """Return checksums of the weights that this rank generates with."""
+        return self._policy.weight_sums()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def set_exact(self, mode: ExactMode | None) -> None:
+        """Generate in this mode from now on; None means the fastest way."""
+        self._policy.exact = mode
+
+    @property
+    def _policy(self) -> PolicyModel:
+        assert isinstance(self.engine, SharedModule), "asked only of an engine that has chosen an exact mode"
+        return self.engine.policy
 
     def _failed(self, kind: Kind, error: BaseException, left: int) -> None:
         if not isinstance(error, HybridFlowError):

@@ -25,6 +25,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Rollout
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.rollout.requests import check_ids
+from hybridflow.stop_token import stop_token
 from hybridflow.weight_sync.remote_push import WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import FinishedOutputs, Kind, Paused, RolloutWorker
@@ -159,7 +160,7 @@ class ReplicaSet:
                 self._stats = []
                 if not self._holds:
                     self._resume()
-            for output in progress.results(self._outputs(over), total):
+            for output in progress.results(stop_token.each(self._outputs(over)), total):
                 if finished is not None:
                     finished(output)
             self._end()

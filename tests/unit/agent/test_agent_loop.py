@@ -33,7 +33,7 @@ from hybridflow.config.convert import convert
 from hybridflow.episodes.agents import Agents
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes import LocalHosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams

@@ -20,7 +20,8 @@ from hybridflow.agent.episode import Agent, AgentResult, LengthReached, Trajecto
 from hybridflow.agent.policy import Policy
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
-from hybridflow.processes import Hosts, HostsLike, LocalHosts
+from hybridflow.processes.hosts import Hosts
+from hybridflow.processes.local import HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import rows_of
 from hybridflow.rollout.base import GenerationRequest
 

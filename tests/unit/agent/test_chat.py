@@ -25,7 +25,8 @@ from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes import Hosts, HostsLike, LocalHosts
+from hybridflow.processes.hosts import Hosts
+from hybridflow.processes.local import HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tools.schemas import schema_with

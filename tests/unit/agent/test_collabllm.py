@@ -15,7 +15,7 @@ from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes import LocalHosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 
 TOKENIZER = create_tiny_tokenizer()

@@ -19,7 +19,7 @@ from hybridflow.agent.runner import Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
-from hybridflow.processes import LocalHosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory
 from hybridflow.rollout.base import GenerationRequest

@@ -13,7 +13,9 @@ import pytest
 from hybridflow.environments.load import open_environment
 from hybridflow.environments.remote import RemoteEnvironment, RemoteError
 from hybridflow.errors import ConfigError
-from hybridflow.processes import CallTooLong, Hosts, LocalObject
+from hybridflow.processes.errors import CallTooLong
+from hybridflow.processes.hosts import Hosts
+from hybridflow.processes.local import LocalObject
 
 WORLD = """
 import json, os, sys, time

@@ -12,7 +12,9 @@ from hybridflow.environments import Step
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.interactions import InteractionEnvironment, load_interactions
-from hybridflow.processes import CallRaised, Hosts, HostsLike, LocalHosts
+from hybridflow.processes.errors import CallRaised
+from hybridflow.processes.hosts import Hosts
+from hybridflow.processes.local import HostsLike, LocalHosts
 
 DOCUMENTED = """
 interaction:

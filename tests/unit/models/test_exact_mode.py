@@ -8,15 +8,15 @@ import pytest
 import torch
 import zoo
 
-from hybridflow.models.exact import ExactMode, even_rows
+from hybridflow.models.exact_mode import ExactMode, even_rows
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.scores import Scores
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.exact import Mismatch, choose_exact_mode, self_check
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.self_check import Mismatch, choose_exact_mode, self_check
 
 LENGTHS = (1, 5, 16, 37, 61, 80, 9, 3)
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text"]
@@ -255,7 +255,7 @@ def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytes
         tried.append(policy.exact)
         return None if policy.exact.row_step == 32 else Mismatch("here", 0, 0, 0.0, 1.0)
 
-    monkeypatch.setattr("hybridflow.rollout.exact.self_check", check)
+    monkeypatch.setattr("hybridflow.rollout.self_check.self_check", check)
     engine = NativeEngine(policy, eos_token_ids=(2,))
     assert choose_exact_mode(engine, policy, longest=100, temperature=1.0) == ExactMode(128, 32) == tried[-1]
     step = even_rows(policy.hf.base_model)

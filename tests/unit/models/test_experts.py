@@ -24,8 +24,8 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.self_check import choose_exact_mode
 
 EXPERT_NAMES = {
     "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight",

@@ -9,7 +9,7 @@ from zoo import SPARSE, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
 from hybridflow.models.build import enable_gradient_checkpointing
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.experts import routers
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.routing import LIVE

@@ -60,19 +60,11 @@ def test_what_is_done_is_told_from_the_outer_to_the_inner_with_counts() -> None:
     assert progress.place() == "while the run was ending"
 
 
-def test_a_phase_ends_with_an_error_and_only_awaited_results_may_be_broken_off() -> None:
+def test_a_phase_ends_with_an_error() -> None:
     progress = Progress(console_of(terminal=False))
-    seen = []
-
-    def results() -> object:
-        seen.append(progress.can_break_off)
-        yield 1
-        raise ValueError
-
     with pytest.raises(ValueError), progress.phase("generating"):
-        for _ in progress.results(results(), total=2):  # type: ignore[arg-type]
-            seen.append(progress.can_break_off)
-    assert seen == [True, False] and not progress.can_break_off and progress.describe() == ""
+        raise ValueError
+    assert progress.describe() == ""
 
 
 def test_a_pipe_has_a_line_after_each_silence(

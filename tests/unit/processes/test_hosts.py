@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.processes import CallRaised, CallTooLong, Hosted, Hosts, ProcessLost
+from hybridflow.processes.errors import CallRaised, CallTooLong, ProcessLost
+from hybridflow.processes.hosts import Hosted, Hosts
 
 FILE = """
 import asyncio, ctypes, os, socket, sys, tempfile, time
@@ -448,7 +449,7 @@ def test_closing_under_load_ends_calls_and_leaves_nothing(file: str) -> None:
 
 DRIVER = """
 import asyncio, os, signal, sys
-from hybridflow.processes import Hosts
+from hybridflow.processes.hosts import Hosts
 hosts = Hosts(1)
 async def work():
     hosted = await hosts.create(sys.argv[1] + ":Counter", deadline_s=600)

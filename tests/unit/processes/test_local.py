@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from hybridflow.processes import CallRaised, CallTooLong, LocalHosts
+from hybridflow.processes.errors import CallRaised, CallTooLong
+from hybridflow.processes.local import LocalHosts
 
 LONG = 600.0
 

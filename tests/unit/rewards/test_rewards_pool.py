@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -13,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.processes.keeper import living_descendants
 from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import ScoredBatch
@@ -187,8 +186,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
 
 def processes(pool: RewardPool) -> set[int]:
     """The process ids of a pool's workers and of their keepers."""
-    keepers = [worker.keeper.pid for hosts in pool._hosts for worker in hosts._workers]
-    return {pid for keeper in keepers for pid in [keeper, *living_descendants(keeper)]}
+    keepers = [psutil.Process(each.keeper.pid) for hosts in pool._hosts for each in hosts._workers]
+    return {each.pid for keeper in keepers for each in [keeper, *keeper.children(recursive=True)]}
 
 
 def gone(pid: int) -> bool:
@@ -266,21 +265,6 @@ def test_results_come_in_request_order_from_both_workers(pool: RewardPool) -> No
     )
     assert [outcome.score for outcome in outcomes] == [float(number) for number in range(50)]
     assert outcomes_of(pool, []) == []
-
-
-def test_workers_are_their_own_light_processes(pool: RewardPool) -> None:
-    outcome = outcomes_of(pool, [request("pid")])[0]
-    assert outcome.extras["pid"] in processes(pool)
-    assert (outcome.extras["torch"], outcome.extras["threads"]) == (False, "1")
-
-
-def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
-    workers = {outcome.extras["pid"] for outcome in outcomes_of(pool, [request("pid")] * 4)}
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    # at once: a sample that a dying worker was given and never began is not blamed
-    assert [outcome.score for outcome in outcomes_of(pool, [request("number", 3.0)] * 4)] == [3.0] * 4
-    assert not workers & processes(pool)
 
 
 def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> None:

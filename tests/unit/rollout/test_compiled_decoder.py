@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.models.compiled_decoder import CompiledDecoder
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.native.engine import NativeEngine

@@ -10,7 +10,7 @@ import test_native_session
 from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine
 
 from hybridflow.errors import RolloutError
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import Begun, GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine

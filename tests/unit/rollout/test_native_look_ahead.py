@@ -39,7 +39,7 @@ from test_native_stop_texts import (  # noqa: F401
     test_responses_end_at_their_stop_texts,
 )
 
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native import sampling

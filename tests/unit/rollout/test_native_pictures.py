@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.vision import placeholder_ids
 from hybridflow.protocol import prompt as prompt_module
 from hybridflow.protocol.packing import pack
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.self_check import choose_exact_mode
 from picture_models import FAMILIES, picture_policy, picture_prompt, picture_requests, rows_with_media
 
 PICTURES = [1, 1, 1, 2, 2, 3]

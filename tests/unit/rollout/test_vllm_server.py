@@ -1,4 +1,4 @@
-"""The server's side of vLLM without vLLM: its process, its guard, and the HTTP that we speak."""
+"""The server's side of vLLM without vLLM: its process, its end, and the HTTP that we speak."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 
@@ -23,7 +24,6 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
-from hybridflow.rollout.remote import guard
 from hybridflow.rollout.remote import process as process_module
 from hybridflow.rollout.remote.http import Address, Refused, ServerGone
 from hybridflow.rollout.remote.model import ModelFacts
@@ -309,40 +309,27 @@ def worker_of(file: Path) -> int:
     return int(file.read_text())
 
 
-def wait_until_nothing_is_left(group: int) -> None:
-    """A killed process takes a moment to be gone."""
-    deadline = time.monotonic() + 600
-    while guard.others(group):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_the_guard_ends_the_server_of_a_process_that_was_killed_and_its_workers(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    short = (
-        f"import sys; import {guard.__name__} as guard; guard._STOP_S = 0.5; "
-        "sys.exit(guard.main(sys.argv[1:]))"
-    )
-    around = subprocess.Popen(
-        [sys.executable, "-c", short, sys.executable, "-c", STUBBORN, str(file)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    worker = worker_of(file)
-    assert around.stdin is not None and worker in guard.others(around.pid)
-    around.stdin.close()  # what the end of its parent does
-    assert around.wait(600) != 0
-    wait_until_nothing_is_left(around.pid)
-
-
-def test_stopping_a_server_ends_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["stop", "driver killed"])
+def test_a_server_ends_with_its_workers(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_STOP_S", 0.5)
     file = tmp_path / "pid"
-    process = ServerProcess([sys.executable, "-c", STUBBORN, str(file)], os.environ, engine="vllm")
-    assert worker_of(file) in guard.others(process.pid)
-    process.stop()
-    assert process.exit_code() is not None and not process.log.exists()
-    wait_until_nothing_is_left(process.pid)
+    command = [sys.executable, "-c", STUBBORN, str(file)]
+    if how == "stop":
+        server = ServerProcess(command, os.environ, engine="vllm")
+        worker = psutil.Process(worker_of(file))
+        assert worker in psutil.Process(server.pid).children(recursive=True)
+        server.stop()
+        assert server.exit_code() is not None and not server.log.exists()
+    else:
+        start = (
+            f"import json, os, time; import {process_module.__name__} as each; each._STOP_S = 0.5; "
+            f"each.ServerProcess({command!r}, os.environ, engine='vllm'); time.sleep(3600)"
+        )
+        driver = subprocess.Popen([sys.executable, "-c", start])
+        worker = psutil.Process(worker_of(file))
+        driver.kill()
+        driver.wait()
+    assert not psutil.wait_procs([worker], timeout=600)[1]
 
 
 def test_an_engine_that_cannot_be_had_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.errors import ConfigError
-from hybridflow.processes import LocalHosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.tools import http_post
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.bm25 import Bm25, passages

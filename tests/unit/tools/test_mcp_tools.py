@@ -20,7 +20,7 @@ pytest.importorskip("mcp.server.mcpserver", reason="the extra mcp is not install
 
 from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.errors import ConfigError
-from hybridflow.processes import LocalHosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import Toolset

@@ -13,7 +13,8 @@ import yaml
 
 from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.processes import Hosts, LocalHosts
+from hybridflow.processes.hosts import Hosts
+from hybridflow.processes.local import LocalHosts
 from hybridflow.tools.base import ToolAnswer, ToolFailed
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import OpenTools, Toolset, _integers_as_texts, cut

@@ -57,7 +57,7 @@ class Run:
         return found
 
     def ledger(self) -> Ledger:
-        return Ledger.open(self.folder / LEDGER_FILE)
+        return Ledger(self.folder / LEDGER_FILE)
 
 
 @pytest.mark.parametrize(

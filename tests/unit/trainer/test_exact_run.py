@@ -15,7 +15,7 @@ from tiny_trainer import actor_module, build, ppo_config
 from torch import Tensor
 
 from hybridflow.errors import ConfigError, TrainingError
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import read_metrics
@@ -276,7 +276,7 @@ def test_auto_takes_no_mode_whose_padding_costs_more_than_the_pass(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: str, taken: bool
 ) -> None:
     monkeypatch.setattr(
-        "hybridflow.workers.exact.choose_exact_mode",
+        "hybridflow.workers.rollout.choose_exact_mode",
         lambda *arguments, **asked: ExactMode(32, 32, min_rows=192),
     )
     with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact={exact}")) as trainer:

@@ -58,7 +58,7 @@ def test_what_is_no_time_to_come_is_told_and_not_used(caplog: pytest.LogCaptureF
 def test_a_run_saves_each_step_once_the_end_is_near(model: Path, tmp_path: Path) -> None:
     config = sft_config(model, tmp_path / "run", "trainer.save_freq=100", "trainer.total_training_steps=4")
     clock = [0.0]
-    with build(config, patience=0.0, signals=None) as trainer:
+    with build(config, patience=0.0) as trainer:
         trainer.expiry = Expiry(at=10_000.0, redundant=5_000.0, clock=lambda: clock[0])
 
         def after(step: int, _: object) -> bool:
@@ -76,7 +76,7 @@ def test_a_save_beside_the_run_is_whole_before_the_end_and_counts_with_its_writi
 ) -> None:
     keys = ("trainer.save_freq=1", "checkpoint.async_save=true")
     clock = [0.0]
-    with build(sft_config(model, tmp_path / "run", *keys), patience=0.0, signals=None) as trainer:
+    with build(sft_config(model, tmp_path / "run", *keys), patience=0.0) as trainer:
         trainer.expiry = Expiry(at=10_000.0, redundant=5_000.0, clock=lambda: clock[0])
         commit = trainer.store.commit
 

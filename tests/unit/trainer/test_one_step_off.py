@@ -158,7 +158,7 @@ def test_a_run_goes_on_in_a_folder_that_has_only_its_checkpoint(model: Path, tmp
     train(model, tmp_path / "b" / "run", *keys, last=2)
     (tmp_path / "b" / "run" / LEDGER_FILE).unlink()
     assert_equal(train(model, tmp_path / "b" / "run", *keys), wanted)
-    with Ledger.open(tmp_path / "b" / "run" / LEDGER_FILE) as ledger:
+    with Ledger(tmp_path / "b" / "run" / LEDGER_FILE) as ledger:
         assert ledger.state.trained_per_step == [4] * STEPS
 
 

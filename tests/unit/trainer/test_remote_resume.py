@@ -15,8 +15,8 @@ from tiny_trainer import sft_config
 
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.errors import Stopped
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.sft.build import build
-from hybridflow.trainer.stopping import StopSignals
 
 ADDRESS = "memory://resume/run"
 
@@ -28,7 +28,7 @@ def losses(run: Path) -> list[float]:
 
 def fitted(model: Path, run: Path, *more: str, until: int = 3) -> Any:
     config = sft_config(model, run, "trainer.save_freq=1", *more)
-    with build(config, patience=0.0, signals=None) as trainer:
+    with build(config, patience=0.0) as trainer:
         trainer.fit(lambda step, _: step == until)
         return trainer
 
@@ -67,8 +67,8 @@ def test_a_run_that_a_signal_ends_waits_for_the_copy_of_its_last_checkpoint(
 
     with (
         pytest.raises(Stopped, match="step 1/3"),
-        StopSignals() as signals,
-        build(config, patience=0.0, signals=signals) as trainer,
+        stop_token.listening(),
+        build(config, patience=0.0) as trainer,
     ):
         trainer.fit(interrupt)
     files, root = fsspec.core.url_to_fs(address)

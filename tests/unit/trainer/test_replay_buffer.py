@@ -25,7 +25,7 @@ from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, not_noted
 from hybridflow.trainer.replay.kept_rows import KeptRows
 from hybridflow.trainer.replay.reverify import reverify
-from hybridflow.trainer.schedules.ledger import LEDGER_FILE, History
+from hybridflow.trainer.schedules.ledger import LEDGER_FILE, surviving_transitions
 from hybridflow.trainer.schedules.ledger_state import Replayed
 from hybridflow.workers.actor import POLICY_COLUMNS
 
@@ -280,7 +280,7 @@ def test_the_ledger_says_how_often_each_group_was_drawn_again(
     assert drawn
     noted = {}
     taken_in = {}
-    for _, line in History.of(run.folder / LEDGER_FILE).transitions():
+    for _, line in surviving_transitions(run.folder / LEDGER_FILE):
         if isinstance(line, Replayed):
             noted |= {(index, line.step): line.draws for index in line.indices}
         elif type(line).__name__ == "Taken":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from tiny_trainer import TIMINGS, ppo_config, sft_config, tiny_model
 
+from hybridflow import stop_token
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.errors import Stopped
 from hybridflow.observability.progress import progress
 from hybridflow.observability.trackers.jsonl import read_metrics
-from hybridflow.trainer import main_ppo, main_sft, stopping
+from hybridflow.trainer import main_ppo, main_sft
 from hybridflow.trainer.command import ends_in_status
 from hybridflow.trainer.stopping import newest_checkpoint
 
@@ -88,7 +89,7 @@ MOMENTS = {
     "update": ("hybridflow.workers.actor:ActorWorker.update_mini_batch", 1),
     "after the update": ("hybridflow.workers.rollout_group:RolloutGroup.update_from", 1),
     "validation": ("hybridflow.trainer.ppo.validation:Validator.__call__", 1),
-    "answers of the validation": ("hybridflow.observability.progress:Progress.results", 2),
+    "answers of the validation": ("hybridflow.stop_token:StopToken.each", 2),
     "log": ("hybridflow.trainer.trainer:Trainer._log", 1),
 }
 
@@ -161,7 +162,7 @@ def test_a_supervised_run_whose_last_validation_is_left_out_is_not_done(
 def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     async_save: bool, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 0.0)
+    monkeypatch.setattr(stop_token, "SAME_WISH_SECONDS", 0.0)
     saving = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO, saving)
     send_at(monkeypatch, "hybridflow.checkpoint.store:save_tree", step=3, times=2)
@@ -177,7 +178,7 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
 def test_a_signal_that_is_sent_twice_counts_once(
     moment: str, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 600.0)
+    monkeypatch.setattr(stop_token, "SAME_WISH_SECONDS", 600.0)
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO)
     send_at(monkeypatch, *MOMENTS[moment], times=2)
     with pytest.raises(Stopped) as caught:
@@ -236,6 +237,32 @@ def test_an_interrupted_supervised_run_goes_on_to_the_same_bits(
     main_sft.run(config)
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+def test_an_awaited_item_is_broken_off_and_its_maker_told_and_other_work_is_not() -> None:
+    token = stop_token.StopToken()
+    said: list[str] = []
+
+    def items() -> Iterator[int]:
+        try:
+            yield 1
+            os.kill(os.getpid(), signal.SIGINT)
+            yield 2
+        finally:
+            said.append("closed")
+
+    with pytest.raises(Stopped), token.listening(), token.training(lambda: True), token.leavable():
+        with pytest.raises(Stopped):
+            for number in token.each(items()):
+                said.append(str(number))
+        token.check()  # what ends the run now comes to its own end
+        said.append("ended")
+    assert said == ["1", "closed", "ended"]
+    with pytest.raises(Stopped), token.listening(), token.training(lambda: True):
+        os.kill(os.getpid(), signal.SIGINT)
+        token.check()  # an update is finished first
+        token.stop_here()
+    token.stop_here()  # nobody asks outside of `listening`
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -21,7 +21,7 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Backend, Dispatch, register
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import RolloutError
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack

@@ -33,6 +33,7 @@ from hybridflow.models.lora import adapters_off, has_adapters, saved_names
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import ScoreModel
 from hybridflow.observability.progress import progress
+from hybridflow.stop_token import stop_token
 
 
 class FSDPEngine(MicroBatchEngine):
@@ -99,6 +100,7 @@ class FSDPEngine(MicroBatchEngine):
 
     def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
+            stop_token.check()
             yield micro, answer(self.module, micro.on(self.device, with_rows=False).packed, ask)
         reshard(self.root)
 

@@ -22,7 +22,8 @@ def main() -> None:
     names = load(request["code"], request["imports"])
     for call in request["calls"]:
         try:
-            line = json.dumps(encode(_value(request["function"], call, names), _of_object))
+            value = _value(request["function"], call, names)
+            line = json.dumps(encode(value, lambda found: {"object": bool(found)}))
         except BaseException as error:
             line = json.dumps({"raised": type(error).__name__})
         out.write("\n" + request["mark"] + line + "\n")
@@ -36,7 +37,3 @@ def _value(function: str, call: Any, names: dict[str, Any]) -> Any:
     if function in names:
         return names[function](*call)
     return getattr(names["Solution"](), function)(*call)
-
-
-def _of_object(value: Any) -> Any:
-    return {"object": bool(value)}

@@ -5,22 +5,20 @@ log for error messages.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.remote import guard
+from hybridflow.processes.supervisor import SupervisedProcess
 from hybridflow.rollout.remote.http import Address, Refused, ServerGone
 
 _STOP_S = 10.0
+"""Seconds a server has to end itself and its workers."""
 
 
 class ServerProcess:
@@ -31,16 +29,15 @@ class ServerProcess:
         handle, path = tempfile.mkstemp(prefix=f"hybridflow_{engine}_", suffix=".log")
         self.log = Path(path)
         with os.fdopen(handle, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", guard.__name__, *command],
+            self._process = SupervisedProcess(
+                command,
+                grace_s=_STOP_S,
                 env=dict(environment),
-                # it closes with this process, however that ends, and then the guard ends the server
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
-        self.pid = self._process.pid
+        self.pid = self._process.keeper.pid
         atexit.register(self.stop)
 
     @classmethod
@@ -58,7 +55,7 @@ class ServerProcess:
 
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the server runs."""
-        return self._process.poll()
+        return self._process.keeper.poll()
 
     def wait_until_ready(self, address: Address, timeout: float) -> None:
         """Wait until the server answers; RolloutError with the end of its log where it does not."""
@@ -81,7 +78,7 @@ class ServerProcess:
     def last_words(self) -> str:
         """Return the exit code, if the server has ended, and the end of its log."""
         try:
-            code: int | None = self._process.wait(timeout=1.0)
+            code: int | None = self._process.keeper.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             code = None
         how = "" if code is None else f" (exit code {code})"
@@ -92,24 +89,10 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and its workers; a second call does nothing."""
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
-            end = time.monotonic() + _STOP_S
-            # its workers end a little later than it
-            while self._process.poll() is None or guard.others(self.pid):
-                if time.monotonic() > end:
-                    self._signal(signal.SIGKILL)
-                    self._process.wait()
-                    break
-                time.sleep(0.05)
+        if self.exit_code() is None:
+            self._process.kill()
             self.log.unlink(missing_ok=True)
-        else:
-            self._signal(signal.SIGKILL)  # workers that outlived it
         atexit.unregister(self.stop)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)  # a session of its own: its workers are in its group
 
 
 def free_port() -> int:

@@ -37,7 +37,6 @@ from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
 from hybridflow.trainer.run import Run, started
-from hybridflow.trainer.stopping import StopSignals
 from hybridflow.weight_sync.local_push import StagedPush
 from hybridflow.workers import RewardModelGroup, RolloutGroup, RolloutWorker
 
@@ -63,13 +62,11 @@ SAMPLING_KEYS = (
 """Beginnings of the keys on which the answers depend, besides the model and the prompts."""
 
 
-def answer_and_score(
-    config: PPOConfig, subject: Subject, responses: Path | None, signals: StopSignals
-) -> dict[str, Any]:
+def answer_and_score(config: PPOConfig, subject: Subject, responses: Path | None) -> dict[str, Any]:
     """Do what `evaluation.main.evaluate` describes."""
     learned = responses is None and config.reward.reward_model.enable
     roles = ["reward_model", "rollout"] if learned else ["rollout"]
-    with started(config, roles, patience=0.0, signals=signals) as run, ExitStack() as stack:
+    with started(config, roles, patience=0.0) as run, ExitStack() as stack:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
             data = build_prompt_data(config.data, tokenizer, config.trainer.seed)

@@ -20,8 +20,8 @@ from hybridflow.errors import ConfigError, Stopped, install_extra
 from hybridflow.observability.progress import progress
 from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.run_folder import RunFolder
-from hybridflow.trainer.stopping import StopSignals
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def evaluate(config: PPOConfig, subject: Subject, *, responses: Path | None = No
         look_ahead(config.trainer, config.ray_kwargs)
     with progress.shown():
         try:
-            with StopSignals() as signals:
+            with stop_token.listening():
                 with progress.phase("importing torch and transformers"):
                     from hybridflow.trainer.evaluation.build import answer_and_score
-                return answer_and_score(config, subject, responses, signals)
+                return answer_and_score(config, subject, responses)
         except Stopped as stopped:
             stopped.message = (
                 f"interrupted {stopped.where}; the finished answers are in {folder.path}, and the same "

@@ -57,12 +57,12 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.continuous import ContinuousSource
-from hybridflow.trainer.schedules.exact import ExactSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
+from hybridflow.trainer.schedules.pinned import PinnedSource
 from hybridflow.trainer.schedules.schedule import Schedule
 from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState, SavedEngine
-from hybridflow.trainer.stopping import StopSignals, expiry_of
+from hybridflow.trainer.stopping import expiry_of
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers.losses import find_policy_loss
 
@@ -83,11 +83,11 @@ def make_source(
         return DumpedSource(parts)
     if name == "sync":
         return SyncSource(parts)
-    ledger = Ledger.open(folder / LEDGER_FILE)
+    ledger = Ledger(folder / LEDGER_FILE)
     if ledger.position:
         ledger.rewind(0)  # a run that goes on rewinds to its checkpoint's position, which stays possible
     if name in EXACT_SCHEDULES:
-        return ExactSource(
+        return PinnedSource(
             parts,
             run_ahead=int(keys.run_ahead),
             total_steps=total_steps,
@@ -112,20 +112,18 @@ on to the bit.
 
 
 @contextmanager
-def build(
-    config: PPOConfig, *, patience: float = 0.0, signals: StopSignals | None = None
-) -> Iterator[PPOTrainer]:
+def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
     """Build everything a run needs; processes, files and the run folder are released when the context ends,
     also after an error.
 
-    `patience` and `signals` are those of `run.started`.
+    `patience` is that of `run.started`.
     """
     step_class = _step_class(config)
     _check_own_algorithms(config)
     names = needed_roles(config)
     if config.trainer.num_collectors:
         names.append(COLLECTOR)
-    with started(config, names, patience=patience, signals=signals) as run:
+    with started(config, names, patience=patience) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
             check_reference_tokens(config, tokenizer)
@@ -212,7 +210,6 @@ def _trainer(
             controller,
             run.timer,
             exact=exact,
-            leavable=run.signals.leavable,
             shows=lambda step: config.trainer.keep_rows or data.reads_batches or samples.shows(step),
             buffer=buffer,
         )
@@ -227,7 +224,6 @@ def _trainer(
             total_steps=total_steps,
             test_freq=_test_freq(config, total_steps),
             save_freq=config.trainer.save_freq,
-            signals=run.signals,
             expiry=expiry_of(config.trainer.esi_redundant_time),
             validates_first=config.trainer.val_before_train,
             only_validates=config.trainer.val_only,

@@ -20,11 +20,10 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.needs import longest_row
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
-from hybridflow.models.exact import MIN_ROWS, ExactMode
+from hybridflow.models.exact_mode import MIN_ROWS, ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.exact import ExactRollout
+from hybridflow.workers import ActorWorker, RolloutWorker
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         logger.info("fast mode: %s", chosen)
         return
     roles.actor.call_list(ActorWorker.set_exact, chosen)
-    roles.rollout.call_list(ExactRollout.set_exact, chosen)
+    roles.rollout.call_list(RolloutWorker.set_exact, chosen)
     state.batch_invariant = True
     state.may_reuse = no_reuse is None
     if wanted is True:
@@ -173,7 +172,7 @@ def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
     """Return the mode that all replicas can hold, each by its own self-check, or the reason one cannot."""
     temperature = config.actor_rollout_ref.rollout.temperature
     found = roles.rollout.call_list(
-        ExactRollout.choose_exact, longest=longest_row(config)[0], temperature=temperature
+        RolloutWorker.choose_exact, longest=longest_row(config)[0], temperature=temperature
     )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):

@@ -24,9 +24,8 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.workers import ActorWorker
+from hybridflow.workers import ActorWorker, RolloutWorker
 from hybridflow.workers.correction import rows_of_version, sampled_rows
-from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.log_prob_check import (
     APART,
     LogProbCheck,
@@ -97,7 +96,7 @@ class OldLogProbs:
         ):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
             with self.roles.rollout.set_aside():
-                theirs = self.roles.rollout.call_list(ExactRollout.weight_sums)
+                theirs = self.roles.rollout.call_list(RolloutWorker.weight_sums)
             check_same_weights(ours, theirs, step)
         reuses = (self.exact.reuses or self.within is not None) and not self.with_sum_pi_squared
         if reuses and current:

@@ -25,6 +25,7 @@ from hybridflow.protocol.by_trajectory import ByTrajectory
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.protocol.prompt import MEDIA
 from hybridflow.protocol.randomness import generator
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
@@ -88,6 +89,7 @@ class Overlap:
         results: dict[int, T] = {}
         if len(lanes) <= 1:
             for index, job in enumerate(jobs):
+                stop_token.check()
                 with self.timer(job.section), self.alone(job.role):
                     results[index] = job.call()
             return list(results.values())
@@ -125,21 +127,18 @@ class PPOStep:
         timer: Timer,
         *,
         exact: ExactState,
-        leavable: Callable[[], AbstractContextManager[None]] = nullcontext,
         shows: Callable[[int], bool] = lambda step: True,
         buffer: ReplayBuffer | None = None,
     ) -> None:
         """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
-        rollout's log-probs are the actor's. `leavable` is the context of passes that change no state, where a
-        stopped run may leave the step. `shows` says of a step whether samples of it are kept token by token:
-        then the batch comes back with all columns, also those that only workers read. `buffer` has the rows
-        of earlier steps that PF-PPO may draw again.
+        rollout's log-probs are the actor's. `shows` says of a step whether samples of it are kept token by
+        token: then the batch comes back with all columns, also those that only workers read. `buffer` has the
+        rows of earlier steps that PF-PPO may draw again.
         """
         self.roles = roles
         self.config = config
         self.kl_controller = kl_controller
         self.timer = timer
-        self.leavable = leavable
         self.shows = shows
         self.buffer = buffer
         roles.actor.backend.driver_bytes()  # from now on they are those of steps
@@ -214,7 +213,7 @@ class PPOStep:
             jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
         if roles.critic:
             jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
-        with self.leavable():
+        with stop_token.leavable():  # no pass changes a state
             found = self.side_by_side(jobs)
         old: OldOfStep = found[0]
         columns = DataProto()

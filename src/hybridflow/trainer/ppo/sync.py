@@ -27,6 +27,7 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import RolloutStats
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.ppo.collector import Collectors
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.roles import Roles
@@ -105,6 +106,7 @@ class SyncSource(LoaderSource[PromptRow]):
         parts: list[DataProto] = []
         kept = generated = taken = barren = 0
         while (kept if self.refill else generated) < wanted:
+            stop_token.check()
             if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
                 raise DataError(self._starved(kept, generated, taken))
             first_group, prompts = next(batches)

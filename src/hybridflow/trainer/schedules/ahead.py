@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.agent.collate import group_index
+from hybridflow.errors import CheckpointError
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed
@@ -102,6 +104,21 @@ class AheadSource(SyncSource):
         """Groups that a step trains."""
         return self.config.data.train_batch_size
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, also in the ledger.
+
+        CheckpointError where the checkpoint's run trained another number of groups a step.
+        """
+        super().load_state_dict(state)
+        theirs = state["groups_per_step"]
+        if theirs != self.groups_per_step:
+            raise CheckpointError(
+                f"the checkpoint's run trained {theirs} groups a step, and this one trains "
+                f"{self.groups_per_step}: groups that are ahead of training belong to steps of that size. "
+                f"Set data.train_batch_size={theirs}"
+            )
+        self.ledger.go_on_from(state["ledger"])
+
     def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
         """Write into the ledger which groups of earlier steps are trained once more, and how often drawn."""
         found = sorted((group_index(uid, self.groups_per_step), count) for uid, count in draws.items())
@@ -125,9 +142,9 @@ class AheadSource(SyncSource):
                         return
                     if self._error is not None:
                         raise self._error
-                    with progress.breakable():
+                    with stop_token.breakable():
                         self._changed.wait(LOOK_SECONDS)
-                progress.between_items()
+                stop_token.check()
 
     def _fail(self, error: BaseException) -> None:
         """Have the trainer's thread raise an error; only the first one counts."""

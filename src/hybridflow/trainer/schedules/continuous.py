@@ -34,7 +34,7 @@ from hybridflow.rollout.own_loop import in_own_loop
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
-from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
+from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -158,7 +158,7 @@ class ContinuousSource(AheadSource):
         """
         with self._changed:
             groups = [_to_state(group) for group in self._groups.values()]
-            own: dict[str, Any] = {"groups": groups, "ledger": packed(self.ledger, self.ledger.sync())}
+            own: dict[str, Any] = {"groups": groups, "ledger": self.ledger.kept(self.ledger.sync())}
             own["lost"] = Metrics.merge([self._told, self._lost]).state_dict()
             return {**self.place(), **own, "groups_per_step": self.groups_per_step}
 
@@ -169,9 +169,7 @@ class ContinuousSource(AheadSource):
         the groups that wait.
         """
         super().load_state_dict(state)
-        refuse_other_steps(state["groups_per_step"], self.groups_per_step)
         self._prompts = deque((epoch, PromptRow.from_state(prompt)) for epoch, prompt in state["read"])
-        self.ledger.go_on_from(unpacked(state["ledger"]))
         for each in state["groups"]:
             group = _from_state(each)
             self._groups[group.index] = group

@@ -81,20 +81,7 @@ class Ledger:
     `append` may be called from any thread. `state` is to be read in the thread that appends.
     """
 
-    def __init__(self, path: Path, history: History) -> None:
-        self.path = path
-        self.state = _fold(history)
-        """What the transitions amount to that no rewind has undone; each `append` changes it."""
-        self.position = history.num_lines
-        """Lines of the file: what a checkpoint keeps, and `rewind` takes."""
-        self._num_bytes = history.num_bytes
-        self._file = path.open("r+b", buffering=0)
-        self._file.truncate(self._num_bytes)
-        self._file.seek(self._num_bytes)
-        self._lock = Lock()
-
-    @classmethod
-    def open(cls, path: Path) -> Ledger:
+    def __init__(self, path: Path) -> None:
         """Open a ledger, or begin one in a folder that exists; its last line is cut off where it is torn.
 
         Raises CheckpointError, which names the line, where another line is damaged or cannot follow.
@@ -102,7 +89,17 @@ class Ledger:
         if not path.exists():
             path.touch()
             sync(path.parent)
-        return cls(path, History.of(path))
+        self.path = path
+        self.state = _fold(path)
+        """What the transitions amount to that no rewind has undone; each `append` changes it."""
+        lines = _whole_lines(path)
+        self.position = len(lines)
+        """Lines of the file: what a checkpoint keeps, and `rewind` takes."""
+        self._num_bytes = sum(map(len, lines)) + len(lines)
+        self._file = path.open("r+b", buffering=0)
+        self._file.truncate(self._num_bytes)
+        self._file.seek(self._num_bytes)
+        self._lock = Lock()
 
     def append(self, *transitions: Transition) -> None:
         """Take in the transitions and write their lines in one piece; they are written when this returns.
@@ -131,18 +128,20 @@ class Ledger:
                     "earlier checkpoint, or put the whole file there."
                 )
             self._write([encode(Rewound(position))])
-            self.state = _fold(History.of(self.path))
+            self.state = _fold(self.path)
 
-    def lines(self, position: int) -> bytes:
-        """Return the first lines of the file, so many of them: what a checkpoint keeps of it."""
+    def kept(self, position: int) -> Tensor:
+        """Return what a checkpoint keeps: the first `position` lines, compressed, [number of bytes] uint8."""
         with self._lock, self.path.open("rb") as file:
-            return b"".join(islice(file, position))
+            lines = b"".join(islice(file, position))
+        return torch.frombuffer(bytearray(zlib.compress(lines)), dtype=torch.uint8)
 
-    def go_on_from(self, lines: bytes) -> None:
+    def go_on_from(self, kept: Tensor) -> None:
         """Go on after the lines that a checkpoint has kept, as `rewind` does.
 
         A file that does not begin with them, of another run or of none, is put aside as `*.before`.
         """
+        lines = zlib.decompress(kept.numpy().tobytes())
         with self._lock:
             self._file.seek(0)
             if self._file.read(len(lines)) != lines:
@@ -186,53 +185,29 @@ class Ledger:
         self.position += len(lines)
 
 
-@dataclass(frozen=True)
-class History:
-    """An index of a ledger's file: how many whole lines it has, and the rewinds among them."""
+def surviving_transitions(path: Path) -> Iterator[tuple[int, Transition]]:
+    """Give the transitions of a file that no rewind has undone, each with the number of its line, from 0.
 
-    path: Path
-    num_lines: int
-    num_bytes: int
-    """Bytes of the whole lines; a torn line behind them is not counted."""
-    rewinds: tuple[tuple[int, int], ...]
-    """For each rewind its own line, from 0, and the position that it goes back to."""
-
-    @classmethod
-    def of(cls, path: Path) -> History:
-        """Read a file once; raises CheckpointError where a line is damaged."""
-        num_lines = 0
-        num_bytes = 0
-        rewinds = []
-        for line in _whole_lines(path):
-            transition = _decoded(path, num_lines, line)
-            if isinstance(transition, Rewound):
-                if not 0 <= transition.position <= num_lines:
-                    raise _damaged(path, num_lines, line, "it goes back to a line that is not before it")
-                rewinds.append((num_lines, transition.position))
-            num_lines += 1
-            num_bytes += len(line)
-        return cls(path, num_lines, num_bytes, tuple(rewinds))
-
-    def surviving_lines(self, position: int | None = None) -> list[range]:
-        """Return the lines, from 0, that no rewind has undone at a position (None: the end), as ranges."""
-        end = self.num_lines if position is None else position
-        ranges = []
-        for line, back_to in reversed(self.rewinds):
-            if line < end:
-                ranges.append(range(line + 1, end))
-                end = back_to
-        ranges.append(range(end))
-        return [each for each in reversed(ranges) if each]
-
-    def transitions(self, position: int | None = None) -> Iterator[tuple[int, Transition]]:
-        """Give the surviving transitions in order, each with the number of its line, from 0."""
-        lines = enumerate(_whole_lines(self.path))
-        for wanted in self.surviving_lines(position):
-            for number, line in lines:
-                if number >= wanted.start:
-                    yield number, _decoded(self.path, number, line)
-                if number == wanted.stop - 1:
-                    break
+    Raises CheckpointError where any line is damaged.
+    """
+    lines = _whole_lines(path)
+    goes_back: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        transition = _decoded(path, number, line)
+        if isinstance(transition, Rewound):
+            if not 0 <= transition.position <= number:
+                raise _damaged(path, number, line, "it goes back to a line that is not before it")
+            goes_back[number] = transition.position
+    survivors = []
+    end = len(lines)
+    while end:
+        end -= 1
+        if end in goes_back:
+            end = goes_back[end]
+        else:
+            survivors.append(end)
+    for number in reversed(survivors):
+        yield number, decode(lines[number])
 
 
 def encode(transition: Transition) -> bytes:
@@ -248,7 +223,7 @@ def encode(transition: Transition) -> bytes:
 
 def decode(line: bytes) -> Transition:
     """Return the transition of a line; raises ValueError, KeyError or TypeError where it is none."""
-    values = json.loads(line)
+    values = json.loads(line.decode())
     kind = KINDS[values.pop("kind")]
     for name, value in values.items():
         if name == "prompts":
@@ -258,21 +233,19 @@ def decode(line: bytes) -> Transition:
     return kind(**values)
 
 
-def _fold(history: History) -> LedgerState:
+def _fold(path: Path) -> LedgerState:
     state = LedgerState()
-    for number, transition in history.transitions():
+    for number, transition in surviving_transitions(path):
         try:
             state.apply(transition)
         except ImpossibleTransition as error:
-            raise _damaged(history.path, number, encode(transition), str(error)) from error
+            raise _damaged(path, number, encode(transition), str(error)) from error
     return state
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without a last one that is torn."""
+    return path.read_bytes().split(b"\n")[:-1]
 
 
 def _decoded(path: Path, number: int, line: bytes) -> Transition:
@@ -289,22 +262,3 @@ def _damaged(path: Path, number: int, line: bytes, reason: str) -> CheckpointErr
         f"copy of it there, or keep its first {number} lines (head -n {number}) and resume from a checkpoint "
         f"whose position is not after line {number}."
     )
-
-
-def packed(ledger: Ledger, position: int) -> Tensor:
-    """Return the first `position` lines, compressed, as a tensor [number of bytes] uint8."""
-    return torch.frombuffer(bytearray(zlib.compress(ledger.lines(position))), dtype=torch.uint8)
-
-
-def unpacked(kept: Tensor) -> bytes:
-    """Return the lines of which `packed` was made."""
-    return zlib.decompress(kept.numpy().tobytes())
-
-
-def refuse_other_steps(theirs: int, ours: int) -> None:
-    """Raise CheckpointError where the checkpoint's run trained another number of groups a step."""
-    if theirs != ours:
-        raise CheckpointError(
-            f"the checkpoint's run trained {theirs} groups a step, and this one trains {ours}: groups that "
-            f"are ahead of training belong to steps of that size. Set data.train_batch_size={theirs}"
-        )

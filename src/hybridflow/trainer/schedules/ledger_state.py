@@ -286,7 +286,10 @@ class LedgerState:
         self._leave(taken.indices)
 
     def _publish(self, published: Published) -> None:
-        self._check_version(published, published.version, self.version + 1)
+        if published.version != self.version + 1:
+            raise ImpossibleTransition(
+                f"{published}: version {self.version} is published, so {self.version + 1} fits"
+            )
         indices = self.batches.pop(self.version, [])
         for index in indices:
             self._phases[index] = Phase.TRAINED
@@ -318,7 +321,3 @@ class LedgerState:
             raise ImpossibleTransition(
                 f"{transition}: version {self.version} is the newest that is published"
             )
-
-    def _check_version(self, transition: Transition, version: int, wanted: int) -> None:
-        if version != wanted:
-            raise ImpossibleTransition(f"{transition}: version {self.version} is published, so {wanted} fits")

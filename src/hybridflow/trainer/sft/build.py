@@ -43,7 +43,7 @@ from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.sft.kinds import kind_of
 from hybridflow.trainer.sft.step import RowSource, SFTStep, SFTValidator
 from hybridflow.trainer.state import RunState, SavedEngine
-from hybridflow.trainer.stopping import StopSignals, expiry_of
+from hybridflow.trainer.stopping import expiry_of
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.workers import RolloutWorker
 from hybridflow.workers.comparison import ComparisonGroup, ComparisonWorker
@@ -56,13 +56,11 @@ SFTTrainer: TypeAlias = Trainer[RowSource[Any], SFTStep]
 
 
 @contextmanager
-def build(
-    config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
-) -> Iterator[SFTTrainer]:
-    """Build all that such a run needs, until the context ends; `patience`, `signals`: `run.started`."""
+def build(config: SFTConfig, *, patience: float = 0.0) -> Iterator[SFTTrainer]:
+    """Build all that such a run needs, until the context ends; `patience`: `run.started`."""
     trainer = config.trainer
     kind = kind_of(config)
-    with started(config, roles_of(config), patience=patience, signals=signals) as run:
+    with started(config, roles_of(config), patience=patience) as run:
         with progress.phase("reading tokenizer and data"):
             tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
             data = kind.load_data(config, tokenizer)
@@ -113,7 +111,6 @@ def build(
                 total_steps=total_steps,
                 test_freq=test_freq,
                 save_freq=save_freq,
-                signals=run.signals,
                 expiry=expiry_of(trainer.esi_redundant_time),
                 profiling=StepProfiler(config.global_profiler, [group], run.folder.path),
             )

@@ -13,6 +13,7 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.prompt import MEDIA
+from hybridflow.stop_token import stop_token
 from hybridflow.trainer.source import LoaderSource, TrainBatch
 from hybridflow.workers.comparison import ComparisonGroup
 from hybridflow.workers.sft import SFTGroup
@@ -57,6 +58,7 @@ class SFTValidator:
         count = len(self.dataset)
         starts = range(0, count, self.batch_size)
         for start in progress.each(starts, "batch", len(starts)):
+            stop_token.check()
             items = [self.dataset[index] for index in range(start, min(start + self.batch_size, count))]
             metrics.update(self.group.evaluate(self.make_rows(items)))
         values = metrics.to_floats()

@@ -19,7 +19,14 @@ from slow_fold import as_folded, slow_fold, surviving
 
 from hybridflow.errors import CheckpointError
 from hybridflow.trainer.schedules import ledger as ledger_module
-from hybridflow.trainer.schedules.ledger import KINDS, History, Ledger, Rewound, decode, encode
+from hybridflow.trainer.schedules.ledger import (
+    KINDS,
+    Ledger,
+    Rewound,
+    decode,
+    encode,
+    surviving_transitions,
+)
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -60,13 +67,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, transitions: list[Transition]) -> None:
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         for transition in transitions:
             ledger.append(transition)
 
 
 def reopened(path: Path) -> dict[str, Any]:
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         return as_folded(ledger.state)
 
 
@@ -75,7 +82,7 @@ def test_each_kind_of_transition_is_read_as_it_was_written(path: Path) -> None:
     for transition in (*EACH_KIND, Rewound(3)):
         assert decode(encode(transition)) == transition
     write(path, EACH_KIND)
-    assert [each for _, each in History.of(path).transitions()] == EACH_KIND
+    assert [each for _, each in surviving_transitions(path)] == EACH_KIND
     assert reopened(path) == slow_fold(surviving(path))
 
 
@@ -88,14 +95,14 @@ def test_a_line_says_what_differs_from_a_single_group(path: Path) -> None:
 
 
 def test_a_line_is_in_the_file_when_append_returns(path: Path) -> None:
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         for number, transition in enumerate(EACH_KIND, 1):
             ledger.append(transition)
             assert path.read_bytes().count(b"\n") == number == ledger.position == ledger.sync()
 
 
 def test_what_cannot_follow_is_not_written_nor_what_is_behind_it(path: Path) -> None:
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         with pytest.raises(ImpossibleTransition, match="the next index is 1"):
             ledger.append(Admitted(0, version=0), Admitted(5, version=0), Admitted(1, version=0))
         assert ledger.position == 1 and path.read_bytes().count(b"\n") == 1
@@ -110,13 +117,13 @@ def test_a_write_that_is_torn_at_any_byte_leaves_the_lines_before_it(
     before = EACH_KIND[: -len(last)]
     write(path, before)
     start = path.stat().st_size
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         ledger.append(*last)
         whole_state = as_folded(ledger.state)
     whole = path.read_bytes()
     for size in range(start, len(whole)):
         path.write_bytes(whole[:size])
-        with Ledger.open(path) as ledger:
+        with Ledger(path) as ledger:
             kept = whole[:size].count(b"\n")
             assert ledger.position == kept and path.read_bytes() == b"".join(whole.splitlines(True)[:kept])
             assert as_folded(ledger.state) == slow_fold(surviving(path))
@@ -154,7 +161,7 @@ def test_a_damaged_line_is_refused_by_its_number(path: Path, damage: bytes, reas
     lines[number - 1] = damage
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(CheckpointError) as found:
-        Ledger.open(path)
+        Ledger(path)
     text = str(found.value)
     assert text.startswith(f"{path}, line {number}: ") and reason in text
     assert f"keep its first {number - 1} lines (head -n {number - 1})" in text
@@ -167,12 +174,12 @@ def test_an_index_that_is_trained_twice_is_found_when_the_file_is_read(path: Pat
     with path.open("ab") as file:
         file.write(encode(Taken(1, step=1)))
     with pytest.raises(CheckpointError, match=r"line 6: .* group 1 is trained, and not scored"):
-        Ledger.open(path)
+        Ledger(path)
 
 
 def test_a_rewind_undoes_what_came_after(path: Path) -> None:
     batch = [Finished(0, 4), Scored(0, 4), Taken(0, 4, step=0)]
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         ledger.append(Admitted(0, 4, version=0), *batch)
         ledger.append(Published(1))
         position = ledger.sync()
@@ -191,16 +198,13 @@ def test_a_rewind_undoes_what_came_after(path: Path) -> None:
         ledger.rewind(0)
         assert as_folded(ledger.state) == as_folded(LedgerState())
         assert reopened(path) == as_folded(LedgerState())
-    lines = History.of(path)
-    assert lines.surviving_lines(position + 2) == [range(position + 2)]
-    assert lines.surviving_lines(second) == [range(position), range(position + 3, second)]
 
 
 @pytest.mark.parametrize("position", [-1, 3])
 def test_a_position_that_the_file_has_not_is_refused(path: Path, position: int) -> None:
     write(path, [Admitted(0, version=0), Finished(0)])
     with (
-        Ledger.open(path) as ledger,
+        Ledger(path) as ledger,
         pytest.raises(
             CheckpointError, match=rf"after line {position} of .*, which has 2 lines: .* or put the"
         ),
@@ -256,7 +260,7 @@ def test_random_ledgers_with_rewinds_and_kills_are_folded_as_the_slow_way_does(
 ) -> None:
     path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
     chance = random.Random(seed)
-    ledger = Ledger.open(path)
+    ledger = Ledger(path)
     for _ in range(num_lines):
         transition = random_transition(ledger.state, chance)
         if transition is not None:
@@ -267,7 +271,7 @@ def test_random_ledgers_with_rewinds_and_kills_are_folded_as_the_slow_way_does(
             with path.open("ab") as file:
                 file.write(b'{"kind": "adm'[: chance.randint(0, 13)])
             ledger.close()
-            ledger = Ledger.open(path)
+            ledger = Ledger(path)
         if chance.random() < 0.2:
             assert as_folded(ledger.state) == slow_fold(surviving(path))
     ledger.close()
@@ -279,7 +283,7 @@ class RunWithLedger(SimulatedRun):
 
     def __init__(self, schedule: Schedule, world: World, path: Path) -> None:
         super().__init__(schedule, world)
-        self.ledger = Ledger.open(path)
+        self.ledger = Ledger(path)
         self.state = self.ledger.state
 
     def note(self, transition: Transition) -> None:
@@ -290,7 +294,7 @@ class RunWithLedger(SimulatedRun):
 
     def rewind(self, position: int) -> None:
         self.ledger.close()
-        self.ledger = Ledger.open(self.ledger.path)
+        self.ledger = Ledger(self.ledger.path)
         self.ledger.rewind(position)
         self.state = self.ledger.state
 
@@ -318,7 +322,7 @@ from pathlib import Path
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Admitted, Published
 
-with Ledger.open(Path(sys.argv[1])) as ledger:
+with Ledger(Path(sys.argv[1])) as ledger:
     while True:
         index = ledger.state.num_admitted
         ledger.append(Admitted(index, 3, version=ledger.state.version), Published(ledger.state.version + 1))
@@ -334,7 +338,7 @@ def test_a_process_that_is_killed_loses_nothing_that_append_has_returned_for(pat
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)
             told = [int(line) for line in process.stdout.read().splitlines(True) if line.endswith(b"\n")]
-        with Ledger.open(path) as ledger:
+        with Ledger(path) as ledger:
             assert ledger.position >= max(told, default=200)
             assert ledger.state.num_admitted % 3 == 0 and ledger.state.version > 0
 
@@ -362,7 +366,7 @@ def test_a_full_disk_ends_the_ledger_and_leaves_whole_lines(
 ) -> None:
     write(path, EACH_KIND[:3])
     whole = path.read_bytes()
-    ledger = Ledger.open(path)
+    ledger = Ledger(path)
     monkeypatch.setattr(ledger, "_file", FullDisk(ledger._file))
     with pytest.raises(OSError, match="No space left"):
         ledger.append(EACH_KIND[3])
@@ -373,7 +377,7 @@ def test_a_full_disk_ends_the_ledger_and_leaves_whole_lines(
 
 
 def test_several_threads_may_append(path: Path) -> None:
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         ledger.append(Admitted(0, 400, version=0))
 
         def finish(first: int) -> None:
@@ -392,7 +396,7 @@ def test_several_threads_may_append(path: Path) -> None:
 def test_opening_reads_each_line_twice_at_most_whatever_was_undone(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         for number in range(40):
             ledger.append(Admitted(ledger.state.num_admitted, version=0), Finished(ledger.state.num_admitted))
             if number % 4 == 0:
@@ -409,7 +413,7 @@ def test_opening_reads_each_line_twice_at_most_whatever_was_undone(
 
     monkeypatch.setattr(ledger_module, "decode", counted("decode", decode))
     monkeypatch.setattr(LedgerState, "apply", counted("apply", LedgerState.apply))
-    with Ledger.open(path) as ledger:
+    with Ledger(path) as ledger:
         assert num_lines <= calls["decode"] <= 2 * num_lines and calls["apply"] <= num_lines
         calls["decode"] = calls["apply"] = 0
         ledger.append(Published(1))

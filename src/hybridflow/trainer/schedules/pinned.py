@@ -27,7 +27,7 @@ from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.remote_columns import whole
 from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
-from hybridflow.trainer.schedules.ledger import Ledger, packed, refuse_other_steps, unpacked
+from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
     Admitted,
     Failed,
@@ -44,7 +44,7 @@ from hybridflow.workers.rollout_group import StagedWeights
 logger = logging.getLogger(__name__)
 
 
-class ExactSource(AheadSource):
+class PinnedSource(AheadSource):
     """Makes each batch under the version that it is pinned to.
 
     A batch has the groups `k·P … (k + 1)·P - 1`, with P = `data.train_batch_size`. Groups that fail or that
@@ -171,7 +171,7 @@ class ExactSource(AheadSource):
             self.ledger.sync()
             own = {
                 "ready": ready,
-                "ledger": packed(self.ledger, position),
+                "ledger": self.ledger.kept(position),
                 "groups_per_step": self.groups_per_step,
             }
             return {**place, **own, "version": self.version}
@@ -179,8 +179,6 @@ class ExactSource(AheadSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         super().load_state_dict(state)
-        refuse_other_steps(state["groups_per_step"], self.groups_per_step)
-        self.ledger.go_on_from(unpacked(state["ledger"]))
         ready = [_from_state(each) for each in state["ready"]]
         self._start = self.version
         self._made = dict(enumerate(ready, self.version))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridflow.models.exact import ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.rope import longest_generated
 from hybridflow.models.vision import Vision

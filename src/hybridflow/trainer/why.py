@@ -419,7 +419,7 @@ def waits_of(run: RunTimes) -> list[Wait]:
 
 
 @dataclass(frozen=True)
-class Held:
+class TriedWait:
     """A forecast beside what came of it."""
 
     wait: Wait
@@ -427,7 +427,7 @@ class Held:
     """Seconds of a mean step that were saved."""
 
 
-def held(before: RunTimes, after: RunTimes) -> tuple[list[Held], list[str]]:
+def held(before: RunTimes, after: RunTimes) -> tuple[list[TriedWait], list[str]]:
     """Return each forecast of the run `before` whose key has the value to try in the run `after`, with what
     the step has become, and the other keys in which the two differ.
 
@@ -446,4 +446,4 @@ def held(before: RunTimes, after: RunTimes) -> tuple[list[Held], list[str]]:
     ]
     saved = before.seconds - after.seconds
     others = sorted(changed - {wait.key for wait in tried})
-    return [Held(wait, saved) for wait in tried], others
+    return [TriedWait(wait, saved) for wait in tried], others

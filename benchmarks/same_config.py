@@ -25,16 +25,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "unit" / "config")]
 
-import verl_commands
-from possible_run import table, write_model_folder, written_out
-from test_refusals import SHORT
+from possible_run import table, write_model_folder, written_out  # noqa: E402
+from test_refusals import SHORT  # noqa: E402
 
-from hybridflow import config as schema
-from hybridflow.config import recipes
-from hybridflow.config.load import expand_sweeps, load_config, prepare_config
-from hybridflow.config.resolve import resolve
-from hybridflow.config.tree import to_tree
-from hybridflow.errors import ConfigError
+import verl_commands  # noqa: E402
+from hybridflow import config as schema  # noqa: E402
+from hybridflow.config import recipes  # noqa: E402
+from hybridflow.config.load import expand_sweeps, load_config, prepare_config  # noqa: E402
+from hybridflow.config.resolve import resolve  # noqa: E402
+from hybridflow.config.tree import to_tree  # noqa: E402
+from hybridflow.errors import ConfigError  # noqa: E402
 
 BASE = ("data.train_files=train.parquet", "data.val_files=test.parquet", "actor_rollout_ref.model.path=model")
 PAGES = ("README.md", "ARCHITECTURE.md", "docs/**/*.md", "examples/**/*.md")

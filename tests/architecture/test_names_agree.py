@@ -17,8 +17,7 @@ from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.checks import root as checks
-from hybridflow.config.checks.paths import TASKS
-from hybridflow.config.data import TaskConfig
+from hybridflow.config.data import TASKS, TaskConfig
 from hybridflow.config.own_code import COLUMNS, LOSS_ARGUMENTS, loss_fault
 from hybridflow.config.trainer import Tracker
 from hybridflow.config.verl_keys import tables

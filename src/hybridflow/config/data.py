@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from hybridflow.config.schema import group, key
 
+TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners", "red_squares")
+"""Built-in procedural tasks."""
+
 
 @dataclass(frozen=True)
 class CustomClassConfig:

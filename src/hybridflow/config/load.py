@@ -26,13 +26,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.checks.algorithm import name_problems
-from hybridflow.config.checks.correction import quote_bounds
 from hybridflow.config.checks.root import check
 from hybridflow.config.convert import convert_what_fits, raise_all, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.thresholds import quote_bounds
 from hybridflow.config.tree import (
     blocks_of,
     delete_path,

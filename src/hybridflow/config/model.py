@@ -9,6 +9,20 @@ from hybridflow.config.schema import key
 
 SCALE_BLOCK = 256
 """Numbers of a moment that share a scale in optimizer=AdamW8bit."""
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "added_tokens.json",
+)
+"""Files that say a tokenizer's tokens."""
+TOKENIZER_FILES = ("tokenizer_config.json", *VOCABULARY_FILES)
+"""Files of which a tokenizer's folder has at least one."""
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in a config.json."""
 
 
 @dataclass(frozen=True)
@@ -141,4 +155,12 @@ class CheckpointContentsConfig:
     )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key(
         ["model", "optimizer", "extra"], "Parts of a checkpoint that a resume reads."
+    )
+
+
+def on_cpu(block: str, why: str) -> str:
+    """Return the line about a model with use_liger=true on a CPU; `why` goes on after the key's value."""
+    return (
+        f"{block}.use_liger=true{why}: Liger's kernels are Triton programs, which run on CUDA only: "
+        f"leave {block}.use_liger out"
     )

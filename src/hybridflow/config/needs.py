@@ -103,6 +103,11 @@ def responses_per_prompt(config: PPOConfig) -> int:
     return config.actor_rollout_ref.rollout.n + greedy
 
 
+def has_validation(config: PPOConfig) -> bool:
+    """Return whether there is data to validate on."""
+    return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
+
+
 def is_given(path: str, given: Set[str]) -> bool:
     """Return whether the user set the key at `path`, or a key of the block at `path`."""
     return any(key == path or key.startswith(path + ".") for key in given)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from hybridflow.config.checks.cluster import resolved_controller
+from hybridflow.config.layout import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig

@@ -101,6 +101,7 @@ class ProcessRewardModelConfig:
     checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
 
+CUSTOM = "reward.custom_reward_function"
 MODEL_TERM = "reward_model"
 """Name of the term of `reward.terms` that is the score of `reward.reward_model`."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.config.checks.paths import local, plugin_problem
+from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.needs import estimator_facts, uses_agents
+from hybridflow.config.paths import local
 from hybridflow.config.root import PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"

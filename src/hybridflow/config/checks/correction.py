@@ -1,11 +1,7 @@
-"""The checks of `algorithm.rollout_correction`; the syntax of its thresholds is in `thresholds.py`.
-
-Hydra and YAML 1.1 read `0.5_5` as the number 0.55: `quote_bounds` runs over the text before they do.
-"""
+"""The checks of `algorithm.rollout_correction`; the syntax of its thresholds is in `thresholds.py`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Set
 
 from hybridflow.config.algorithm import RolloutCorrectionConfig
@@ -15,21 +11,6 @@ from hybridflow.config.thresholds import parse_is_threshold, read_rejection
 from hybridflow.errors import ConfigError
 
 PATH = "algorithm.rollout_correction"
-
-_BOUNDS = r"\d[\d.]*_\d[\d.]*"
-_ON_COMMAND_LINE = re.compile(r"(.*\brollout_[ir]s_threshold=)(.+)", re.DOTALL)
-_IN_YAML = re.compile(
-    rf"(\brollout_[ir]s_threshold[ \t]*:[ \t]*)({_BOUNDS})(?=[ \t]*(?:\}}|#|$|,\s*\w+\s*:))", re.MULTILINE
-)
-
-
-def quote_bounds(text: str) -> str:
-    """Return an override or a recipe's text with each threshold 'lo_hi' in quotes, so that it stays text."""
-    text = _IN_YAML.sub(r"\1'\2'", text)
-    override = _ON_COMMAND_LINE.fullmatch(text)
-    if override and re.fullmatch(r"[\d._,\s]+", override[2]):
-        return override[1] + re.sub(_BOUNDS, lambda found: f"'{found[0]}'", override[2])
-    return text
 
 
 def correction_problems(config: PPOConfig) -> Iterator[str]:

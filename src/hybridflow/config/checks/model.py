@@ -13,26 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.paths import first_row, is_remote, is_written_as_path, local
+from hybridflow.config.checks.paths import first_row
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, ModelConfig, on_cpu
 from hybridflow.config.needs import built_models, reads_text_alone
+from hybridflow.config.paths import is_remote, is_written_as_path, local
 from hybridflow.config.root import PPOConfig, SFTConfig
 
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "added_tokens.json",
-)
-"""Files that say a tokenizer's tokens."""
-TOKENIZER_FILES = ("tokenizer_config.json", *VOCABULARY_FILES)
-"""Files of which a tokenizer's folder has at least one."""
-NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts of a layer in a config.json."""
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 INDEX = "model.safetensors.index.json"
 ACTOR_MODEL = "actor_rollout_ref.model"
@@ -318,14 +305,6 @@ def picture_problems(config: PPOConfig) -> Iterator[str]:
         row = first_row(files)
         if any(row.get(column) for column in (data.image_key, data.video_key) if column):
             yield f"{key} has pictures, and {reason}"
-
-
-def on_cpu(block: str, why: str) -> str:
-    """Return the line about a model with use_liger=true on a CPU; `why` goes on after the key's value."""
-    return (
-        f"{block}.use_liger=true{why}: Liger's kernels are Triton programs, which run on CUDA only: "
-        f"leave {block}.use_liger out"
-    )
 
 
 def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.checks.agent import agent_notes
 from hybridflow.config.checks.correction import correction_notes
-from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
+from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import arguments_of_keys, get_value
 
@@ -49,11 +49,6 @@ def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     yield from correction_notes(config, given)
     if not has_validation(config) and config.trainer.test_freq > 0:
         yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
-
-
-def has_validation(config: PPOConfig) -> bool:
-    """Return whether there is data to validate on."""
-    return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:

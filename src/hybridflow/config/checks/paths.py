@@ -1,6 +1,6 @@
 """The checks of data files, of a user's own code, of resume folders and of the run folder.
 
-Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
+Each yields one line per problem. Remote addresses are not looked at here.
 """
 
 from __future__ import annotations
@@ -8,39 +8,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.data import BaseDataConfig
+from hybridflow.config.data import TASKS, BaseDataConfig
+from hybridflow.config.paths import is_remote, is_written_as_path, local, unwritable
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
-TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners", "red_squares")
-
-
-_PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
-
-
-def without_password(address: str) -> str:
-    """Return an address without its user and password, for logs and for what others read."""
-    return _PASSWORD.sub("…@", address)
-
-
-def is_remote(path: str) -> bool:
-    """Return whether an address is for fsspec (hdfs://, s3://, …) and no local path."""
-    return "://" in path
-
-
-def local(path: str) -> Path:
-    """Return a local path with ~ expanded."""
-    return Path(path).expanduser()
-
-
-def is_written_as_path(path: str) -> bool:
-    """Return whether a path can only be a local one, by the way it is written, and no name on a hub."""
-    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
 def data_problems(data: BaseDataConfig, *, own_class: bool = False, trains: bool = True) -> Iterator[str]:
@@ -139,24 +115,6 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             f"trainer.remote_checkpoint_dir={remote}: wanted an address such as hdfs://host/folder, "
             "s3://bucket/folder or file:///folder; null: no copies"
         )
-
-
-def unwritable(key: str, folder: str | Path, error: Exception) -> str:
-    """Explain why the folder that a key is set to cannot be written, and what to do."""
-    return f"{key}={why_unwritable(key, folder, error)}"
-
-
-def why_unwritable(key: str, folder: str | Path, error: Exception) -> str:
-    """Explain why a folder cannot be written, and what to do; `key` says where folders are set."""
-    whole = local(str(folder)).absolute()
-    for path in (whole, *whole.parents):
-        if path.exists() and not path.is_dir():
-            return (
-                f"{folder} cannot be written: {path} is a file, and a folder is wanted there. Move the file, "
-                f"or set {key} to another folder"
-            )
-    reason = getattr(error, "strerror", None) or error
-    return f"{folder} cannot be written ({reason}): make room, or set {key} to a folder that you may write"
 
 
 def _look_at(folder: Path) -> None:

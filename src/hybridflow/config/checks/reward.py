@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.config.reward import MODEL_TERM, RewardConfig
-
-CUSTOM = "reward.custom_reward_function"
+from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Set
 from urllib.parse import urlsplit
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig, RolloutTraceConfig
-from hybridflow.config.checks.cluster import mix_pools, pool_sizes, share_a_pool
 from hybridflow.config.checks.correction import uncorrected
-from hybridflow.config.engine_features import ENGINES, KEY, TABLE
+from hybridflow.config.engine_features import ENGINES, KEY, NATIVE_KINDS, TABLE
+from hybridflow.config.layout import mix_pools, pool_sizes, share_a_pool
 from hybridflow.config.needs import is_given, may_use_agents
 from hybridflow.config.root import PPOConfig
 
@@ -310,10 +310,6 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield "lora", f"{MODEL}.lora_adapter_path={model.lora_adapter_path}"
     if (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
         yield "sharded_training", f"an actor on {processes} processes"
-
-
-NATIVE_KINDS = ("int8", "fp8", "float16")
-"""Kinds that the native engine rounds to: those of `models/rounded_weights.py`."""
 
 
 def precision_problems(config: PPOConfig, *, trains: bool = True) -> Iterator[str]:

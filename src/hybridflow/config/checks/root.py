@@ -15,13 +15,11 @@ from hybridflow.config.checks.agent import agent_problems
 from hybridflow.config.checks.algorithm import PROCESS, algorithm_problems
 from hybridflow.config.checks.cluster import (
     cluster_notes,
-    pool_sizes,
     ppo_cluster_problems,
     sft_cluster_problems,
 )
 from hybridflow.config.checks.model import expert_problems, kernel_problems, model_problems, picture_problems
-from hybridflow.config.checks.notes import has_validation, ppo_notes
-from hybridflow.config.checks.own_code import own_algorithm_problems, own_code_problems
+from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.checks.paths import data_problems, folder_problems, plugin_problem, resume_problems
 from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.checks.rollout import (
@@ -32,8 +30,10 @@ from hybridflow.config.checks.rollout import (
 )
 from hybridflow.config.checks.schedule import schedule_notes, schedule_problems
 from hybridflow.config.convert import raise_all
+from hybridflow.config.layout import pool_sizes
 from hybridflow.config.model import OptimConfig
-from hybridflow.config.needs import longest_row, needs_reference, needs_teacher
+from hybridflow.config.needs import has_validation, longest_row, needs_reference, needs_teacher
+from hybridflow.config.own_code import own_algorithm_problems, own_code_problems
 from hybridflow.config.preference import learns_from_pairs
 from hybridflow.config.profiler import DEVICE_TOOLS, SECOND, ProfilerConfig
 from hybridflow.config.roles import ROLE_KEYS

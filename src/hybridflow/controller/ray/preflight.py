@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.cluster import RayConfig
+from hybridflow.config.layout import num_processes
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.assignment import NodeInfo
 from hybridflow.controller.surroundings import choose_address, num_cpus

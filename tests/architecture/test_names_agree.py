@@ -16,7 +16,7 @@ from hybridflow.algorithms.policy_losses.types import GIVEN
 from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
-from hybridflow.config.checks import root as checks
+from hybridflow.config.checks.root import TRACKERS as TRACKER_NAMES
 from hybridflow.config.data import TASKS, TaskConfig
 from hybridflow.config.own_code import COLUMNS, LOSS_ARGUMENTS, loss_fault
 from hybridflow.config.trainer import Tracker
@@ -95,7 +95,7 @@ def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
 
 def test_kl_and_trackers() -> None:
     assert set(algorithm_names.KL_ESTIMATORS) == set(KL_KINDS)
-    assert set(checks.TRACKERS) == set(TRACKERS) == set(get_args(Tracker))
+    assert set(TRACKER_NAMES) == set(TRACKERS) == set(get_args(Tracker))
 
 
 def keyword_only(function: Callable[..., Any]) -> set[str]:

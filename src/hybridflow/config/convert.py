@@ -10,8 +10,9 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 from hybridflow.config.tree import keys_of, name_of, to_tree, type_hints, type_name
 from hybridflow.errors import ConfigError
@@ -32,14 +33,16 @@ def convert(root: type[C], tree: Mapping[str, Any], known_problems: Iterable[str
     value out of bounds.
     """
     problems = list(known_problems)
-    config = convert_what_fits(root, tree, problems)
+    config = convert_what_fits(root, tree, problems, set())
     raise_all(problems)
     return config
 
 
-def convert_what_fits(root: type[C], tree: Mapping[str, Any], problems: list[str]) -> C:
-    """Build `root` as `convert` does, with defaults for what is wrong, and add a line on each."""
-    return _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
+def convert_what_fits(root: type[C], tree: Mapping[str, Any], problems: list[str], wrong: set[str]) -> C:
+    """Build `root` as `convert` does, with defaults for what is wrong; add a line on each to `problems`, and
+    to `wrong` the keys that have no usable value, or may be meant by one that does not exist.
+    """
+    return _convert_block(root, tree, root(), "", problems, wrong, list(keys_of(root)))
 
 
 def raise_all(problems: list[str]) -> None:
@@ -75,15 +78,27 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
     return f"unknown key {path}; `hybridflow config` lists every key"
 
 
-def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list[str], known: list[str]) -> C:
+def _convert_block(
+    cls: type[C],
+    tree: Any,
+    base: C,
+    prefix: str,
+    problems: list[str],
+    wrong: set[str],
+    known: list[str],
+) -> C:
     if not isinstance(tree, Mapping):
+        wrong.update(path for path in known if path.startswith(prefix))
         problems.append(
             f"{prefix.rstrip('.') or 'configuration'}: got {_shown(tree)}, wanted a block of keys"
         )
         return base
     hints = type_hints(cls)
     fields = {name_of(f): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    problems.extend(unknown_key(f"{prefix}{name}", known) for name in tree if name not in fields)
+    for name in tree:
+        if name not in fields:
+            problems.append(unknown_key(f"{prefix}{name}", known))
+            wrong.update(suggest(f"{prefix}{name}", known))
     values: dict[str, Any] = {}
     for name, f in fields.items():
         path = f"{prefix}{name}"
@@ -91,22 +106,21 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
         if name not in tree:
             values[f.name] = copy.deepcopy(default)
         elif dataclasses.is_dataclass(hints[f.name]):
-            values[f.name] = _convert_block(type(default), tree[name], default, path + ".", problems, known)
+            values[f.name] = _convert_block(
+                type(default), tree[name], default, path + ".", problems, wrong, known
+            )
         else:
             values[f.name] = default
             try:
                 values[f.name] = _convert_value(hints[f.name], tree[name])
                 _check_bounds(values[f.name], f.metadata)
             except _Mismatch as mismatch:
-                signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
-                texts = [
-                    f"{sign} {f.metadata[name]}" for name, sign in signs if f.metadata.get(name) is not None
-                ]
-                wanted = type_name(hints[f.name]) + (" " + " and ".join(texts) if texts else "")
+                wanted = f"{type_name(hints[f.name])}{_bounds(f.metadata)}"
                 problem = f"{path}: got {_shown(tree[name])}, wanted {wanted}"
                 if str(mismatch):
                     problem += f" ({mismatch})"
                 problems.append(problem)
+                wrong.add(path)
     return cls(**values)
 
 
@@ -178,6 +192,18 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
 
 
 def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise _Mismatch where the value, or an entry of the list that it is, is out of the key's bounds."""
+    declared = {
+        name: metadata.get(name) for name in ("minimum", "maximum", "above", "below", "fewest", "most")
+    }
+    if isinstance(value, list):
+        if len(value) < (declared["fewest"] or 0) or len(value) > (declared["most"] or len(value)):
+            raise _Mismatch
+        for entry in value:
+            _check_bounds(entry, metadata)
+        return
+    if metadata.get("schemes") and isinstance(value, str) and not _is_address(value, metadata["schemes"]):
+        raise _Mismatch
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     minimum, maximum, above, below = (metadata.get(name) for name in ("minimum", "maximum", "above", "below"))
@@ -185,6 +211,33 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
         raise _Mismatch
     if (maximum is not None and value > maximum) or (below is not None and value >= below):
         raise _Mismatch
+
+
+def _is_address(text: str, schemes: Sequence[str]) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  raises for one that is no number
+    except ValueError:
+        return False
+    if parts.scheme == "file":
+        return parts.scheme in schemes or "*" in schemes
+    return bool(parts.scheme and parts.hostname) and (parts.scheme in schemes or "*" in schemes)
+
+
+def _bounds(metadata: Mapping[str, Any]) -> str:
+    """Return the bounds of a key as text, such as ` ≥ 1`; '' where it has none."""
+    signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
+    texts = [f"{sign} {metadata[name]}" for name, sign in signs if metadata.get(name) is not None]
+    said = f" {' and '.join(texts)}" if texts else ""
+    fewest, most = metadata.get("fewest"), metadata.get("most")
+    if fewest is not None:
+        said += f" with {fewest} {'entries' if most == fewest else 'or more entries'}"
+    schemes = metadata.get("schemes", ())
+    if schemes:
+        said += " that is an address " + " or ".join(
+            f"{'SCHEME' if scheme == '*' else scheme}://…" for scheme in schemes
+        )
+    return said
 
 
 def _shown(value: Any) -> str:

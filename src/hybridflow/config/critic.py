@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hybridflow.config.actor_rollout_ref import LossAggMode
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import divides, group, key
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class CriticConfig:
         None,
         "Prompts in one optimizer step of the critic, each with all of its responses; null: as many as the "
         "actor's.",
+        divides("data.train_batch_size"),
         minimum=1,
     )
     ppo_micro_batch_size_per_gpu: int | None = key(

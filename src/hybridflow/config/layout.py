@@ -80,11 +80,6 @@ class RoleLayout:
                 "ranks in the ring, or leave it out"
             )
         stages = self.fsdp.pipeline_parallel_size
-        if stages == 1 and self.fsdp.virtual_pipeline_parallel_size > 1:
-            yield (
-                f"{here}virtual_pipeline_parallel_size={self.fsdp.virtual_pipeline_parallel_size} without "
-                f"stages: set {here}pipeline_parallel_size to 2 or more, or leave it out"
-            )
         ranks = self.processes
         whose = "processes of its pool"
         if self.processes % stages:
@@ -120,19 +115,11 @@ class RoleLayout:
             sharing = tensor * size
         if size > 0 and size % self.sequence and self.sequence % size:
             yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
-        if self.fsdp.expert_parallel_size > 1:
-            yield from self._expert_problems(here, sharing)
-
-    def _expert_problems(self, here: str, ranks: int) -> Iterator[str]:
-        """Yield one line for each size that does not go with expert parallelism over `ranks` ranks."""
         experts = self.fsdp.expert_parallel_size
-        key = f"{here}expert_parallel_size={experts}"
-        if ranks % experts:
-            yield f"{key} does not divide the {ranks} ranks that share the parameters: set a divisor"
-        if self.fsdp.use_torch_compile:
+        if sharing % experts:
             yield (
-                f"{key} with {here}use_torch_compile=true: ranks exchange as many tokens as a pass wants, "
-                "which cannot be compiled; set use_torch_compile=false"
+                f"{here}expert_parallel_size={experts} does not divide the {sharing} ranks that share the "
+                "parameters: set a divisor"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import key
+from hybridflow.config.schema import at_most, excludes, key, needs
 
 SCALE_BLOCK = 256
 """Numbers of a moment that share a scale in optimizer=AdamW8bit."""
@@ -50,6 +50,13 @@ class ModelConfig:
         False,
         "On CUDA, compute norms, gated layers and rotary positions by Liger's Triton kernels (extra "
         "`liger`). The last bits of results differ.",
+        excludes("trainer.device=cpu", "Liger's kernels are Triton programs, which run on CUDA only"),
+        excludes(".dtype=float64", "Liger's kernels compute in float32"),
+        excludes(
+            "actor_rollout_ref.rollout.exact=true",
+            "Liger's kernels change the last bits of what is computed, and nothing shows them to be the same "
+            "for any number of rows",
+        ),
     )
     external_lib: str | None = key(
         None,
@@ -96,11 +103,16 @@ class OptimConfig:
     lr: float = key(1e-6, "Learning rate, at the top of the schedule.", minimum=0)
     weight_decay: float = key(0.01, "Decoupled weight decay, on matrices only.", minimum=0)
     betas: list[float] = key(
-        [0.9, 0.999], "AdamW's two decay rates, of the mean of gradients and of the mean of their squares."
+        [0.9, 0.999],
+        "AdamW's two decay rates, of the mean of gradients and of the mean of their squares.",
+        minimum=0,
+        below=1,
+        fewest=2,
+        most=2,
     )
     eps: float = key(1e-8, "AdamW's epsilon, which is added to the denominator.", above=0)
     momentum: float = key(
-        0.95, "Momentum of Muon and SGD: the share of it that stays at each step.", minimum=0
+        0.95, "Momentum of Muon and SGD: the share of it that stays at each step.", minimum=0, below=1
     )
     muon_ns_steps: int = key(5, "Iterations that make the momentum of a matrix orthogonal.", minimum=1)
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
@@ -114,7 +126,10 @@ class OptimConfig:
         "lr_wsd_decay_steps.",
     )
     lr_wsd_decay_steps: int = key(
-        -1, "Optimizer steps of the fall at the end of wsd; -1: a tenth of all steps.", minimum=-1
+        -1,
+        "Optimizer steps of the fall at the end of wsd; -1: a tenth of all steps.",
+        needs(".lr_scheduler_type=wsd", "no other schedule falls at its end", at=">-1"),
+        minimum=-1,
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
         "exponential", "Shape of the fall at the end of wsd."
@@ -123,6 +138,7 @@ class OptimConfig:
         -1,
         "Optimizer steps over which the learning rate rises linearly to lr; -1: lr_warmup_steps_ratio "
         "decides.",
+        at_most(".total_training_steps", "so the warm-up would never end"),
         minimum=-1,
     )
     lr_warmup_steps_ratio: float = key(
@@ -155,12 +171,4 @@ class CheckpointContentsConfig:
     )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key(
         ["model", "optimizer", "extra"], "Parts of a checkpoint that a resume reads."
-    )
-
-
-def on_cpu(block: str, why: str) -> str:
-    """Return the line about a model with use_liger=true on a CPU; `why` goes on after the key's value."""
-    return (
-        f"{block}.use_liger=true{why}: Liger's kernels are Triton programs, which run on CUDA only: "
-        f"leave {block}.use_liger out"
     )

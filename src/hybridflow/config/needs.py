@@ -6,13 +6,16 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
+from typing import Any
 
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.wrong import WrongKeyRead
 
 
 def estimator_facts(config: PPOConfig) -> EstimatorFacts | None:
@@ -82,6 +85,25 @@ def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConf
         yield "actor_rollout_ref.ref.model", roles.ref.model, roles.ref.fsdp_config
     if needs_teacher(config):
         yield "distillation.teacher_model", config.distillation.teacher_model, None
+
+
+def unbuilt_blocks(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield the block of each role that the run does not have, as far as its keys have usable values."""
+    if isinstance(config, SFTConfig):
+        return
+    roles: dict[str, Callable[[], Any]] = {
+        "critic": lambda: config.critic.enable,
+        "reward.process_reward_model": lambda: config.reward.process_reward_model.enable,
+        "reward.reward_model": lambda: config.reward.reward_model.enable,
+        "actor_rollout_ref.ref": lambda: needs_reference(config),
+        "distillation": lambda: needs_teacher(config),
+    }
+    for block, is_built in roles.items():
+        built = False
+        with suppress(WrongKeyRead):
+            built = bool(is_built())
+        if not built:
+            yield block
 
 
 def replayed_steps(config: PPOConfig) -> int:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from hybridflow.config.schema import KeyRelation
+
 C = TypeVar("C")
 
 _HINTS: dict[type, dict[str, Any]] = {}
@@ -50,10 +52,19 @@ class KeyInfo:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    fewest: int | None = None
+    most: int | None = None
+    schemes: tuple[str, ...] = ()
     argument: str = ""
     symbol: str = ""
     otherwise: str = ""
     """Dotted path of the key that sets the argument while this one is null."""
+    relations: tuple[KeyRelation, ...] = ()
+    """Its relations to other keys, but for those by which it is read."""
+    readers: tuple[tuple[str, KeyRelation], ...] = ()
+    """Conditions under which it is read, its own and those of the blocks around it, each with the block that
+    paths of the condition begin in.
+    """
 
     @property
     def is_free(self) -> bool:
@@ -68,19 +79,26 @@ _BLOCKS: dict[type[Any], frozenset[str]] = {}
 def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
     """Return every key of a configuration class by dotted path, in the order of declaration."""
     if root not in _KEYS:
-        _KEYS[root] = types.MappingProxyType({info.path: info for info in _walk(root, root(), "")})
+        _KEYS[root] = types.MappingProxyType({info.path: info for info in _walk(root, root(), "", ())})
     return _KEYS[root]
 
 
-def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
+def _walk(
+    cls: type[Any], instance: Any, prefix: str, around: tuple[tuple[str, KeyRelation], ...]
+) -> Iterator[KeyInfo]:
     hints = type_hints(cls)
     for f in dataclasses.fields(cls):
         path = f"{prefix}{name_of(f)}"
         value = getattr(instance, f.name)
+        relations = f.metadata.get("relations", ())
+        block = prefix.rstrip(".")
+        readers = (*around, *((block, each) for each in relations if each.kind == "read_by"))
         if dataclasses.is_dataclass(hints[f.name]):
-            yield from _walk(type(value), value, path + ".")
+            yield from _walk(type(value), value, path + ".", readers)
         else:
             declared = dict(f.metadata)
+            declared["relations"] = tuple(each for each in relations if each.kind != "read_by")
+            declared["readers"] = readers
             if declared.get("symbol") and not declared["argument"]:
                 declared["argument"] = name_of(f)
             if declared.get("otherwise"):

@@ -21,7 +21,6 @@ from hybridflow.config.convert import raise_all
 from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.layout import resolved_controller
 from hybridflow.config.load import prepare_config
-from hybridflow.config.model import on_cpu
 from hybridflow.config.needs import built_models
 from hybridflow.controller.surroundings import choose_address
 from hybridflow.data.early_checks import check_data
@@ -145,7 +144,11 @@ def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
         )
     asked = [block for block, model, _ in built_models(config) if model.use_liger]
     if lacking is not None and device == "auto":
-        found += [on_cpu(block, f", and {lacking}") for block in asked]
+        found += [
+            f"{block}.use_liger=true, and {lacking}: Liger's kernels are Triton programs, which run on CUDA "
+            f"only: leave {block}.use_liger out"
+            for block in asked
+        ]
     elif asked and device != "cpu" and find_spec("liger_kernel") is None:
         found.append(
             f"{asked[0]}.use_liger=true needs liger-kernel, which is not installed: "

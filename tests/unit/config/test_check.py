@@ -98,7 +98,7 @@ def test_mini_batch_at_its_default_shrinks_but_a_given_one_does_not(base: list[s
     assert prepared.config.actor_rollout_ref.actor.ppo_mini_batch_size == 16
     assert any("is more than data.train_batch_size" in note for note in prepared.notes)
     message = problem(base, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
-    assert "ppo_mini_batch_size=256 prompts is more than data.train_batch_size=16: set it to 16" in message
+    assert "ppo_mini_batch_size=256 does not divide data.train_batch_size=16: set a divisor" in message
 
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"

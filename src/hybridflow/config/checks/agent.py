@@ -60,11 +60,6 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
     functions = rollout.multi_turn.function_tool_path
     if functions and functions.endswith(".py") and not local(functions).is_file():
         yield f"{ROLLOUT}.multi_turn.function_tool_path: there is no file {functions}"
-    if agent.min_group_size > rollout.n:
-        yield (
-            f"{ROLLOUT}.agent.min_group_size={agent.min_group_size} is more than {ROLLOUT}.n={rollout.n}, "
-            "so no group would ever be trained: set it lower"
-        )
     estimator = estimator_facts(config)
     if uses_agents(config) and estimator is not None and estimator.demonstration_rows:
         yield (

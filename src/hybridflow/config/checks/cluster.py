@@ -14,65 +14,77 @@ from hybridflow.config.layout import (
     num_processes,
     pool_names,
     pool_sizes,
-    resolved_controller,
 )
 from hybridflow.config.needs import has_own_reference, is_given, needs_reference
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.errors import install_extra
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each problem of a PPO run."""
+def pool_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of what pools are for."""
     trainer = config.trainer
-    roles = config.actor_rollout_ref
-    yield from _controller(trainer)
-    yield from _placement(trainer)
-    yield from _collectors(config)
-    yield from _row_store(trainer)
-    cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
-    if roles.actor.use_prefix_grouper and cut > 1:
+    if trainer.num_collectors and COLLECTORS in trainer.resource_pools:
         yield (
-            f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: "
-            "ranks that share rows hold each prompt as often as it has responses; leave one of them out"
+            f"trainer.resource_pools.{COLLECTORS} has the name of the pool of trainer.num_collectors="
+            f"{trainer.num_collectors}: choose another name"
         )
-    built = {
-        "actor": True,
-        "reference": needs_reference(config),
-        "critic": config.critic.enable,
-        "reward_model": config.reward.reward_model.enable,
-    }
-    spreads = [
-        RoleLayout(
-            ROLE_KEYS[role].layout, *engine_keys(config, role), processes=sum(pool_sizes(trainer, role))
-        )
-        for role, wanted in built.items()
-        if wanted
-    ]
-    for spread in spreads:
-        yield from spread.problems()
-    if needs_reference(config) and config.algorithm.ref_update_freq and spreads[0].cut != spreads[1].cut:
+    if trainer.row_store != "auto" and find_spec("transfer_queue") is None:
         yield (
-            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes "
-            f"over what the same rank of the actor holds, but the actor has {spreads[0]} and the reference "
-            f"{spreads[1]}: make them equal, or set ref_update_freq=0"
+            f"trainer.row_store={trainer.row_store} needs the package transferqueue: "
+            f"{install_extra('transferqueue')}, or set trainer.row_store=auto"
         )
-    width = roles.rollout.tensor_model_parallel_size
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     for processes in pool_sizes(trainer, "rollout"):
-        if roles.rollout.name == "native" and processes % width:
+        if config.actor_rollout_ref.rollout.name == "native" and processes % width:
             yield (
                 f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes "
                 "that generate: set a divisor"
             )
-    yield from _lora(config)
 
 
-def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
-    """Yield one line for each problem of a supervised run."""
-    yield from _controller(config.trainer)
+def _layout(config: PPOConfig, role: str) -> RoleLayout:
+    return RoleLayout(
+        ROLE_KEYS[role].layout, *engine_keys(config, role), processes=sum(pool_sizes(config.trainer, role))
+    )
+
+
+def actor_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the actor that does not fit the others."""
+    yield from _layout(config, "actor").problems()
+
+
+def reference_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the reference that does not fit the others, or the actor's."""
+    if not needs_reference(config):
+        return
+    layout = _layout(config, "reference")
+    yield from layout.problems()
+    actor = _layout(config, "actor")
+    if config.algorithm.ref_update_freq and actor.cut != layout.cut:
+        yield (
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes "
+            f"over what the same rank of the actor holds, but the actor has {actor} and the reference "
+            f"{layout}: make them equal, or set ref_update_freq=0"
+        )
+
+
+def critic_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the critic that does not fit the others."""
+    if config.critic.enable:
+        yield from _layout(config, "critic").problems()
+
+
+def reward_model_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the reward model that does not fit the others."""
+    if config.reward.reward_model.enable:
+        yield from _layout(config, "reward_model").problems()
+
+
+def sft_layout_problems(config: SFTConfig) -> Iterator[str]:
+    """Yield one line for each size of a supervised run that does not fit the others."""
     processes = num_processes(config.trainer)
     yield from RoleLayout(
         "engine", config.engine, config.engine.ulysses_sequence_parallel_size, config.model, processes, ""
@@ -107,8 +119,9 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         )
 
 
-def _placement(trainer: TrainerConfig) -> Iterator[str]:
+def placement_problems(config: PPOConfig) -> Iterator[str]:
     """Problems with pools and placement whatever roles there are; making the placement refuses the others."""
+    trainer = config.trainer
     pools = trainer.resource_pools
     for name, devices in pools.items():
         if not devices or min(devices) < 1:
@@ -134,52 +147,9 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
                 )
 
 
-def _collectors(config: PPOConfig) -> Iterator[str]:
-    number = config.trainer.num_collectors
-    if not number:
-        return
-    here = f"trainer.num_collectors={number}"
-    if resolved_controller(config.trainer) == "local":
-        yield (
-            f"{here} without Ray: in one process tokens pass no other; set trainer.controller=ray, or "
-            "num_collectors=0"
-        )
-    if COLLECTORS in config.trainer.resource_pools:
-        yield f"trainer.resource_pools.{COLLECTORS} has the name of the pool of {here}: choose another name"
-    if config.reward.reward_model.enable:
-        yield (
-            f"{here} with reward.reward_model.enable=true: the model scores all responses of a step "
-            "together, and no collector has them all; set num_collectors=0"
-        )
-    if config.reward.manager:
-        yield (
-            f"{here} with reward.manager={config.reward.manager}: a manager scores all responses of a "
-            "step in one call, and no collector has them all; set num_collectors=0"
-        )
-    if config.actor_rollout_ref.rollout.agent.endpoint_port:
-        yield (
-            f"{here} with {ROLLOUT}.agent.endpoint_port="
-            f"{config.actor_rollout_ref.rollout.agent.endpoint_port}: several processes cannot listen at one "
-            "port; set endpoint_port=0"
-        )
-
-
-def _row_store(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.row_store == "auto":
-        return
-    if resolved_controller(trainer) == "local":
-        yield (
-            f"trainer.row_store={trainer.row_store} without Ray, whose processes the package needs: set "
-            "trainer.controller=ray, or trainer.row_store=auto"
-        )
-    if find_spec("transfer_queue") is None:
-        yield (
-            f"trainer.row_store={trainer.row_store} needs the package transferqueue: "
-            f"{install_extra('transferqueue')}, or set trainer.row_store=auto"
-        )
-
-
-def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+def controller_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where one process is to host what needs several."""
+    trainer = config.trainer
     processes = num_processes(trainer)
     pools = getattr(trainer, "resource_pools", {})
     if trainer.controller == "local" and (processes > 1 or pools):
@@ -192,28 +162,35 @@ def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         )
 
 
-def _lora(config: PPOConfig) -> Iterator[str]:
-    teacher = config.distillation.teacher_model
-    if teacher.lora_rank or teacher.lora_adapter_path:
-        yield (
-            "distillation.teacher_model.lora_rank: the teacher does not train; merge its adapter into its "
-            "folder (hybridflow merge)"
-        )
-    reference = config.actor_rollout_ref.ref.model
-    if reference.lora_rank or reference.lora_adapter_path:
-        yield (
-            "actor_rollout_ref.ref.model.lora_rank: the reference does not train; merge its adapter into its "
-            "folder (hybridflow merge)"
-        )
+def frozen_adapters(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each adapter of a model that does not train."""
+    frozen = {
+        "teacher": ("distillation.teacher_model", config.distillation.teacher_model),
+        "reference": ("actor_rollout_ref.ref.model", config.actor_rollout_ref.ref.model),
+        "reward model": ("reward.reward_model.model", config.reward.reward_model.model),
+    }
+    for role, (block, model) in frozen.items():
+        if model.lora_rank or model.lora_adapter_path:
+            yield (
+                f"{block}.lora_rank: the {role} does not train; merge its adapter into its folder "
+                "(hybridflow merge)"
+            )
     if has_own_reference(config) and config.algorithm.ref_update_freq:
         yield (
             f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} would replace the weights of "
-            f"actor_rollout_ref.ref.model.path={reference.path} by the actor's: set one of the two"
+            f"actor_rollout_ref.ref.model.path={config.actor_rollout_ref.ref.model.path} by the actor's: set "
+            "one of the two"
         )
-    model = config.actor_rollout_ref.model
-    if (model.lora_rank or model.lora_adapter_path) and config.algorithm.ref_update_freq:
-        yield (
-            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} with "
-            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: the reference is the actor without its "
-            "adapter and has no weights of its own to renew; set ref_update_freq=0 or lora_rank=0"
-        )
+
+
+RULES = (
+    controller_problems,
+    placement_problems,
+    pool_problems,
+    actor_layout,
+    reference_layout,
+    critic_layout,
+    reward_model_layout,
+    frozen_adapters,
+)
+"""The rules of processes and layouts of a run of reinforcement learning."""

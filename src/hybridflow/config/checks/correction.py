@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
-from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.needs import estimator_facts, loss_facts
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.thresholds import parse_is_threshold, read_rejection
@@ -14,9 +13,8 @@ PATH = "algorithm.rollout_correction"
 
 
 def correction_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each unreadable threshold or option, and for each that bypass mode excludes."""
+    """Yield one line for each part of a run that bypass mode excludes."""
     correction = config.algorithm.rollout_correction
-    yield from _unreadable(correction)
     estimator = estimator_facts(config)
     if correction.bypass_mode and estimator is not None and estimator.actor_pass:
         yield (
@@ -59,8 +57,9 @@ def uncorrected(config: PPOConfig, why: str) -> Iterator[str]:
         )
 
 
-def _unreadable(correction: RolloutCorrectionConfig) -> Iterator[str]:
-    """Thresholds and options that do not parse, or do not fit each other."""
+def thresholds(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each threshold or option that does not parse, or does not fit the others."""
+    correction = config.algorithm.rollout_correction
     try:
         parse_is_threshold(correction.rollout_is_threshold)
     except ConfigError as error:
@@ -69,14 +68,9 @@ def _unreadable(correction: RolloutCorrectionConfig) -> Iterator[str]:
         yield from read_rejection(correction.rollout_rs, correction.rollout_rs_threshold)[1]
 
 
-def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """Yield one line for each key of the correction that is set and that this run does not read."""
+def correction_notes(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for weights that bypass mode does not use."""
     correction = config.algorithm.rollout_correction
-    for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
-        if correction.rollout_is is None and f"{PATH}.{name}" in given:
-            yield f"{PATH}.{name} is read only with {PATH}.rollout_is=token or sequence"
-    if correction.rollout_rs is None and f"{PATH}.rollout_rs_threshold" in given:
-        yield f"{PATH}.rollout_rs_threshold is read only with {PATH}.rollout_rs"
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} is not used by {PATH}.loss_type=ppo_clip: in bypass "

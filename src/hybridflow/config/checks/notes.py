@@ -12,41 +12,22 @@ from hybridflow.config.checks.agent import agent_notes
 from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
-from hybridflow.config.tree import arguments_of_keys, get_value
+from hybridflow.config.tree import arguments_of_keys
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROCESS = "reward.process_reward_model"
-OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-READ_WITH = {
-    "algorithm.use_kl_in_reward": ("algorithm.kl_ctrl", "algorithm.kl_penalty"),
-    f"{ACTOR}.use_kl_loss": (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
-    "algorithm.filter_groups.enable": ("algorithm.filter_groups", "data.gen_batch_size"),
-    "algorithm.use_pf_ppo": ("algorithm.pf_ppo",),
-    f"{OVERLONG}.enable": ("reward.reward_kwargs",),
-    "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.loss_type",),
-}
-"""Keys that are read only while a switch is on, by that switch."""
-WITHOUT = {
-    "algorithm.use_kl_in_reward": ": there is no KL penalty in this run's rewards",
-    f"{ACTOR}.use_kl_loss": ": there is no KL term in this run's loss",
-}
-"""What follows where a switch is off."""
 
 
 def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each setting that may surprise. `given` are the paths that the user set."""
-    for switch, paths in READ_WITH.items():
-        for path in paths:
-            if not get_value(config, switch) and is_given(path, given - {switch}):
-                yield f"{path} is read only with {switch}=true{WITHOUT.get(switch, '')}"
     yield from _rollout(config)
     yield from agent_notes(config)
     yield from _names(config, given)
     yield from _kl_and_reference(config)
     yield from _features(config)
     yield from _roles(config, given)
-    yield from correction_notes(config, given)
+    yield from correction_notes(config)
     if not has_validation(config) and config.trainer.test_freq > 0:
         yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
 
@@ -91,8 +72,6 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the "
             f"paper of {loss} has {facts.clip[0]} and {facts.clip[1]}"
         )
-    if f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield f"{ACTOR}.loss_scale_factor is read only with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
 
 
 def _read_by_others(
@@ -179,8 +158,6 @@ def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     name = config.algorithm.adv_estimator
     facts = estimator_facts(config)
     warmup = config.trainer.critic_warmup
-    if config.trainer.transfer_queue and config.trainer.row_store != "transferqueue":
-        yield "trainer.transfer_queue.* is not read: trainer.row_store=transferqueue would read it"
     if not config.critic.enable and warmup:
         yield (
             f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, "

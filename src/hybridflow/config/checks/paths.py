@@ -12,27 +12,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.data import TASKS, BaseDataConfig
+from hybridflow.config.data import TASKS
 from hybridflow.config.paths import is_remote, is_written_as_path, local, unwritable
-from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.trainer import TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
 
 
-def data_problems(data: BaseDataConfig, *, own_class: bool = False, trains: bool = True) -> Iterator[str]:
-    """Yield one line where files and task are both set or, if the run `trains`, both missing, and for each
-    missing local file.
-
-    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
-    data set of a hub.
-    """
-    task = data.task
-    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    if trains and not data.train_files and not task.name:
+def no_data(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where a run that trains has neither files nor a task."""
+    if not config.data.train_files and not config.data.task.name:
         yield (
             "no training data: set data.train_files to parquet, json or jsonl files, or "
             "data.task.name=arithmetic_chain"
         )
+
+
+def data_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where files and task are both set, and for each missing local file.
+
+    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
+    data set of a hub.
+    """
+    data = config.data
+    own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
+    task = data.task
+    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     for key, files in given.items():
         if files and task.name:
             yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
@@ -74,26 +80,17 @@ def plugin_problem(
         yield f"{key}: there is no file {path}"
 
 
-def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """Yield one line where trainer.resume_mode=resume_path has no path, or the path is no folder."""
+def resume_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where the folder to go on from is not there."""
+    trainer = config.trainer
     path = trainer.resume_from_path
-    if trainer.resume_mode != "resume_path":
-        if path:
-            yield (
-                f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: set "
-                "trainer.resume_mode=resume_path"
-            )
-    elif not path:
-        yield (
-            "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a global_step_N "
-            "folder"
-        )
-    elif not local(path).is_dir():
+    if trainer.resume_mode == "resume_path" and path and not local(path).is_dir():
         yield f"trainer.resume_from_path: there is no folder {path}"
 
 
-def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+def folder_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield one line for each folder that can be neither written nor made; none is made here."""
+    trainer = config.trainer
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
         folders |= {
@@ -110,7 +107,7 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         except OSError as error:
             yield unwritable(key, folder, error)
     remote = trainer.remote_checkpoint_dir
-    if remote is not None and "://" not in remote:
+    if remote is not None and not is_remote(remote):
         yield (
             f"trainer.remote_checkpoint_dir={remote}: wanted an address such as hdfs://host/folder, "
             "s3://bucket/folder or file:///folder; null: no copies"

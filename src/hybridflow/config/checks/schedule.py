@@ -19,40 +19,13 @@ PATH = "trainer.async"
 
 
 def schedule_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each key that the schedule excludes or cannot do without."""
+    """Yield one line for each number that does not fit the schedule, and for each key that it cannot read."""
     schedule = config.trainer.schedule
-    yield from _correction(config)
-    yield from _replayed(config)
     if schedule == "sync":
-        yield from _asynchronous_keys(config)
         return
     yield from _bounds(config)
     if schedule in EXACT_SCHEDULES and config.trainer.async_.run_ahead > 0:
         yield from _refill(config)
-    if schedule == "colocated_async" and "rollout" in config.trainer.placement:
-        yield (
-            "trainer.schedule=colocated_async generates on the actor's devices, and "
-            f"trainer.placement.rollout={config.trainer.placement['rollout']} gives generation devices of "
-            "its own: leave it out, or set trainer.schedule=fully_async"
-        )
-
-
-def _asynchronous_keys(config: PPOConfig) -> Iterator[str]:
-    """Keys that ask for more than the synchronous schedule does."""
-    keys = config.trainer.async_
-    asked = {
-        "run_ahead": (keys.run_ahead, 0),
-        "max_staleness": (keys.max_staleness, 0),
-        "partial_rollout": (keys.partial_rollout, True),
-        "max_concurrent_groups": (keys.max_concurrent_groups, None),
-    }
-    for name, (value, idle) in asked.items():
-        if value != idle:
-            yield (
-                f"{PATH}.{name}={str(value).lower()} has no effect with trainer.schedule=sync, which "
-                "generates a batch between two updates: leave it out, or set trainer.schedule=one_step_off, "
-                "exact_async, fully_async or colocated_async"
-            )
 
 
 def _bounds(config: PPOConfig) -> Iterator[str]:
@@ -87,7 +60,7 @@ def _bounds(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _correction(config: PPOConfig) -> Iterator[str]:
+def uncorrected_rows(config: PPOConfig) -> Iterator[str]:
     """A loss on stale tokens has to know the policy that sampled them."""
     bound = config.trainer.async_.max_staleness
     age = replayed_steps(config)
@@ -97,24 +70,6 @@ def _correction(config: PPOConfig) -> Iterator[str]:
     if age:
         stale = f"algorithm.pf_ppo.max_age={age} trains rows again that are up to {age} steps older"
     yield from uncorrected(config, stale)
-
-
-def _replayed(config: PPOConfig) -> Iterator[str]:
-    """Rows of a replay buffer are told apart by their groups."""
-    skip = config.actor_rollout_ref.rollout.skip
-    age = replayed_steps(config)
-    if age and config.trainer.num_collectors:
-        yield (
-            f"algorithm.pf_ppo.max_age={age} keeps the rows of earlier steps in the driver and in "
-            f"checkpoints, and trainer.num_collectors={config.trainer.num_collectors} keeps them "
-            "elsewhere: set one of them to 0"
-        )
-    if age and skip.enable and skip.action == "repeat":
-        yield (
-            f"algorithm.pf_ppo.max_age={age} keeps the rows of earlier steps, and "
-            "actor_rollout_ref.rollout.skip.action=repeat gives the same rows again as new ones: set "
-            "max_age=0, or skip.action=cache"
-        )
 
 
 def _refill(config: PPOConfig) -> Iterator[str]:

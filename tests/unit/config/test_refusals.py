@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,29 @@ def test_what_may_surprise_or_is_not_read_is_noted(
 @pytest.mark.parametrize(("overrides", "says"), rows(TABLE["unnoted"], SHORT))
 def test_what_runs_as_meant_has_no_note(base: list[str], overrides: list[str], says: list[str]) -> None:
     assert prepare_config(PPOConfig, [*base, *overrides]).notes == says
+
+
+MISTAKES = rows(table("mistakes.yaml"), SHORT)
+
+
+@pytest.mark.parametrize(("overrides", "says"), MISTAKES)
+def test_all_mistakes_are_told_in_one_round_and_nothing_else(
+    base: list[str], overrides: list[str], says: list[str]
+) -> None:
+    message = problem(base, *overrides)
+    lines = message.splitlines()[1:]
+    assert [part for part in says if not any(part in line for line in lines)] == [], message
+    assert len(lines) == len(says), message
+
+
+def test_mistakes_are_told_without_torch(base: list[str]) -> None:
+    program = (
+        "import json, sys\nfrom hybridflow.cli.main import main\n"
+        "status = main(['train', *json.loads(sys.argv[1])])\n"
+        "print(status, len(sys.modules), *{'torch', 'transformers'} & set(sys.modules))"
+    )
+    words = MISTAKES[0].values[0]
+    command = [sys.executable, "-c", program, json.dumps([*base, *words])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    status, modules, *heavy = done.stdout.split()
+    assert status == "1" and not heavy and int(modules) < 1500, done.stdout

@@ -46,7 +46,7 @@ def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 "same tokenizer"
             )
         elif first is None or model.path != first.path:
-            yield from model_problem(model, block)
+            yield from model_problem(model, block, first.path if first else None)
         first = first or model
 
 
@@ -107,8 +107,11 @@ def _sizes(model: ModelConfig) -> Mapping[str, Any]:
     return {"vision_config": content.get("vision_config"), **sizes, **model.override_config}
 
 
-def model_problem(model: ModelConfig, key: str) -> Iterator[str]:
-    """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded."""
+def model_problem(model: ModelConfig, key: str, told: str | None = None) -> Iterator[str]:
+    """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded.
+
+    `told` is a folder that was looked at before.
+    """
     if not model.path:
         yield (
             f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
@@ -118,11 +121,8 @@ def model_problem(model: ModelConfig, key: str) -> Iterator[str]:
         yield f"{key}.path: there is no folder {model.path}"
     else:
         yield from _folder(model, key)
-    if (
-        model.tokenizer_path
-        and model.tokenizer_path != model.path
-        and is_missing_folder(model.tokenizer_path)
-    ):
+    tokenizer = model.tokenizer_path
+    if tokenizer and tokenizer not in (model.path, told) and is_missing_folder(tokenizer):
         yield f"{key}.tokenizer_path: there is no folder {model.tokenizer_path}"
 
 

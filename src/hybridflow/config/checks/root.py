@@ -110,9 +110,11 @@ def token_limits(config: PPOConfig) -> Iterator[str]:
         f"{PROCESS}.ppo_max_token_len_per_gpu": config.reward.process_reward_model.enable,
         "distillation.log_prob_max_token_len_per_gpu": needs_teacher(config),
     }
+    follows = follows_of(config)
     for path, is_read in limits.items():
         limit = get_value(config, path)
-        if is_read and limit is not None and limit < longest:
+        told = path in follows and limit == get_value(config, follows[path])
+        if is_read and not told and limit is not None and limit < longest:
             yield (
                 f"{path}={limit} tokens cannot hold one row of {keys} tokens: set it to {longest} or "
                 "more, or shorten the rows"

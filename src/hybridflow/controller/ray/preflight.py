@@ -12,15 +12,17 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.layout import num_processes
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.ray.assignment import NodeInfo
 from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import accelerators, features, no_accelerator
 from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray.assignment import NodeInfo
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +235,8 @@ def living(
     table: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]], device: str
 ) -> list[NodeInfo]:
     """Return the nodes of Ray's table that answer, with their devices of this kind."""
+    from hybridflow.controller.ray.assignment import NodeInfo  # which imports torch: `look_ahead` does not
+
     # Ray takes a node that was just lost for alive for some seconds, and a restarted run must not go there
     alive = [
         node

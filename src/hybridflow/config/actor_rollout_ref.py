@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.model import LogProbLimits, ModelConfig, SamplingKeys, ShardedLearnerConfig
 from hybridflow.config.schema import at_least, divides, excludes, group, key, needs, read_by
 
 ACTOR = "actor_rollout_ref.actor"
@@ -38,11 +38,7 @@ class RolloutTraceConfig:
         "otel: address that takes traces, such as http://HOST:4318/v1/traces; null: as "
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT says, else this machine's port "
         "4318.",
-        needs(
-            ".backend=otel|null",
-            "the others have their address in variables of their own",
-            way="actor_rollout_ref.rollout.trace.backend=otel, or leave endpoint out",
-        ),
+        needs(".backend=otel|null", "the others have their address in variables of their own"),
         schemes=("http", "https"),
     )
 
@@ -64,13 +60,11 @@ class RouterReplayConfig:
             "algorithm.rollout_correction.bypass_mode",
             "R2 records in the pass for old log-probs, which is left out",
             at="=R2",
-            way="mode=R3 or bypass_mode=false",
         ),
         excludes(
             f"{ROLLOUT}.reuse_log_probs_within!=null",
             "R2 records in the pass for old log-probs, which may be left out",
             at="=R2",
-            way="mode=R3 or reuse_log_probs_within=null",
         ),
         excludes(
             f"{ACTOR}.fsdp_config.use_torch_compile",
@@ -123,24 +117,9 @@ class RolloutServerConfig:
         None,
         "vllm: start a server beside each process that generates; null: where there are several processes "
         "or `python` is set. sglang is always a server.",
-        excludes(
-            ".address",
-            "a server that is switched off has no address",
-            at="=false",
-            way="enable=null or address=null: leave one of them out",
-        ),
-        excludes(
-            ".python",
-            "that is the python of a server",
-            at="=false",
-            way="enable=null or python=null: leave one of them out",
-        ),
-        excludes(
-            f"{ROLLOUT}.name=sglang",
-            "sglang is always a server",
-            at="=false",
-            way="enable=null: leave it out",
-        ),
+        excludes(".address", "a server that is switched off has no address", at="=false"),
+        excludes(".python", "that is the python of a server", at="=false"),
+        excludes(f"{ROLLOUT}.name=sglang", "sglang is always a server", at="=false"),
     )
     address: str | list[str] | None = key(
         None,
@@ -229,7 +208,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(ShardedLearnerConfig):
     """The policy that trains: its batches, loss, optimizer and sharding."""
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = key(
@@ -241,12 +220,6 @@ class ActorConfig:
         256,
         "Prompts in one optimizer step, each with all of its responses.",
         divides("data.train_batch_size"),
-        minimum=1,
-    )
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Largest number of rows in one forward and backward pass; null: only the token limit counts. It "
-        "changes memory and speed, not results.",
         minimum=1,
     )
     ppo_max_token_len_per_gpu: int = key(
@@ -267,9 +240,6 @@ class ActorConfig:
     )
     shuffle: bool = key(
         True, "Deal the groups into mini-batches in a seeded random order; false: in the order of the batch."
-    )
-    grad_clip: float | None = key(
-        1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
     )
     clip_ratio: float = key(
         0.2,
@@ -345,14 +315,8 @@ class ActorConfig:
         excludes("actor_rollout_ref.ref.fsdp_config.tensor_parallel_size>1", WHOLE_HEAD, at="=full"),
         excludes("actor_rollout_ref.ref.fsdp_config.pipeline_parallel_size>1", WHOLE_HEAD, at="=full"),
     )
-    ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
-    )
     router_replay: RouterReplayConfig = group(RouterReplayConfig)
-    fsdp_config: FSDPConfig = group(FSDPConfig)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
-    optim: OptimConfig = group(OptimConfig)
-    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
     @property
     def clip_low(self) -> float:
@@ -366,20 +330,10 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig:
+class RefConfig(LogProbLimits):
     """The frozen policy to which the actor is held."""
 
     model: ModelConfig = group(ModelConfig)
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Largest number of rows in one forward pass of the reference; null: only the token limit counts.",
-        minimum=1,
-    )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None,
-        "Largest number of tokens in one forward pass of the reference; null: the actor's limit.",
-        minimum=1,
-    )
     ulysses_sequence_parallel_size: int | None = key(
         None, "Ranks that share the tokens of each row; null: as many as the actor's.", minimum=1
     )
@@ -387,7 +341,7 @@ class RefConfig:
 
 
 @dataclass(frozen=True)
-class ValKwargsConfig:
+class ValKwargsConfig(SamplingKeys):
     """Sampling in validation."""
 
     do_sample: bool = key(
@@ -403,31 +357,13 @@ class ValKwargsConfig:
         ),
         minimum=0,
     )
-    top_k: int = key(-1, "Sample among the k most probable tokens only; -1: among all.", minimum=-1)
-    top_p: float = key(
-        1.0,
-        "Sample among the smallest set of tokens that has this probability together; 1: among all.",
-        above=0,
-        maximum=1,
-    )
-    min_p: float = key(
-        0.0,
-        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
-        minimum=0,
-        maximum=1,
-    )
-    repetition_penalty: float = key(
-        1.0,
-        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
-        above=0,
-    )
     n: int = key(
         1, "Responses to each validation prompt; the metrics are their mean, best and majority.", minimum=1
     )
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(LogProbLimits, SamplingKeys):
     """Generation: the engine, sampling, memory, and how old log-probs are obtained."""
 
     name: Literal["native", "vllm", "sglang", "hf"] = key(
@@ -450,30 +386,6 @@ class RolloutConfig:
             "those at another",
             at="!=1",
         ),
-        above=0,
-    )
-    top_k: int = key(
-        -1,
-        "Sample among the k most probable tokens only; -1: among all. Training still counts the whole "
-        "distribution.",
-        minimum=-1,
-    )
-    top_p: float = key(
-        1.0,
-        "Sample among the smallest set of tokens that has this probability together; 1: among all. Training "
-        "still counts the whole distribution.",
-        above=0,
-        maximum=1,
-    )
-    min_p: float = key(
-        0.0,
-        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
-        minimum=0,
-        maximum=1,
-    )
-    repetition_penalty: float = key(
-        1.0,
-        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
         above=0,
     )
     do_sample: bool = key(
@@ -533,8 +445,7 @@ class RolloutConfig:
         "native, on CUDA: numbers of rows for which decoding is recorded as a CUDA graph; null: a few sizes "
         "up to max_num_seqs.",
         read_by(
-            ".name=native",
-            "vllm has engine_kwargs.vllm.compilation_config, sglang has cuda_graph_bs_decode",
+            ".name=native", "vllm has engine_kwargs.vllm.compilation_config, sglang has cuda_graph_bs_decode"
         ),
         minimum=1,
         fewest=1,
@@ -593,7 +504,6 @@ class RolloutConfig:
         needs(
             "actor_rollout_ref.model.lora_rank or actor_rollout_ref.model.lora_adapter_path",
             "the actor has no adapters",
-            way="actor_rollout_ref.model.lora_rank, or leave it out",
         ),
     )
     update_weights_bucket_megabytes: int = key(
@@ -604,17 +514,6 @@ class RolloutConfig:
     )
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     server: RolloutServerConfig = group(RolloutServerConfig, read_by(".name=vllm|sglang"))
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Largest number of rows in one forward pass for the old log-probs; null: only the token limit "
-        "counts.",
-        minimum=1,
-    )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None,
-        "Largest number of tokens in one forward pass for the old log-probs; null: the actor's limit.",
-        minimum=1,
-    )
     enable_rollout_routing_replay: bool = key(
         False,
         "native: record the experts that tokens go to in generation, for actor.router_replay.mode=R3.",

@@ -82,11 +82,7 @@ class PFPPOConfig:
             "rows of earlier steps are kept in the driver and in checkpoints, and collectors keep theirs "
             "elsewhere",
         ),
-        excludes(
-            "actor_rollout_ref.rollout.skip.action=repeat",
-            "it gives the same rows again as new ones",
-            way="max_age=0, or skip.action=cache",
-        ),
+        excludes("actor_rollout_ref.rollout.skip.action=repeat", "it gives the same rows again as new ones"),
         minimum=0,
     )
 

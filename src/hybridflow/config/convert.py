@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
+from hybridflow.config.schema import KeyDeclaration
 from hybridflow.config.tree import keys_of, name_of, to_tree, type_hints, type_name
 from hybridflow.errors import ConfigError
 
@@ -50,10 +51,10 @@ def raise_all(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        raise ConfigError(
-            f"{len(problems)} problems in the configuration:\n"
-            + "\n".join(f"  - {line}" for line in problems)
-        )
+        listed = "".join(f"\n  - {line}" for line in problems)
+        error = ConfigError(f"{len(problems)} problems in the configuration:{listed}")
+        error.problems = tuple(problems)
+        raise error
 
 
 def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
@@ -111,11 +112,12 @@ def _convert_block(
             )
         else:
             values[f.name] = default
+            declared = f.metadata.get("declared", KeyDeclaration())
             try:
                 values[f.name] = _convert_value(hints[f.name], tree[name])
-                _check_bounds(values[f.name], f.metadata)
+                _check_bounds(values[f.name], declared)
             except _Mismatch as mismatch:
-                wanted = f"{type_name(hints[f.name])}{_bounds(f.metadata)}"
+                wanted = f"{type_name(hints[f.name])}{_bounds(declared)}"
                 problem = f"{path}: got {_shown(tree[name])}, wanted {wanted}"
                 if str(mismatch):
                     problem += f" ({mismatch})"
@@ -191,26 +193,21 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
     raise _Mismatch
 
 
-def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
+def _check_bounds(value: Any, key: KeyDeclaration) -> None:
     """Raise _Mismatch where the value, or an entry of the list that it is, is out of the key's bounds."""
-    declared = {
-        name: metadata.get(name) for name in ("minimum", "maximum", "above", "below", "fewest", "most")
-    }
     if isinstance(value, list):
-        if len(value) < (declared["fewest"] or 0) or len(value) > (declared["most"] or len(value)):
+        if not (key.fewest or 0) <= len(value) <= (key.most or len(value)):
             raise _Mismatch
         for entry in value:
-            _check_bounds(entry, metadata)
-        return
-    if metadata.get("schemes") and isinstance(value, str) and not _is_address(value, metadata["schemes"]):
-        raise _Mismatch
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    minimum, maximum, above, below = (metadata.get(name) for name in ("minimum", "maximum", "above", "below"))
-    if (minimum is not None and value < minimum) or (above is not None and value <= above):
-        raise _Mismatch
-    if (maximum is not None and value > maximum) or (below is not None and value >= below):
-        raise _Mismatch
+            _check_bounds(entry, key)
+    elif isinstance(value, str):
+        if key.schemes and not _is_address(value, key.schemes):
+            raise _Mismatch
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not (key.minimum is None or value >= key.minimum) or not (key.above is None or value > key.above):
+            raise _Mismatch
+        if not (key.maximum is None or value <= key.maximum) or not (key.below is None or value < key.below):
+            raise _Mismatch
 
 
 def _is_address(text: str, schemes: Sequence[str]) -> bool:
@@ -219,25 +216,19 @@ def _is_address(text: str, schemes: Sequence[str]) -> bool:
         parts.port  # noqa: B018  raises for one that is no number
     except ValueError:
         return False
-    if parts.scheme == "file":
-        return parts.scheme in schemes or "*" in schemes
-    return bool(parts.scheme and parts.hostname) and (parts.scheme in schemes or "*" in schemes)
+    return bool(parts.hostname) and (parts.scheme in schemes or schemes == ("*",))
 
 
-def _bounds(metadata: Mapping[str, Any]) -> str:
+def _bounds(key: KeyDeclaration) -> str:
     """Return the bounds of a key as text, such as ` ≥ 1`; '' where it has none."""
-    signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
-    texts = [f"{sign} {metadata[name]}" for name, sign in signs if metadata.get(name) is not None]
-    said = f" {' and '.join(texts)}" if texts else ""
-    fewest, most = metadata.get("fewest"), metadata.get("most")
-    if fewest is not None:
-        said += f" with {fewest} {'entries' if most == fewest else 'or more entries'}"
-    schemes = metadata.get("schemes", ())
-    if schemes:
-        said += " that is an address " + " or ".join(
-            f"{'SCHEME' if scheme == '*' else scheme}://…" for scheme in schemes
-        )
-    return said
+    signs = {"≥": key.minimum, ">": key.above, "≤": key.maximum, "<": key.below}
+    said = " and ".join(f"{sign} {bound}" for sign, bound in signs.items() if bound is not None)
+    if key.fewest is not None:
+        said += f" with {key.fewest} {'entries' if key.most == key.fewest else 'or more entries'}"
+    if key.schemes:
+        addresses = " or ".join(f"{scheme.replace('*', 'SCHEME')}://…" for scheme in key.schemes)
+        said += f"that is an address {addresses}"
+    return f" {said}" if said else ""
 
 
 def _shown(value: Any) -> str:

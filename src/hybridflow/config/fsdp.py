@@ -51,12 +51,7 @@ class FSDPConfig:
     virtual_pipeline_parallel_size: int = key(
         1,
         "Parts of each stage (interleaved schedule): stages wait less for each other and send more.",
-        needs(
-            ".pipeline_parallel_size>1",
-            "without stages there are no parts of them",
-            at=">1",
-            way="pipeline_parallel_size to 2 or more, or leave it out",
-        ),
+        needs(".pipeline_parallel_size>1", "without stages there are no parts of them", at=">1"),
         minimum=1,
     )
     context_parallel: Literal["ulysses", "ring"] = key(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import at_most, excludes, key, needs
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.schema import at_most, excludes, group, key, needs
 
 SCALE_BLOCK = 256
 """Numbers of a moment that share a scale in optimizer=AdamW8bit."""
@@ -171,4 +172,80 @@ class CheckpointContentsConfig:
     )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key(
         ["model", "optimizer", "extra"], "Parts of a checkpoint that a resume reads."
+    )
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """The keys of every model that learns in a run of reinforcement learning."""
+
+    grad_clip: float | None = key(
+        1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
+    )
+    optim: OptimConfig = group(OptimConfig)
+    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
+
+
+@dataclass(frozen=True)
+class ShardedLearnerConfig(LearnerConfig):
+    """The keys of a model that learns in a layout of its own."""
+
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Largest number of rows in one forward and backward pass; null: only the token limit counts. It "
+        "changes memory and speed, not results.",
+        minimum=1,
+    )
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig)
+
+
+@dataclass(frozen=True)
+class LogProbLimits:
+    """The limits of one forward pass that computes log-probs."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Largest number of rows in one forward pass for log-probs; null: only the token limit counts.",
+        minimum=1,
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "Largest number of tokens in one forward pass for log-probs; null: the actor's limit.",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True)
+class SamplingKeys:
+    """What shapes the distribution that tokens are sampled from, in training and in validation.
+
+    Training counts the log-probs of the whole distribution at the temperature.
+    """
+
+    top_k: int = key(
+        -1,
+        "Sample among the k most probable tokens only; -1: among all. Training still counts the whole "
+        "distribution.",
+        minimum=-1,
+    )
+    top_p: float = key(
+        1.0,
+        "Sample among the smallest set of tokens that has this probability together; 1: among all. Training "
+        "still counts the whole distribution.",
+        above=0,
+        maximum=1,
+    )
+    min_p: float = key(
+        0.0,
+        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
+        above=0,
     )

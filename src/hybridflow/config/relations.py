@@ -1,7 +1,7 @@
 """The relations between two keys, evaluated and told: declared in `schema.py`'s words on the key itself.
 
-    resolved config ──relation_problems──► one line each: what was got, what is wanted, what to set
-    resolved config, keys that are set ──unread_notes──► one line for keys that this run does not read
+    resolved config ──Relations.problems──► one line each: what was got, what is wanted, what to set
+    keys that are set ──Relations.notes──► one line for keys that this run does not read
 
 A condition is `path` (set to anything but null, false, 0 or what is empty), `path=a|b`, `path!=a`, `path<n`
 or `path>n`. A path that begins with a dot is one of the same block. Conditions joined by ` or ` hold where
@@ -37,23 +37,21 @@ class KeyCondition:
         """Return whether the value of the key fulfils the condition."""
         if self.sign == "":
             return bool(value)
-        if self.sign in ("<", ">"):
-            if value is None:
-                return False
-            return bool(value < self.values[0] if self.sign == "<" else value > self.values[0])
-        return any(_same(value, each) for each in self.values) == (self.sign == "=")
+        if self.sign == "<":
+            return value is not None and bool(value < self.values[0])
+        if self.sign == ">":
+            return value is not None and bool(value > self.values[0])
+        found = any(
+            isinstance(value, bool) == isinstance(each, bool) and value == each for each in self.values
+        )
+        return found == (self.sign == "=")
 
     def __str__(self) -> str:
-        if self.sign == "":
-            return self.path
         return f"{self.path}{self.sign}{' or '.join(shown(value) for value in self.values)}"
 
 
-Conditions = tuple[KeyCondition, ...]
-
-
 @cache
-def _conditions(text: str, block: str) -> Conditions:
+def _conditions(text: str, block: str) -> tuple[KeyCondition, ...]:
     """Return the conditions of a text, of which one has to hold, with paths that are whole."""
     found = []
     for part in text.split(" or "):
@@ -62,23 +60,17 @@ def _conditions(text: str, block: str) -> Conditions:
         path, sign, values = match.groups()
         if path.startswith("."):
             path = f"{block}{path}".lstrip(".")
-        found.append(KeyCondition(path, sign, tuple(map(_read, values.split("|")))))
+        found.append(KeyCondition(path, sign, tuple(map(_read, values.split("|"))) if sign else ()))
     return tuple(found)
 
 
 def _read(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    if text == "null":
-        return None
-    try:
+    constants = {"true": True, "false": False, "null": None}
+    if text in constants:
+        return constants[text]
+    with suppress(ValueError):
         return float(text)
-    except ValueError:
-        return text
-
-
-def _same(value: Any, wanted: Any) -> bool:
-    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+    return text
 
 
 def shown(value: Any) -> str:
@@ -87,9 +79,7 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}" if value == int(value) else str(value)
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 class Relations:
@@ -107,32 +97,28 @@ class Relations:
         that value is told of the other key alone.
         """
         for info in self._keys.values():
-            followed = follows.get(info.path)
             for relation in info.relations:
                 line = ""
                 with suppress(WrongKeyRead):
                     value = self._value(info.path)
-                    told_there = followed is not None and value == self._value(followed)
+                    told_there = info.path in follows and value == self._value(follows[info.path])
                     if not told_there and self._is_read(info):
                         line = self._broken(info, relation, value)
                 if line:
                     yield line
 
     def notes(self, given: Set[str]) -> Iterator[str]:
-        """Yield one line for the keys that are set and of which this condition makes that none is read."""
-        unread: dict[tuple[Conditions, str], list[str]] = {}
+        """Yield one line for the keys that are set and not read for the same reason."""
+        unread: dict[tuple[str, str], list[str]] = {}
         for path in sorted(given):
             info = self._info(path)
-            with suppress(WrongKeyRead):
-                for relation, conditions in self._readers(info) if info else ():
-                    if not self._holds(conditions):
-                        unread.setdefault((conditions, relation.why), []).append(path)
-                        break
-        for (conditions, why), paths in unread.items():
-            yield (
-                f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} read only with "
-                f"{self._wanted(conditions)}{f': {why}' if why else ''}"
-            )
+            for relation, conditions in self._readers(info) if info else ():
+                if not self._holds(conditions):
+                    unread.setdefault((self._wanted(conditions), relation.why), []).append(path)
+                    break
+        for (wanted, why), paths in unread.items():
+            verb = "is" if len(paths) == 1 else "are"
+            yield f"{', '.join(paths)} {verb} read only with {wanted}{f': {why}' if why else ''}"
 
     def _info(self, path: str) -> KeyInfo | None:
         """Return the key at a path; of what the user names below a key, that key."""
@@ -145,10 +131,8 @@ class Relations:
         for name in path.split("."):
             if isinstance(found, Mapping):
                 found = found.get(name)
-            else:
+            elif found is not _ABSENT:
                 found = getattr(found, field_of(name), _ABSENT)
-            if found is _ABSENT:
-                break
         return found
 
     def _is_read(self, info: KeyInfo) -> bool:
@@ -157,94 +141,67 @@ class Relations:
             return False
         return all(self._holds(conditions) for _, conditions in self._readers(info))
 
-    def _readers(self, info: KeyInfo) -> Iterator[tuple[KeyRelation, Conditions]]:
+    def _readers(self, info: KeyInfo) -> Iterator[tuple[KeyRelation, tuple[KeyCondition, ...]]]:
         """Yield the conditions under which a key is read; it is always read for a condition on itself."""
         for block, relation in info.readers:
             conditions = _conditions(relation.other, block)
             if info.path not in {each.path for each in conditions}:
                 yield relation, conditions
 
-    def _holds(self, conditions: Conditions) -> bool:
-        return any(self._holding(each) for each in conditions)
+    def _holds(self, conditions: Iterable[KeyCondition]) -> KeyCondition | None:
+        """Return the first of the conditions that holds, or None."""
+        for condition in conditions:
+            value = self._value(condition.path)
+            info = self._info(condition.path)
+            if value is not _ABSENT and (info is None or self._is_read(info)) and condition.holds(value):
+                return condition
+        return None
 
-    def _holding(self, condition: KeyCondition) -> bool:
-        value = self._value(condition.path)
-        if value is _ABSENT:
-            return False
-        info = self._info(condition.path)
-        return (info is None or self._is_read(info)) and condition.holds(value)
+    def _wanted(self, conditions: tuple[KeyCondition, ...]) -> str:
+        """Return conditions that do not hold, and what is in the place of one that stands alone."""
+        values = [self._value(each.path) for each in conditions]
+        wanted = [
+            f"{each}=true" if value is False and not each.sign else str(each)
+            for each, value in zip(conditions, values, strict=True)
+        ]
+        return f"{wanted[0]}, and it is {shown(values[0])}" if len(wanted) == 1 else " or ".join(wanted)
 
     def _broken(self, info: KeyInfo, relation: KeyRelation, value: Any) -> str:
         """Return the line about a relation that is broken; '' where it is not."""
         block = info.path.rpartition(".")[0]
-        if relation.kind in ("excludes", "needs"):
-            (own,) = _conditions(f"{info.path}{relation.at}", block)
-            if not own.holds(value):
-                return ""
-            conditions = _conditions(relation.other, block)
-            if all(self._value(each.path) is _ABSENT for each in conditions):
-                return ""
-            if relation.kind == "needs" and not self._holds(conditions):
-                return self._missing(info, own, value, relation, conditions)
-            if relation.kind == "excludes":
-                for each in filter(self._holding, conditions):
-                    return self._conflict(info, own, value, relation, each)
-            return ""
-        return self._out_of_bounds(info, relation, value, block)
-
-    def _conflict(
-        self, info: KeyInfo, own: KeyCondition, value: Any, relation: KeyRelation, other: KeyCondition
-    ) -> str:
-        ways = [f"{info.path}={shown(info.default)}"] if not own.holds(info.default) else []
-        theirs = self._info(other.path)
-        if theirs is not None and theirs.path == other.path and not other.holds(theirs.default):
-            ways.append(f"{other.path}={shown(theirs.default)}")
-        return (
-            f"{info.path}={shown(value)} with {other.path}={shown(self._value(other.path))}: {relation.why}; "
-            f"set {relation.way or ' or '.join(ways) or f'another {info.path}'}"
-        )
-
-    def _missing(
-        self,
-        info: KeyInfo,
-        own: KeyCondition,
-        value: Any,
-        relation: KeyRelation,
-        wanted: Conditions,
-    ) -> str:
-        ways = [" or ".join(str(each) for each in wanted)]
-        if not own.holds(info.default):
-            ways.append(f"{info.path}={shown(info.default)}")
-        return (
-            f"{info.path}={shown(value)} needs {self._wanted(wanted)}: {relation.why}; "
-            f"set {relation.way or ', or '.join(ways)}"
-        )
-
-    def _wanted(self, conditions: Conditions) -> str:
-        """Return conditions that do not hold, and what is in their place."""
-        wanted = " or ".join(
-            f"{each.path}=true" if self._value(each.path) is False and not each.sign else str(each)
-            for each in conditions
-        )
-        if len(conditions) > 1:
-            return wanted
-        return f"{wanted}, and it is {shown(self._value(conditions[0].path))}"
-
-    def _out_of_bounds(self, info: KeyInfo, relation: KeyRelation, value: Any, block: str) -> str:
-        (other,) = _conditions(relation.other, block)
-        limit = self._value(other.path)
-        if value is None or limit is None or limit is _ABSENT:
+        others = _conditions(relation.other, block)
+        if all(self._value(each.path) is _ABSENT for each in others):
             return ""
         got = f"{info.path}={shown(value)}"
-        against = f"{other.path}={shown(limit)}"
-        why = f", {relation.why}" if relation.why else ""
+        if relation.kind not in ("excludes", "needs"):
+            return self._out_of_bounds(got, relation, value, others[0].path)
+        (own,) = _conditions(f"{info.path}{relation.at}", block)
+        holding = self._holds(others)
+        if not own.holds(value) or (holding is None) == (relation.kind == "excludes"):
+            return ""
+        ways = [] if own.holds(info.default) else [f"{info.path}={shown(info.default)}"]
+        if holding is None:
+            ways = [*map(str, others), *ways]
+            clash = f"{got} needs {self._wanted(others)}"
+        else:
+            theirs = self._keys.get(holding.path)
+            if theirs is not None and not holding.holds(theirs.default):
+                ways.append(f"{theirs.path}={shown(theirs.default)}")
+            clash = f"{got} with {holding.path}={shown(self._value(holding.path))}"
+        return f"{clash}: {relation.why}; set {relation.way or ' or '.join(ways) or f'another {info.path}'}"
+
+    def _out_of_bounds(self, got: str, relation: KeyRelation, value: Any, other: str) -> str:
+        limit = self._value(other)
+        if value is None or limit is None:
+            return ""
+        against = f"{other}={shown(limit)}{f', {relation.why}' if relation.why else ''}"
         if relation.kind == "at_least" and value < limit:
-            return f"{got} is less than {against}{why}: set it to {shown(limit)} or more"
+            return f"{got} is less than {against}: set it to {shown(limit)} or more"
         if relation.kind == "at_most" and value > limit > 0:
-            return f"{got} is more than {against}{why}: set it to {shown(limit)} or less"
+            return f"{got} is more than {against}: set it to {shown(limit)} or less"
         if relation.kind == "less_than" and value >= limit > 0:
-            return f"{got} is not below {against}{why}: set it lower"
+            return f"{got} is not below {against}: set it lower"
         if relation.kind == "divides" and limit % value:
             near = max(size for size in range(1, min(value, limit) + 1) if limit % size == 0)
-            return f"{got} does not divide {against}{why}: set a divisor, for example {near}"
+            return f"{got} does not divide {against}: set a divisor, for example {near}"
         return ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.model import LearnerConfig, ModelConfig
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.config.schema import at_most, divides, excludes, group, key, needs, read_by
 
@@ -15,11 +15,7 @@ ONE_BY_ONE = (
     excludes(
         ".manager", "it holds for responses that are scored one by one, and a manager scores all in one call"
     ),
-    excludes(
-        ".num_workers=0",
-        "it holds where processes score, and not in the trainer's own",
-        way="reward.num_workers to 1 or more",
-    ),
+    excludes(".num_workers=0", "it holds where processes score, and not in the trainer's own"),
 )
 """Of limits on the scoring of single responses."""
 
@@ -74,7 +70,7 @@ class RewardKwargsConfig:
 
 
 @dataclass(frozen=True)
-class ProcessRewardModelConfig:
+class ProcessRewardModelConfig(LearnerConfig):
     """An implicit process reward model that trains beside the actor (PRIME)."""
 
     enable: bool | None = key(
@@ -83,7 +79,6 @@ class ProcessRewardModelConfig:
         "estimator needs one.",
     )
     model: ModelConfig = group(ModelConfig)
-    optim: OptimConfig = group(OptimConfig)
     beta: float = key(
         0.05,
         "Scale of the process reward of a token, beta · (log-prob of the reward model − log-prob of the "
@@ -117,7 +112,6 @@ class ProcessRewardModelConfig:
     grad_clip: float | None = key(
         10.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
     )
-    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
 
 CUSTOM = "reward.custom_reward_function"
@@ -212,12 +206,7 @@ class RewardConfig:
         "What scores all responses of a step in one call, which reward.timeout bounds: batch calls your "
         "function with lists, path/to/file.py:name is a manager of your own. null: one call a response.",
         excludes(".num_workers=0", "it scores where processes score, and not in the trainer's own"),
-        needs(
-            ".custom_reward_function.path",
-            "it calls a function of yours with lists",
-            at="=batch",
-            way="reward.custom_reward_function.path, or manager=null",
-        ),
+        needs(".custom_reward_function.path", "it calls a function of yours with lists", at="=batch"),
     )
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)

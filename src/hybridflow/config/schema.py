@@ -3,23 +3,28 @@
     kv_cache: str = key("auto", "Where keys and values are held.", read_by(".name=native"))
     exact: bool = key(False, "Exact mode.", excludes(".skip.enable", "dumped log-probs are of other weights"))
 
-A relation names another key with a condition on it. `relations.py` says how conditions are written, evaluates
-all relations, and tells what is wrong.
+A relation names another key, or a condition on it; `relations.py` says how conditions are written, evaluates
+all relations, and tells what is wrong:
+
+    excludes, needs      the key cannot go with, or without, the other one in this condition
+    at_most, less_than   the number is bounded by that of the other key, where that is 1 or more
+    at_least, divides    the number is at least that of the other key, or divides it
+    read_by              the key, or all keys of the block, are read in this condition only: elsewhere a note
+                         says so where they are set, and no other relation of them is told
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
-
-RelationKind = Literal["excludes", "needs", "at_most", "at_least", "less_than", "divides", "read_by"]
 
 
 @dataclass(frozen=True)
 class KeyRelation:
     """A relation of a key to another one."""
 
-    kind: RelationKind
+    kind: Literal["excludes", "needs", "at_most", "at_least", "less_than", "divides", "read_by"]
     other: str
     """Condition on the other key (excludes, needs, read_by), or its path."""
     why: str = ""
@@ -31,83 +36,48 @@ class KeyRelation:
     """What to set; '' stands for the default of each of the two keys, where that ends the conflict."""
 
 
-def excludes(other: str, why: str, *, at: str = "", way: str = "") -> KeyRelation:
-    """The key cannot go with the other one in this condition."""
-    return KeyRelation("excludes", other, why, at, way)
+excludes = partial(KeyRelation, "excludes")
+needs = partial(KeyRelation, "needs")
+at_most = partial(KeyRelation, "at_most")
+at_least = partial(KeyRelation, "at_least")
+less_than = partial(KeyRelation, "less_than")
+divides = partial(KeyRelation, "divides")
+read_by = partial(KeyRelation, "read_by")
 
 
-def needs(other: str, why: str, *, at: str = "", way: str = "") -> KeyRelation:
-    """The key cannot go without the other one in this condition."""
-    return KeyRelation("needs", other, why, at, way)
+@dataclass(frozen=True)
+class KeyDeclaration:
+    """What is declared of a key beside its type and its default."""
 
-
-def at_most(other: str, why: str = "") -> KeyRelation:
-    """The number is at most that of the other key; there, null and numbers below 1 are no limit."""
-    return KeyRelation("at_most", other, why)
-
-
-def at_least(other: str, why: str = "") -> KeyRelation:
-    """The number is at least that of the other key."""
-    return KeyRelation("at_least", other, why)
-
-
-def less_than(other: str, why: str = "") -> KeyRelation:
-    """The number is below that of the other key; there, null and numbers below 1 are no limit."""
-    return KeyRelation("less_than", other, why)
-
-
-def divides(other: str, why: str = "") -> KeyRelation:
-    """The number divides that of the other key."""
-    return KeyRelation("divides", other, why)
-
-
-def read_by(other: str, why: str = "") -> KeyRelation:
-    """The key, or all keys of the block, are read only in this condition: else a note says so where they are
-    set, and no other relation of them is told. `why` says what is read in their place.
+    meaning: str = ""
+    relations: tuple[KeyRelation, ...] = ()
+    minimum: float | None = None
+    """Inclusive bounds of a number, and of each number of a list."""
+    maximum: float | None = None
+    above: float | None = None
+    """Exclusive bounds."""
+    below: float | None = None
+    fewest: int | None = None
+    """Bounds of the number of entries of a list."""
+    most: int | None = None
+    schemes: tuple[str, ...] = ()
+    """Schemes that an address may have, such as http; ("*",): any."""
+    argument: str = ""
+    """Name of the argument of advantage estimators or policy losses that the key sets, where there is no
+    symbol or the key has another name.
     """
-    return KeyRelation("read_by", other, why)
+    symbol: str = ""
+    """What equations call that argument."""
+    otherwise: str = ""
+    """The key of the same block that sets the argument while this one is null."""
 
 
-def key(
-    default: Any,
-    meaning: str,
-    *relations: KeyRelation,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    fewest: int | None = None,
-    most: int | None = None,
-    schemes: tuple[str, ...] = (),
-    argument: str = "",
-    symbol: str = "",
-    otherwise: str = "",
-) -> Any:
-    """Declare a configuration key.
+def key(default: Any, meaning: str, *relations: KeyRelation, **declared: Any) -> Any:
+    """Declare a configuration key; `declared` are the further fields of `KeyDeclaration`.
 
-    `minimum`/`maximum` are inclusive bounds, `above` and `below` exclusive ones, checked by the converter on
-    numbers and on each number of a list; `fewest` and `most` bound the entries of a list. `schemes` are those
-    that the address may have, such as http; ("*",) any. A mutable default (list, dict) is copied for each
-    instance. `default=MISSING` makes the key mandatory.
-
-    `symbol` is what equations call the argument of advantage estimators or policy losses that the key sets,
-    and `argument` its name where there is no symbol or the key has another name. While the key is null, the
-    key `otherwise` of the same block sets the argument.
+    A mutable default (list, dict) is copied for each instance. `default=MISSING` makes the key mandatory.
     """
-    metadata = {
-        "meaning": meaning,
-        "relations": relations,
-        "minimum": minimum,
-        "maximum": maximum,
-        "above": above,
-        "below": below,
-        "fewest": fewest,
-        "most": most,
-        "schemes": schemes,
-        "argument": argument,
-        "symbol": symbol,
-        "otherwise": otherwise,
-    }
+    metadata = {"declared": KeyDeclaration(meaning, relations, **declared)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -117,19 +87,5 @@ def group(cls: type[Any], *relations: KeyRelation, **defaults: Any) -> Any:
     """Declare a nested block of keys; `defaults` replace some of the block's own. Of relations a block may
     have `read_by` alone.
     """
-    return field(default_factory=lambda: cls(**defaults), metadata={"relations": relations})
-
-
-__all__ = [
-    "MISSING",
-    "KeyRelation",
-    "at_least",
-    "at_most",
-    "divides",
-    "excludes",
-    "group",
-    "key",
-    "less_than",
-    "needs",
-    "read_by",
-]
+    metadata = {"declared": KeyDeclaration(relations=relations)}
+    return field(default_factory=lambda: cls(**defaults), metadata=metadata)

@@ -147,12 +147,7 @@ class BaseTrainerConfig:
         "auto",
         "auto goes on from the newest whole checkpoint of the run folder, if there is one; disable starts "
         "anew; resume_path goes on from resume_from_path.",
-        needs(
-            ".resume_from_path",
-            "it goes on from a global_step_N folder",
-            at="=resume_path",
-            way="trainer.resume_from_path to one",
-        ),
+        needs(".resume_from_path", "it goes on from a global_step_N folder", at="=resume_path"),
     )
     resume_from_path: str | None = key(
         None,

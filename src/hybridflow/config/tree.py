@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hybridflow.config.schema import KeyRelation
+from hybridflow.config.schema import KeyDeclaration, KeyRelation
 
 C = TypeVar("C")
 
@@ -40,27 +40,16 @@ def name_of(f: dataclasses.Field[Any]) -> str:
     return f.name.removesuffix("_")
 
 
-@dataclass(frozen=True)
-class KeyInfo:
-    """One key of the schema: dotted path, type, default at this place, and what `schema.key` declares."""
+@dataclass(frozen=True, kw_only=True)
+class KeyInfo(KeyDeclaration):
+    """One key of the schema: its dotted path, type and default at this place, and what is declared of it.
+
+    Of its relations, those by which it is read are its `readers`; `otherwise` is a dotted path.
+    """
 
     path: str
     type: Any
     default: Any
-    meaning: str
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    fewest: int | None = None
-    most: int | None = None
-    schemes: tuple[str, ...] = ()
-    argument: str = ""
-    symbol: str = ""
-    otherwise: str = ""
-    """Dotted path of the key that sets the argument while this one is null."""
-    relations: tuple[KeyRelation, ...] = ()
-    """Its relations to other keys, but for those by which it is read."""
     readers: tuple[tuple[str, KeyRelation], ...] = ()
     """Conditions under which it is read, its own and those of the blocks around it, each with the block that
     paths of the condition begin in.
@@ -90,20 +79,19 @@ def _walk(
     for f in dataclasses.fields(cls):
         path = f"{prefix}{name_of(f)}"
         value = getattr(instance, f.name)
-        relations = f.metadata.get("relations", ())
-        block = prefix.rstrip(".")
-        readers = (*around, *((block, each) for each in relations if each.kind == "read_by"))
+        declared: KeyDeclaration = f.metadata.get("declared", KeyDeclaration())
+        own = [each for each in declared.relations if each.kind == "read_by"]
+        readers = (*around, *((prefix.rstrip("."), each) for each in own))
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(type(value), value, path + ".", readers)
-        else:
-            declared = dict(f.metadata)
-            declared["relations"] = tuple(each for each in relations if each.kind != "read_by")
-            declared["readers"] = readers
-            if declared.get("symbol") and not declared["argument"]:
-                declared["argument"] = name_of(f)
-            if declared.get("otherwise"):
-                declared["otherwise"] = prefix + declared["otherwise"]
-            yield KeyInfo(path, hints[f.name], value, declared.pop("meaning", ""), **declared)
+            continue
+        fields = {each.name: getattr(declared, each.name) for each in dataclasses.fields(declared)}
+        fields["relations"] = tuple(each for each in declared.relations if each not in own)
+        if declared.symbol and not declared.argument:
+            fields["argument"] = name_of(f)
+        if declared.otherwise:
+            fields["otherwise"] = prefix + declared.otherwise
+        yield KeyInfo(path=path, type=hints[f.name], default=value, readers=readers, **fields)
 
 
 def blocks_of(root: type[Any]) -> frozenset[str]:

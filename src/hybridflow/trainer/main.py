@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ from hybridflow.config.needs import built_models
 from hybridflow.controller.surroundings import choose_address
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
-from hybridflow.errors import ConfigError, WorkerLost, install_extra
+from hybridflow.errors import ConfigError, HybridFlowError, WorkerLost, install_extra
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
 from hybridflow.observability.tracing import trace_problems
@@ -53,24 +53,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     SIGTERM, with what is done saved where the configuration asks for checkpoints.
     """
     _refuse_torchrun()
-    raise_all(missing_libraries(config))
-    if isinstance(config, PPOConfig):
-        # what can be seen now and would stop the run later is said before torch is loaded
-        with progress.phase("loading environments, tools and agents"):
-            check_agents(config)
-    splits = check_data(config)
-    if isinstance(config, PPOConfig):
-        check_reward(config, splits)
-    check_trackers(config.trainer)
-    RunFolder(config.trainer.default_local_dir).check_writable()
-    check_resume(config)
-    if config.trainer.remote_checkpoint_dir is not None:
-        with progress.phase("looking at the remote checkpoints"):
-            RemoteCheckpoints(config.trainer.remote_checkpoint_dir)
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
-
-        look_ahead(config.trainer, config.ray_kwargs)
+    _look_first(config)
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):
             build = _load_build(config)
@@ -92,6 +75,47 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
         "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder
     )
     return metrics
+
+
+def _look_first(config: PPOConfig | SFTConfig) -> None:
+    """Raise what can be seen now and would stop the run later, all of it at once, before torch is loaded."""
+    found: list[HybridFlowError] = []
+    with _collected(found):
+        raise_all(missing_libraries(config))
+    if isinstance(config, PPOConfig):
+        with _collected(found), progress.phase("loading environments, tools and agents"):
+            check_agents(config)
+    with _collected(found):
+        splits = check_data(config)
+        if isinstance(config, PPOConfig):
+            check_reward(config, splits)
+    with _collected(found):
+        check_trackers(config.trainer)
+    with _collected(found):
+        RunFolder(config.trainer.default_local_dir).check_writable()
+    with _collected(found):
+        check_resume(config)
+    if config.trainer.remote_checkpoint_dir is not None:
+        with _collected(found), progress.phase("looking at the remote checkpoints"):
+            RemoteCheckpoints(config.trainer.remote_checkpoint_dir)
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        with _collected(found):
+            look_ahead(config.trainer, config.ray_kwargs)
+    lines = [line for error in found for line in getattr(error, "problems", ()) or (str(error),)]
+    if len(dict.fromkeys(lines)) == 1:
+        raise found[0]
+    raise_all(list(dict.fromkeys(lines)))  # a library may be missing to two of them
+
+
+@contextmanager
+def _collected(found: list[HybridFlowError]) -> Iterator[None]:
+    """Add an error that a user can mend to those that are found, so that it hides no other."""
+    try:
+        yield
+    except HybridFlowError as error:
+        found.append(error)
 
 
 def _refuse_torchrun() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
-from hybridflow.config.checks.agent import agent_notes
-from hybridflow.config.checks.correction import correction_notes
+from hybridflow.config.checks.algorithm import correction_notes
+from hybridflow.config.checks.rollout import agent_notes
 from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import arguments_of_keys

@@ -4,14 +4,18 @@ table of engines, and rounded weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.checks.correction import uncorrected
+from hybridflow.config.checks.algorithm import uncorrected
+from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.engine_features import ENGINES, KEY, NATIVE_KINDS, TABLE
 from hybridflow.config.layout import mix_pools, pool_sizes, share_a_pool
-from hybridflow.config.needs import is_given, may_use_agents
+from hybridflow.config.needs import estimator_facts, is_given, may_use_agents, replayed_steps, uses_agents
+from hybridflow.config.paths import local
 from hybridflow.config.root import PPOConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SET_BY_US = {
@@ -195,4 +199,156 @@ def uncorrected_precision(config: PPOConfig) -> Iterator[str]:
     if rollout.quantization and rollout.name == "native" and not config.trainer.val_only:
         yield from uncorrected(
             config, f"{ROLLOUT}.quantization={rollout.quantization} samples tokens from rounded weights"
+        )
+
+
+ASYNC = "trainer.async"
+
+
+def schedule_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each number that does not fit the schedule, and for each key that it cannot read."""
+    schedule = config.trainer.schedule
+    if schedule == "sync":
+        return
+    yield from _bounds(config)
+    if schedule in EXACT_SCHEDULES and config.trainer.async_.run_ahead > 0:
+        yield from _refill(config)
+
+
+def _bounds(config: PPOConfig) -> Iterator[str]:
+    """How far generation runs ahead, and the bound on staleness."""
+    schedule = config.trainer.schedule
+    ahead = config.trainer.async_.run_ahead
+    bound = config.trainer.async_.max_staleness
+    shown = f"{ASYNC}.run_ahead={ahead:g}"
+    if schedule == "one_step_off" and ahead not in (0, 1):
+        yield (
+            f"{shown} with trainer.schedule=one_step_off, which is 1 step ahead: leave it out, or set "
+            "trainer.schedule=exact_async for more steps, or fully_async for a part of a step"
+        )
+    elif not math.isfinite(ahead):
+        yield f"{shown}: wanted a number of steps, for example 1"
+    elif schedule in EXACT_SCHEDULES and ahead != int(ahead):
+        yield (
+            f"{shown} with trainer.schedule={schedule}, which generates whole batches: set a whole number, "
+            "or trainer.schedule=fully_async"
+        )
+    if bound is None or not math.isfinite(ahead):
+        return  # resolve fills max_staleness where run_ahead is a number of steps
+    if schedule in EXACT_SCHEDULES and bound != math.ceil(ahead):
+        yield (
+            f"{ASYNC}.max_staleness={bound} with trainer.schedule={schedule}, where every token is {shown} "
+            f"steps old once the run is under way: leave {ASYNC}.max_staleness out"
+        )
+    elif bound < ahead:
+        yield (
+            f"{ASYNC}.max_staleness={bound} is less than {shown}, the steps that generation runs ahead: set "
+            f"it to {math.ceil(ahead)} or more, or lower run_ahead"
+        )
+
+
+def uncorrected_rows(config: PPOConfig) -> Iterator[str]:
+    """A loss on stale tokens has to know the policy that sampled them."""
+    bound = config.trainer.async_.max_staleness
+    age = replayed_steps(config)
+    if not bound and not age:
+        return
+    stale = f"trainer.schedule={config.trainer.schedule} trains tokens up to {bound} steps old"
+    if age:
+        stale = f"algorithm.pf_ppo.max_age={age} trains rows again that are up to {age} steps older"
+    yield from uncorrected(config, stale)
+
+
+def _refill(config: PPOConfig) -> Iterator[str]:
+    """An exact schedule knows the prompts of a batch before any of them is generated."""
+    groups = config.algorithm.filter_groups
+    batch = config.data.train_batch_size
+    if groups.enable and config.data.gen_batch_size not in (None, batch):
+        yield (
+            f"data.gen_batch_size={config.data.gen_batch_size} with "
+            f"trainer.schedule={config.trainer.schedule}, which generates the {batch} prompts of a step and "
+            "never replaces a group that dynamic sampling drops: leave it out, or set "
+            "trainer.schedule=fully_async, which refills"
+        )
+
+
+def schedule_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Yield one line for each key that has less effect than it seems to have."""
+    schedule = config.trainer.schedule
+    keys = config.trainer.async_
+    if schedule == "sync":
+        return
+    exact = schedule in EXACT_SCHEDULES
+    if exact and is_given(f"{ASYNC}.partial_rollout", given):
+        yield (
+            f"{ASYNC}.partial_rollout is not read with trainer.schedule={schedule}: a response is generated "
+            "whole under one version of the weights"
+        )
+    if exact and keys.run_ahead and config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true with trainer.schedule={schedule}: groups that are dropped "
+            "are not replaced, so such a batch is smaller (max_num_gen_batches is not read); fully_async "
+            "refills"
+        )
+    batch = config.data.train_batch_size
+    if 0 < keys.run_ahead * batch < 1:
+        yield (
+            f"{ASYNC}.run_ahead={keys.run_ahead:g} of data.train_batch_size={batch} groups is less than one "
+            f"group, so nothing is generated ahead: set it to {1 / batch:.3g} or more"
+        )
+
+
+def agent_notes(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each key of agents that is set and has no effect."""
+    rollout = config.actor_rollout_ref.rollout
+    keys = rollout.multi_turn
+    agent = rollout.agent
+    chosen = {
+        f"{ROLLOUT}.agent.command": agent.command,
+        f"{ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop != "single_turn_agent",
+        "data.environment": config.data.environment,
+        f"{ROLLOUT}.multi_turn.enable": keys.enable,
+    }
+    asked = [key for key, value in chosen.items() if value]
+    if len(asked) > 1:
+        yield f"{asked[0]} says which agent plays rows without an agent_name; {', '.join(asked[1:])} do not"
+    tools = keys.tool_config_path or keys.function_tool_path
+    if tools and not keys.enable and not config.data.environment:
+        yield (
+            f"tools ({tools}) are used by rows whose agent_name is tool_agent; for all rows set "
+            f"{ROLLOUT}.multi_turn.enable=true"
+        )
+    if keys.interaction_config_path and config.data.environment:
+        yield f"{ROLLOUT}.multi_turn.interaction_config_path: not read by rows that data.environment plays"
+
+
+def agent_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of the keys of agents."""
+    rollout = config.actor_rollout_ref.rollout
+    yield from plugin_problem("data.environment", config.data.environment)
+    agent = rollout.agent
+    others = agent.command or agent.default_agent_loop != "single_turn_agent"
+    if config.data.environment and not others and config.reward.reward_model.enable:
+        yield (
+            f"reward.reward_model.enable=true with data.environment={config.data.environment}, which gives "
+            "the rewards itself: the reward model would never be asked. Set reward.reward_model.enable=false "
+            "or leave data.environment out"
+        )
+    yield from plugin_problem(f"{ROLLOUT}.agent.default_agent_loop", agent.default_agent_loop)
+    files = {
+        f"{ROLLOUT}.multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+        f"{ROLLOUT}.multi_turn.interaction_config_path": rollout.multi_turn.interaction_config_path,
+        f"{ROLLOUT}.agent.agent_loop_config_path": agent.agent_loop_config_path,
+    }
+    for key, file in files.items():
+        if file and not local(file).is_file():
+            yield f"{key}: there is no file {file}"
+    functions = rollout.multi_turn.function_tool_path
+    if functions and functions.endswith(".py") and not local(functions).is_file():
+        yield f"{ROLLOUT}.multi_turn.function_tool_path: there is no file {functions}"
+    estimator = estimator_facts(config)
+    if uses_agents(config) and estimator is not None and estimator.demonstration_rows:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} learns from the data's own answers of "
+            "one turn, and agents have several: choose another estimator, such as grpo"
         )

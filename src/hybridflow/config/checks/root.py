@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from typing import Any, get_args
 
-from hybridflow.config.checks import agent, algorithm, cluster, correction, model, paths, rollout, schedule
+from hybridflow.config.checks import algorithm, cluster, model, paths, rollout
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.convert import raise_all
@@ -93,7 +93,7 @@ def find_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> list[str]:
         notes += [
             *ppo_notes(config, given),
             *rollout.rollout_notes(config, given),
-            *schedule.schedule_notes(config, given),
+            *rollout.schedule_notes(config, given),
         ]
     return [*notes, *cluster.cluster_notes(config, given)]
 
@@ -256,15 +256,15 @@ RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {
             algorithm.kl_problems,
             algorithm.full_kl_problems,
             algorithm.sampling_problems,
-            correction.thresholds,
-            correction.correction_problems,
+            algorithm.thresholds,
+            algorithm.correction_problems,
             rollout.rollout_problems,
             rollout.server_problems,
             rollout.engine_problems,
             rollout.precision_problems,
-            agent.agent_problems,
-            schedule.uncorrected_rows,
-            schedule.schedule_problems,
+            rollout.agent_problems,
+            rollout.uncorrected_rows,
+            rollout.schedule_problems,
             model.kernel_problems,
             estimator_plugin,
             loss_plugin,

@@ -11,8 +11,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.layout import num_processes
@@ -21,12 +22,24 @@ from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import accelerators, features, no_accelerator
 from hybridflow.errors import ConfigError
 
-if TYPE_CHECKING:
-    from hybridflow.controller.ray.assignment import NodeInfo
-
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A node of the cluster, with its number of devices of the kind that the run uses."""
+
+    id: str
+    name: str
+    """The name in messages; unlike the ip it differs between two nodes on one machine."""
+    ip: str
+    free: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.ip}): {self.free} free of {self.total}"
 
 
 def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> None:
@@ -235,8 +248,6 @@ def living(
     table: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]], device: str
 ) -> list[NodeInfo]:
     """Return the nodes of Ray's table that answer, with their devices of this kind."""
-    from hybridflow.controller.ray.assignment import NodeInfo  # which imports torch: `look_ahead` does not
-
     # Ray takes a node that was just lost for alive for some seconds, and a restarted run must not go there
     alive = [
         node

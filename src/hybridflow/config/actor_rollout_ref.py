@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import LogProbLimits, ModelConfig, SamplingKeys, ShardedLearnerConfig
-from hybridflow.config.schema import at_least, divides, excludes, group, key, needs, read_by
+from hybridflow.config.schema import at_least, divides, excludes, group, key, needs, read_by, surprises
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -288,6 +288,9 @@ class ActorConfig(ShardedLearnerConfig):
     positive_lm_loss_coef: float = key(
         0.0,
         "Weight of an extra loss, the negative log-likelihood of right responses (VAPO: 0.1); 0: none.",
+        surprises(
+            "reward.custom_reward_function.path", "right are the responses whose reward returns acc = 1"
+        ),
         minimum=0,
     )
     router_aux_loss_coef: float = key(
@@ -428,6 +431,11 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
             at="=float32|float16",
             way="actor_rollout_ref.model.dtype",
         ),
+        surprises(
+            ".name=native|hf",
+            "the module that trains generates, in the dtype of actor_rollout_ref.model.dtype",
+            at="=bfloat16",
+        ),
     )
     max_model_len: int | None = key(
         None,
@@ -494,6 +502,9 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         "a name that the engine knows, for example fp8; null: with the weights as they are.",
         excludes(".exact=true", "rounded weights give other log-probs than training's"),
         excludes(".enable_torch_compile", "compiled steps know whole weights only"),
+        surprises(
+            ".name=vllm|sglang", "tokens come from rounded weights; consider algorithm.rollout_correction"
+        ),
     )
     lora_as_adapters: bool = key(
         False,
@@ -538,6 +549,12 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         None,
         "Leave the pass for the old log-probs out of a step in which exact_check_rows rows differ by at "
         "most this many nats; null: never.",
+        read_by("algorithm.rollout_correction.bypass_mode=false", "it always takes the rollout's log-probs"),
+        surprises(
+            "algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs",
+            "it saves no pass, since the correction compares the rollout's log-probs with those of the pass",
+            at="!=null",
+        ),
         minimum=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

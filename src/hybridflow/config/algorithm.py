@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import at_most, excludes, group, key, read_by
+from hybridflow.config.schema import at_most, excludes, group, key, read_by, surprises
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,11 @@ class RolloutCorrectionConfig:
         None,
         "Weight the loss by the importance ratio of the trained policy to the one that generated, for each "
         "token or each sequence; null: no weights.",
+        surprises(
+            ".loss_type=ppo_clip",
+            "the weights are not used: in bypass mode its ratio is already that of the policy "
+            "to the rollout; loss_type=reinforce uses them",
+        ),
     )
     rollout_is_threshold: float | str = key(
         2.0,
@@ -195,7 +200,9 @@ class AlgorithmConfig:
         [], "gdpo: weight of each of these keys; empty: 1 each.", symbol="w"
     )
     use_kl_in_reward: bool = key(
-        False, "Subtract a KL penalty against the reference policy from the reward of each token."
+        False,
+        "Subtract a KL penalty against the reference policy from the reward of each token.",
+        surprises("actor_rollout_ref.actor.use_kl_loss", "the KL is charged twice"),
     )
     kl_penalty: str = key(
         "kl",
@@ -212,6 +219,11 @@ class AlgorithmConfig:
         excludes(
             "actor_rollout_ref.model.lora_rank or actor_rollout_ref.model.lora_adapter_path",
             "the reference is the actor without its adapter and has no weights of its own to renew",
+        ),
+        surprises(
+            "reward.process_reward_model.enable",
+            "it moves the reference that the process reward model is "
+            "compared with, whose rewards jump at each copy",
         ),
         minimum=0,
     )

@@ -97,7 +97,7 @@ class Relations:
         that value is told of the other key alone.
         """
         for info in self._keys.values():
-            for relation in info.relations:
+            for relation in (each for each in info.relations if each.kind != "surprises"):
                 line = ""
                 with suppress(WrongKeyRead):
                     value = self._value(info.path)
@@ -108,17 +108,25 @@ class Relations:
                     yield line
 
     def notes(self, given: Set[str]) -> Iterator[str]:
-        """Yield one line for the keys that are set and not read for the same reason."""
+        """Yield one line for the keys that are set and not read for the same reason, and for each key that
+        means something else in this run than it seems to.
+        """
         unread: dict[tuple[str, str], list[str]] = {}
+        surprising: list[str] = []
         for path in sorted(given):
             info = self._info(path)
             for relation, conditions in self._readers(info) if info else ():
                 if not self._holds(conditions):
                     unread.setdefault((self._wanted(conditions), relation.why), []).append(path)
                     break
+            else:
+                for relation in info.relations if info else ():
+                    if relation.kind == "surprises":
+                        surprising.append(self._broken(info, relation, self._value(info.path)))
         for (wanted, why), paths in unread.items():
             verb = "is" if len(paths) == 1 else "are"
             yield f"{', '.join(paths)} {verb} read only with {wanted}{f': {why}' if why else ''}"
+        yield from filter(None, surprising)
 
     def _info(self, path: str) -> KeyInfo | None:
         """Return the key at a path; of what the user names below a key, that key."""
@@ -173,11 +181,11 @@ class Relations:
         if all(self._value(each.path) is _ABSENT for each in others):
             return ""
         got = f"{info.path}={shown(value)}"
-        if relation.kind not in ("excludes", "needs"):
+        if relation.kind not in ("excludes", "needs", "surprises"):
             return self._out_of_bounds(got, relation, value, others[0].path)
         (own,) = _conditions(f"{info.path}{relation.at}", block)
         holding = self._holds(others)
-        if not own.holds(value) or (holding is None) == (relation.kind == "excludes"):
+        if not own.holds(value) or (holding is None) == (relation.kind != "needs"):
             return ""
         ways = [] if own.holds(info.default) else [f"{info.path}={shown(info.default)}"]
         if holding is None:
@@ -188,6 +196,8 @@ class Relations:
             if theirs is not None and not holding.holds(theirs.default):
                 ways.append(f"{theirs.path}={shown(theirs.default)}")
             clash = f"{got} with {holding.path}={shown(self._value(holding.path))}"
+        if relation.kind == "surprises":
+            return f"{clash}: {relation.why}"
         return f"{clash}: {relation.why}; set {relation.way or ' or '.join(ways) or f'another {info.path}'}"
 
     def _out_of_bounds(self, got: str, relation: KeyRelation, value: Any, other: str) -> str:

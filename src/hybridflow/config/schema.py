@@ -9,6 +9,7 @@ all relations, and tells what is wrong:
     excludes, needs      the key cannot go with, or without, the other one in this condition
     at_most, less_than   the number is bounded by that of the other key, where that is 1 or more
     at_least, divides    the number is at least that of the other key, or divides it
+    surprises            where the key is set, a note says what follows from it in this condition
     read_by              the key, or all keys of the block, are read in this condition only: elsewhere a note
                          says so where they are set, and no other relation of them is told
 """
@@ -24,7 +25,7 @@ from typing import Any, Literal
 class KeyRelation:
     """A relation of a key to another one."""
 
-    kind: Literal["excludes", "needs", "at_most", "at_least", "less_than", "divides", "read_by"]
+    kind: Literal["excludes", "needs", "at_most", "at_least", "less_than", "divides", "surprises", "read_by"]
     other: str
     """Condition on the other key (excludes, needs, read_by), or its path."""
     why: str = ""
@@ -42,6 +43,7 @@ at_most = partial(KeyRelation, "at_most")
 at_least = partial(KeyRelation, "at_least")
 less_than = partial(KeyRelation, "less_than")
 divides = partial(KeyRelation, "divides")
+surprises = partial(KeyRelation, "surprises")
 read_by = partial(KeyRelation, "read_by")
 
 

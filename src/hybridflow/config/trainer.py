@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import excludes, group, key, less_than, needs, read_by
+from hybridflow.config.schema import excludes, group, key, less_than, needs, read_by, surprises
 
 BETWEEN_UPDATES = "it has no effect where a batch is generated between two updates"
 ASYNCHRONOUS = "trainer.schedule=one_step_off, exact_async, fully_async or colocated_async, or leave it out"
@@ -78,8 +78,18 @@ class BaseTrainerConfig:
     total_training_steps: int | None = key(
         None, "Number of training steps after which the run ends; null: total_epochs decides.", minimum=1
     )
-    nnodes: int = key(1, "Number of machines.", minimum=1)
-    n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
+    nnodes: int = key(
+        1,
+        "Number of machines.",
+        surprises(".resource_pools", "trainer.resource_pools says which devices there are"),
+        minimum=1,
+    )
+    n_gpus_per_node: int = key(
+        1,
+        "Devices on each machine, or processes where there is no GPU.",
+        surprises(".resource_pools", "trainer.resource_pools says which devices there are"),
+        minimum=1,
+    )
     device: str = key(
         "auto",
         "Device that computes: auto, cpu, cuda, npu, or one that an installed plugin adds. auto: an "
@@ -103,6 +113,7 @@ class BaseTrainerConfig:
     max_restarts: int = key(
         0,
         "How often a run that lost workers rebuilds them and goes on from the newest checkpoint; 0: it ends.",
+        surprises(".save_freq<1", "a restart begins at step 1 again"),
         minimum=0,
     )
     worker_timeout: float = key(
@@ -198,6 +209,10 @@ class AsyncConfig:
         "New weights are taken between two tokens of a response that goes on; false: once all responses that "
         "were begun are whole. The exact schedules never change weights within a response.",
         excludes("trainer.schedule=sync", BETWEEN_UPDATES, way=ASYNCHRONOUS, at="=false"),
+        read_by(
+            "trainer.schedule=sync|fully_async|colocated_async",
+            "a response is generated whole under one version of the weights",
+        ),
     )
     max_concurrent_groups: int | None = key(
         None,
@@ -288,6 +303,7 @@ class TrainerConfig(BaseTrainerConfig):
         0,
         "Number of first steps in which only the critic trains.",
         less_than(".total_training_steps", "and leaves no step in which the actor trains"),
+        surprises("critic.enable=false", "the actor stands still in these steps, and nothing learns in them"),
         minimum=0,
     )
     keep_rows: bool = key(

@@ -266,14 +266,3 @@ def thresholds(config: PPOConfig) -> Iterator[str]:
         yield str(error)
     if correction.rollout_rs is not None:
         yield from read_rejection(correction.rollout_rs, correction.rollout_rs_threshold)[1]
-
-
-def correction_notes(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for weights that bypass mode does not use."""
-    correction = config.algorithm.rollout_correction
-    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
-        yield (
-            f"{CORRECTION}.rollout_is={correction.rollout_is} is not used by {CORRECTION}.loss_type="
-            "ppo_clip: in bypass mode its ratio is already that of the policy to the rollout; "
-            "loss_type=reinforce uses the weights"
-        )

@@ -94,12 +94,6 @@ def sft_layout_problems(config: SFTConfig) -> Iterator[str]:
 def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key that is set and has less effect than it seems to have."""
     trainer = config.trainer
-    pools = getattr(trainer, "resource_pools", {})
-    if pools and {"trainer.nnodes", "trainer.n_gpus_per_node"} & given:
-        yield (
-            "trainer.nnodes and trainer.n_gpus_per_node are not read: trainer.resource_pools says which "
-            "devices there are"
-        )
     if num_processes(trainer) == 1:
         blocks = ["engine"]
         if isinstance(config, PPOConfig):
@@ -112,11 +106,6 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         ]
         if odd:
             yield f"{', '.join(odd)}: with one process there is nothing to shard"
-    if trainer.max_restarts and trainer.save_freq <= 0:
-        yield (
-            f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at "
-            "step 1 again"
-        )
 
 
 def placement_problems(config: PPOConfig) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
-from hybridflow.config.checks.algorithm import correction_notes
 from hybridflow.config.checks.rollout import agent_notes
 from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
@@ -27,7 +26,6 @@ def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     yield from _kl_and_reference(config)
     yield from _features(config)
     yield from _roles(config, given)
-    yield from correction_notes(config)
     if not has_validation(config) and config.trainer.test_freq > 0:
         yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
 
@@ -89,9 +87,6 @@ def _read_by_others(
 
 def _kl_and_reference(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    actor = config.actor_rollout_ref.actor
-    if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
     facts = estimator_facts(config)
     if algorithm.use_kl_in_reward and facts is not None and not facts.token_rewards:
         yield (
@@ -104,11 +99,6 @@ def _kl_and_reference(config: PPOConfig) -> Iterator[str]:
             f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads "
             "a reference"
         )
-    if algorithm.ref_update_freq and config.reward.process_reward_model.enable:
-        yield (
-            f"algorithm.ref_update_freq={algorithm.ref_update_freq} moves the reference that {PROCESS} is "
-            "compared with: its rewards jump at each copy"
-        )
 
 
 def _all_known(config: PPOConfig) -> bool:
@@ -119,22 +109,8 @@ def _all_known(config: PPOConfig) -> bool:
 def _features(config: PPOConfig) -> Iterator[str]:
     """Features that change each other."""
     algorithm = config.algorithm
-    actor = config.actor_rollout_ref.actor
     facts = estimator_facts(config)
     kwargs = config.reward.reward_kwargs
-    within = config.actor_rollout_ref.rollout.reuse_log_probs_within
-    if within is not None and algorithm.rollout_correction.bypass_mode:
-        yield (
-            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with "
-            "algorithm.rollout_correction.bypass_mode=true, which always takes the rollout's log-probs"
-        )
-    correction = algorithm.rollout_correction
-    if within is not None and (correction.rollout_is or correction.rollout_rs):
-        yield (
-            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} saves no pass with "
-            "algorithm.rollout_correction.rollout_is or rollout_rs, which compare the rollout's log-probs "
-            "with those of the pass"
-        )
     if algorithm.use_pf_ppo and facts is not None and facts.group:
         yield (
             f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages "
@@ -146,23 +122,12 @@ def _features(config: PPOConfig) -> Iterator[str]:
             f"data.max_response_length={config.data.max_response_length}: no response is long enough for "
             "the whole overlong penalty"
         )
-    if actor.positive_lm_loss_coef and config.reward.custom_reward_function.path:
-        yield (
-            f"{ACTOR}.positive_lm_loss_coef={actor.positive_lm_loss_coef}: right are the responses whose "
-            "reward returns acc = 1"
-        )
 
 
 def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Roles that are built for nothing, or set up and not built."""
     name = config.algorithm.adv_estimator
     facts = estimator_facts(config)
-    warmup = config.trainer.critic_warmup
-    if not config.critic.enable and warmup:
-        yield (
-            f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, "
-            "and nothing learns in them"
-        )
     if not config.critic.enable and is_given("critic", given - {"critic.enable"}):
         yield f"critic.* is not read: algorithm.adv_estimator={name} runs without a critic"
     if (

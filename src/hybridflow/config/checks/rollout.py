@@ -12,7 +12,7 @@ from hybridflow.config.checks.algorithm import uncorrected
 from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.engine_features import ENGINES, KEY, NATIVE_KINDS, TABLE
 from hybridflow.config.layout import mix_pools, pool_sizes, share_a_pool
-from hybridflow.config.needs import estimator_facts, is_given, may_use_agents, replayed_steps, uses_agents
+from hybridflow.config.needs import estimator_facts, may_use_agents, replayed_steps, uses_agents
 from hybridflow.config.paths import local
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
@@ -60,25 +60,12 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """Yield one line for each key that is set and means less than it seems to."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in WITH_WEIGHTS:
-        if is_given(f"{ROLLOUT}.max_model_len", given) and not may_use_agents(config):
-            yield (
-                f"{ROLLOUT}.max_model_len is read only by vllm, sglang and agents: {ROLLOUT}.name="
-                f"{rollout.name} generates up to data.max_response_length"
-            )
-        if rollout.dtype == "bfloat16":
-            yield (
-                f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} "
-                "generates in the dtype of the module that trains (actor_rollout_ref.model.dtype)"
-            )
-    elif rollout.quantization:
-        yield (
-            f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider "
-            "algorithm.rollout_correction"
-        )
+def context_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Yield one line for the context of an engine where nothing reads it."""
+    engine = config.actor_rollout_ref.rollout.name
+    path = f"{ROLLOUT}.max_model_len"
+    if engine not in WITH_WEIGHTS and path in given and not may_use_agents(config):
+        yield f"{path} is read only by vllm, sglang and agents: {ROLLOUT}.name={engine} reads none of it"
 
 
 def server_problems(config: PPOConfig) -> Iterator[str]:
@@ -272,19 +259,13 @@ def _refill(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def schedule_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+def schedule_notes(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each key that has less effect than it seems to have."""
     schedule = config.trainer.schedule
     keys = config.trainer.async_
     if schedule == "sync":
         return
-    exact = schedule in EXACT_SCHEDULES
-    if exact and is_given(f"{ASYNC}.partial_rollout", given):
-        yield (
-            f"{ASYNC}.partial_rollout is not read with trainer.schedule={schedule}: a response is generated "
-            "whole under one version of the weights"
-        )
-    if exact and keys.run_ahead and config.algorithm.filter_groups.enable:
+    if schedule in EXACT_SCHEDULES and keys.run_ahead and config.algorithm.filter_groups.enable:
         yield (
             f"algorithm.filter_groups.enable=true with trainer.schedule={schedule}: groups that are dropped "
             "are not replaced, so such a batch is smaller (max_num_gen_batches is not read); fully_async "

@@ -92,8 +92,8 @@ def find_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> list[str]:
     if isinstance(config, PPOConfig):
         notes += [
             *ppo_notes(config, given),
-            *rollout.rollout_notes(config, given),
-            *rollout.schedule_notes(config, given),
+            *rollout.context_notes(config, given),
+            *rollout.schedule_notes(config),
         ]
     return [*notes, *cluster.cluster_notes(config, given)]
 

@@ -113,16 +113,17 @@ class Relations:
         """
         unread: dict[tuple[str, str], list[str]] = {}
         surprising: list[str] = []
-        for path in sorted(given):
-            info = self._info(path)
-            for relation, conditions in self._readers(info) if info else ():
+        for path, info in ((path, self._info(path)) for path in sorted(given)):
+            if info is None:
+                continue
+            for relation, conditions in self._readers(info):
                 if not self._holds(conditions):
                     unread.setdefault((self._wanted(conditions), relation.why), []).append(path)
                     break
             else:
-                for relation in info.relations if info else ():
-                    if relation.kind == "surprises":
-                        surprising.append(self._broken(info, relation, self._value(info.path)))
+                value = self._value(info.path)
+                told = [each for each in info.relations if each.kind == "surprises"]
+                surprising.extend(self._broken(info, relation, value) for relation in told)
         for (wanted, why), paths in unread.items():
             verb = "is" if len(paths) == 1 else "are"
             yield f"{', '.join(paths)} {verb} read only with {wanted}{f': {why}' if why else ''}"

@@ -12,8 +12,11 @@ import pytest
 import yaml
 from possible_run import problem, rows, table, written_out
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import RUNS, PPOConfig, SFTConfig
 from hybridflow.config.load import load_config, prepare_config
+from hybridflow.config.relations import Relations, _conditions
+from hybridflow.config.resolve import resolve
+from hybridflow.config.tree import keys_of
 from hybridflow.config.verl_keys import status
 from hybridflow.errors import ConfigError
 
@@ -95,3 +98,16 @@ def test_mistakes_are_told_without_torch(base: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     status, modules, *heavy = done.stdout.split()
     assert status == "1" and not heavy and int(modules) < 1500, done.stdout
+
+
+@pytest.mark.parametrize("root", RUNS.values())
+def test_each_relation_names_keys_that_there_are_and_defaults_keep_it(root: type) -> None:
+    known = {path for each in RUNS.values() for path in keys_of(each)} | {"trainer.placement.rollout"}
+    for info in keys_of(root).values():
+        block = info.path.rpartition(".")[0]
+        named = [(block, relation) for relation in info.relations]
+        for place, relation in [*named, *info.readers]:
+            paths = {each.path for each in _conditions(relation.other, place)}
+            assert paths & known, f"{info.path}: {relation.other}"
+            assert relation.why or relation.kind not in ("excludes", "needs", "surprises"), info.path
+    assert list(Relations(resolve(root())[0]).problems({})) == []

@@ -87,8 +87,9 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
 
 
 def follows_of(config: PPOConfig | SFTConfig) -> Mapping[str, str]:
-    """Return the keys of this kind of run that, while they are null, have the value of another key."""
-    return PPO_FOLLOWS if isinstance(config, PPOConfig) else SFT_FOLLOWS
+    """Return the keys of this kind of run that have the value of another key where they are left out."""
+    liger = {f"{REF}.model.use_liger": "actor_rollout_ref.model.use_liger"}
+    return {**PPO_FOLLOWS, **liger} if isinstance(config, PPOConfig) else SFT_FOLLOWS
 
 
 def _bypass_loss(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:

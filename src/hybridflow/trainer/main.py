@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.layout import resolved_controller
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import built_models
+from hybridflow.config.wrong import WrongKeyRead
 from hybridflow.controller.surroundings import choose_address
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
@@ -134,19 +135,21 @@ def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
     """Return a line for each library that a run needs and this environment lacks: those of its engine, of its
     device, of its kernels and of its trackers. A missing device is one of them.
     """
-    found = []
-    try:
-        check_package(config.trainer.device)
-    except ConfigError as error:
-        found.append(str(error))
-    found += _device_problems(config)
+    found = [*_told(check_package, config.trainer.device), *_told(_device_problems, config)]
     if isinstance(config, PPOConfig):
+        found += _told(check_installed, config.actor_rollout_ref.rollout)
+        found += _told(trace_problems, config.actor_rollout_ref.rollout.trace)
+    return [*found, *_told(tracker_problems, config.trainer)]
+
+
+def _told(look: Callable[..., Iterable[str] | None], *arguments: Any) -> list[str]:
+    """Return the lines that a look gives or raises; none where it reads a key that has no usable value."""
+    with suppress(WrongKeyRead):
         try:
-            check_installed(config.actor_rollout_ref.rollout)
+            return list(look(*arguments) or ())
         except ConfigError as error:
-            found.append(str(error))
-        found += trace_problems(config.actor_rollout_ref.rollout.trace)
-    return [*found, *tracker_problems(config.trainer)]
+            return [str(error)]
+    return []
 
 
 def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
@@ -184,14 +187,11 @@ def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
 def missing_here(config: PPOConfig | SFTConfig) -> list[str]:
     """Return the missing libraries, and what the cluster lacks, as far as the keys and this machine tell."""
     found = missing_libraries(config)
-    if config.trainer.controller != "ray":
-        return found
-    try:
-        from hybridflow.controller.ray.preflight import look_ahead
+    with suppress(WrongKeyRead):
+        if config.trainer.controller == "ray":
+            from hybridflow.controller.ray.preflight import look_ahead
 
-        look_ahead(config.trainer, config.ray_kwargs)
-    except ConfigError as error:
-        found.append(str(error))
+            found += _told(look_ahead, config.trainer, config.ray_kwargs)
     return found
 
 

@@ -24,6 +24,9 @@ class HybridFlowError(Exception):
 class ConfigError(HybridFlowError):
     """A configuration key or value is wrong, or two of them do not go together."""
 
+    problems: tuple[str, ...] = ()
+    """A line for each problem, where there are several."""
+
 
 class DataError(HybridFlowError):
     """A data file, column or row cannot be used."""

@@ -16,9 +16,8 @@ from hybridflow.algorithms.catalog import POLICY_LOSSES as LOSS_FACTS
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.checks import root as checks
-from hybridflow.config.checks.paths import TASKS
-from hybridflow.config.data import TaskConfig
+from hybridflow.config.checks.root import TRACKERS as TRACKER_NAMES
+from hybridflow.config.data import TASKS, TaskConfig
 from hybridflow.config.own_code import COLUMNS, loss_fault
 from hybridflow.config.trainer import Tracker
 from hybridflow.config.verl_keys import tables
@@ -87,7 +86,7 @@ def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
 
 def test_ways_to_aggregate_and_trackers() -> None:
     assert set(AGGREGATIONS) == set(get_args(LossAggMode))
-    assert set(checks.TRACKERS) == set(TRACKERS) == set(get_args(Tracker))
+    assert set(TRACKER_NAMES) == set(TRACKERS) == set(get_args(Tracker))
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -23,7 +23,7 @@ from fsspec.callbacks import Callback
 from hybridflow.checkpoint.durable import replace_file, sync_tree
 from hybridflow.checkpoint.layout import MANIFEST, STEP_PREFIX, TRACKER, step_of
 from hybridflow.checkpoint.manifest import Manifest, parse_manifest, read_manifest
-from hybridflow.config.checks.paths import without_password
+from hybridflow.config.paths import without_password
 from hybridflow.errors import CheckpointError, ConfigError, install_extra
 from hybridflow.observability.progress import progress
 

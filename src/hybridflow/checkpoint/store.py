@@ -34,7 +34,7 @@ from hybridflow.checkpoint.manifest import (
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.checkpoint.shard_index import check_shards, read_index
 from hybridflow.checkpoint.state import State, load_tree, save_tree
-from hybridflow.config.checks.paths import why_unwritable
+from hybridflow.config.paths import why_unwritable
 from hybridflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,12 @@ from typing import Any, Literal
 from hybridflow.algorithms.catalog import LossAggMode
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
-from hybridflow.config.schema import group, key
+from hybridflow.config.model import LogProbLimits, ModelConfig, SamplingKeys, ShardedLearnerConfig
+from hybridflow.config.schema import at_least, divides, excludes, group, key, needs, read_by, surprises
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+WHOLE_HEAD = "the whole KL is computed where the head is whole on each rank"
 
 TraceBackend = Literal["otel", "mlflow", "weave", "trackio"]
 
@@ -35,6 +39,8 @@ class RolloutTraceConfig:
         "otel: address that takes traces, such as http://HOST:4318/v1/traces; null: as "
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT says, else this machine's port "
         "4318.",
+        needs(".backend=otel|null", "the others have their address in variables of their own"),
+        schemes=("http", "https"),
     )
 
 
@@ -46,6 +52,26 @@ class RouterReplayConfig:
         "disabled",
         "Experts that tokens go to in the update: those of its own router (disabled), of the pass for old "
         "log-probs (R2), or of generation (R3, with rollout.enable_rollout_routing_replay).",
+        needs(
+            f"{ROLLOUT}.enable_rollout_routing_replay",
+            "R3 replays the routes that generation records",
+            at="=R3",
+        ),
+        excludes(
+            "algorithm.rollout_correction.bypass_mode",
+            "R2 records in the pass for old log-probs, which is left out",
+            at="=R2",
+        ),
+        excludes(
+            f"{ROLLOUT}.reuse_log_probs_within!=null",
+            "R2 records in the pass for old log-probs, which may be left out",
+            at="=R2",
+        ),
+        excludes(
+            f"{ACTOR}.fsdp_config.use_torch_compile",
+            "a compiled layer does not tell its routes",
+            at="!=disabled",
+        ),
     )
 
 
@@ -57,12 +83,14 @@ class RolloutSkipConfig:
         False,
         "Dump the scored rollouts of each step, and read them back where they are there already for the same "
         "model, data, sampling and reward. They were sampled under the weights of the run that dumped them.",
+        needs("trainer.schedule=sync", "only the synchronous schedule reads dumped rollouts"),
     )
     dump_dir: str = key("~/.cache/hybridflow/rollouts", "Folder of the dumps, which runs may share.")
     action: Literal["cache", "repeat"] = key(
         "cache",
         "cache: a step reads its own dump, and is generated and dumped where there is none. repeat: steps "
         "train on the dumps that are there, over and over; nothing is generated for training.",
+        read_by(".enable"),
     )
 
 
@@ -70,8 +98,16 @@ class RolloutSkipConfig:
 class EngineKwargsConfig:
     """Arguments that go to a generation engine unchanged."""
 
-    vllm: dict[str, Any] = key({}, "Further arguments of vLLM's engine, by vLLM's own names.")
-    sglang: dict[str, Any] = key({}, "Further arguments of SGLang's server, by SGLang's own names.")
+    vllm: dict[str, Any] = key(
+        {},
+        "Further arguments of vLLM's engine, by vLLM's own names.",
+        read_by("actor_rollout_ref.rollout.name=vllm"),
+    )
+    sglang: dict[str, Any] = key(
+        {},
+        "Further arguments of SGLang's server, by SGLang's own names.",
+        read_by("actor_rollout_ref.rollout.name=sglang"),
+    )
 
 
 @dataclass(frozen=True)
@@ -82,11 +118,15 @@ class RolloutServerConfig:
         None,
         "vllm: start a server beside each process that generates; null: where there are several processes "
         "or `python` is set. sglang is always a server.",
+        excludes(".address", "a server that is switched off has no address", at="=false"),
+        excludes(".python", "that is the python of a server", at="=false"),
+        excludes(f"{ROLLOUT}.name=sglang", "sglang is always a server", at="=false"),
     )
     address: str | list[str] | None = key(
         None,
         "Servers that run already, http://HOST:PORT, one for each process that generates; null: the run "
         "starts them.",
+        schemes=("http",),
     )
     python: str | None = key(
         None,
@@ -164,7 +204,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(ShardedLearnerConfig):
     """The policy that trains: its batches, loss, optimizer and sharding."""
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = key(
@@ -173,12 +213,9 @@ class ActorConfig:
         "all three.",
     )
     ppo_mini_batch_size: int = key(
-        256, "Prompts in one optimizer step, each with all of its responses.", minimum=1
-    )
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Largest number of rows in one forward and backward pass; null: only the token limit counts. It "
-        "changes memory and speed, not results.",
+        256,
+        "Prompts in one optimizer step, each with all of its responses.",
+        divides("data.train_batch_size"),
         minimum=1,
     )
     ppo_max_token_len_per_gpu: int = key(
@@ -192,12 +229,13 @@ class ActorConfig:
         False,
         "Compute a prompt once for all of its responses in a pass: fewer tokens are computed, and exact "
         "mode is off.",
+        excludes(
+            ".ulysses_sequence_parallel_size>1 or actor_rollout_ref.ref.ulysses_sequence_parallel_size>1",
+            "ranks that share rows hold each prompt as often as it has responses",
+        ),
     )
     shuffle: bool = key(
         True, "Deal the groups into mini-batches in a seeded random order; false: in the order of the batch."
-    )
-    grad_clip: float | None = key(
-        1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
     )
     clip_ratio: float = key(
         0.2,
@@ -238,6 +276,7 @@ class ActorConfig:
     loss_scale_factor: float | None = key(
         None,
         "Divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length.",
+        read_by(".loss_agg_mode=seq-mean-token-sum-norm"),
         above=0,
         argument="loss_scale_factor",
     )
@@ -245,30 +284,38 @@ class ActorConfig:
     positive_lm_loss_coef: float = key(
         0.0,
         "Weight of an extra loss, the negative log-likelihood of right responses (VAPO: 0.1); 0: none.",
+        surprises(
+            "reward.custom_reward_function.path", "right are the responses whose reward returns acc = 1"
+        ),
         minimum=0,
     )
     router_aux_loss_coef: float = key(
         0.0,
         "Weight of the auxiliary loss that spreads tokens evenly over the experts; 0: none, whatever the "
         "model's own configuration says.",
+        excludes(".fsdp_config.use_torch_compile", "a compiled layer does not tell its routes"),
         minimum=0,
     )
     use_kl_loss: bool = key(False, "Add a KL term against the reference policy to the loss.")
-    kl_loss_coef: float = key(0.001, "Weight of that KL term.", minimum=0)
+    kl_loss_coef: float = key(
+        0.001,
+        "Weight of that KL term.",
+        read_by(".use_kl_loss", "there is no KL term in this run's loss"),
+        minimum=0,
+    )
     kl_loss_type: str = key(
         "low_var_kl",
         "Estimator of that KL: kl (k1), abs, mse (k2) or low_var_kl (k3), or full, which is exact, over the "
         "whole vocabulary; with + at its end, for example "
         "k3+, it has the gradient of k2.",
-    )
-    ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
+        read_by(".use_kl_loss", "there is no KL term in this run's loss"),
+        excludes("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size>1", WHOLE_HEAD, at="=full"),
+        excludes("actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size>1", WHOLE_HEAD, at="=full"),
+        excludes("actor_rollout_ref.ref.fsdp_config.tensor_parallel_size>1", WHOLE_HEAD, at="=full"),
+        excludes("actor_rollout_ref.ref.fsdp_config.pipeline_parallel_size>1", WHOLE_HEAD, at="=full"),
     )
     router_replay: RouterReplayConfig = group(RouterReplayConfig)
-    fsdp_config: FSDPConfig = group(FSDPConfig)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
-    optim: OptimConfig = group(OptimConfig)
-    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
     @property
     def clip_low(self) -> float:
@@ -282,20 +329,10 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig:
+class RefConfig(LogProbLimits):
     """The frozen policy to which the actor is held."""
 
     model: ModelConfig = group(ModelConfig)
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Largest number of rows in one forward pass of the reference; null: only the token limit counts.",
-        minimum=1,
-    )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None,
-        "Largest number of tokens in one forward pass of the reference; null: the actor's limit.",
-        minimum=1,
-    )
     ulysses_sequence_parallel_size: int | None = key(
         None, "Ranks that share the tokens of each row; null: as many as the actor's.", minimum=1
     )
@@ -303,32 +340,21 @@ class RefConfig:
 
 
 @dataclass(frozen=True)
-class ValKwargsConfig:
+class ValKwargsConfig(SamplingKeys):
     """Sampling in validation."""
 
     do_sample: bool = key(
         False, "Sample responses in validation; false: take the most probable token each time (greedy)."
     )
     temperature: float = key(
-        0.0, "Sampling temperature in validation, read when do_sample is true.", minimum=0
-    )
-    top_k: int = key(-1, "Sample among the k most probable tokens only; -1: among all.", minimum=-1)
-    top_p: float = key(
-        1.0,
-        "Sample among the smallest set of tokens that has this probability together; 1: among all.",
-        above=0,
-        maximum=1,
-    )
-    min_p: float = key(
         0.0,
-        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
+        "Sampling temperature in validation, read when do_sample is true.",
+        excludes(
+            ".do_sample",
+            "tokens are sampled at a temperature above 0, for example 1.0; false is greedy",
+            at="=0",
+        ),
         minimum=0,
-        maximum=1,
-    )
-    repetition_penalty: float = key(
-        1.0,
-        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
-        above=0,
     )
     n: int = key(
         1, "Responses to each validation prompt; the metrics are their mean, best and majority.", minimum=1
@@ -336,7 +362,7 @@ class ValKwargsConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(LogProbLimits, SamplingKeys):
     """Generation: the engine, sampling, memory, and how old log-probs are obtained."""
 
     name: Literal["native", "vllm", "sglang", "hf"] = key(
@@ -353,30 +379,12 @@ class RolloutConfig:
     temperature: float = key(
         1.0,
         "Sampling temperature of the responses. Training computes log-probs at the same temperature.",
-        above=0,
-    )
-    top_k: int = key(
-        -1,
-        "Sample among the k most probable tokens only; -1: among all. Training still counts the whole "
-        "distribution.",
-        minimum=-1,
-    )
-    top_p: float = key(
-        1.0,
-        "Sample among the smallest set of tokens that has this probability together; 1: among all. Training "
-        "still counts the whole distribution.",
-        above=0,
-        maximum=1,
-    )
-    min_p: float = key(
-        0.0,
-        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
-        minimum=0,
-        maximum=1,
-    )
-    repetition_penalty: float = key(
-        1.0,
-        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
+        excludes(
+            ".do_sample=false",
+            "greedy tokens keep their log-probs at temperature 1, and training would compare them with "
+            "those at another",
+            at="!=1",
+        ),
         above=0,
     )
     do_sample: bool = key(
@@ -391,14 +399,17 @@ class RolloutConfig:
         "last one.",
     )
     stop_token_ids: list[int] = key(
-        [], "Token ids that end a response besides the model's own end tokens, in validation too."
+        [], "Token ids that end a response besides the model's own end tokens, in validation too.", minimum=0
     )
     tensor_model_parallel_size: int = key(
         1, "Ranks that generate together, each with a slice of every dense layer.", minimum=1
     )
     max_num_seqs: int = key(256, "Largest number of responses that are decoded at once.", minimum=1)
     max_num_batched_tokens: int = key(
-        8192, "Largest number of prompt tokens that are prefilled at once.", minimum=1
+        8192,
+        "Largest number of prompt tokens that are prefilled at once.",
+        at_least("data.max_prompt_length", "and cannot hold one prompt"),
+        minimum=1,
     )
     gpu_memory_utilization: float = key(
         0.5,
@@ -408,7 +419,19 @@ class RolloutConfig:
         maximum=1,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "vllm, sglang: dtype in which the engine computes; auto: the actor's."
+        "auto",
+        "vllm, sglang: dtype in which the engine computes; auto: the actor's.",
+        excludes(
+            ".name=native|hf",
+            "the module that trains generates, in its own dtype",
+            at="=float32|float16",
+            way="actor_rollout_ref.model.dtype",
+        ),
+        surprises(
+            ".name=native|hf",
+            "the module that trains generates, in the dtype of actor_rollout_ref.model.dtype",
+            at="=bfloat16",
+        ),
     )
     max_model_len: int | None = key(
         None,
@@ -417,76 +440,101 @@ class RolloutConfig:
         minimum=1,
     )
     enforce_eager: bool | None = key(
-        None, "true: use no CUDA graphs (in vllm no compilation either); null: none on a CPU only."
+        None,
+        "true: use no CUDA graphs (in vllm no compilation either); null: none on a CPU only.",
+        read_by(".name=native|vllm|sglang"),
     )
     cudagraph_capture_sizes: list[int] | None = key(
         None,
         "native, on CUDA: numbers of rows for which decoding is recorded as a CUDA graph; null: a few sizes "
         "up to max_num_seqs.",
+        read_by(
+            ".name=native", "vllm has engine_kwargs.vllm.compilation_config, sglang has cuda_graph_bs_decode"
+        ),
+        minimum=1,
+        fewest=1,
     )
     enable_torch_compile: bool = key(
-        False, "native: fuse the small operations of decoding by torch.compile; not in exact mode."
+        False,
+        "native: fuse the small operations of decoding by torch.compile; not in exact mode.",
+        read_by(".name=native", "the other engines have their own setting under engine_kwargs"),
     )
     enable_chunked_prefill: bool = key(
-        True, "vllm, sglang: prefill long prompts in chunks, beside rows that decode."
+        True,
+        "vllm, sglang: prefill long prompts in chunks, beside rows that decode.",
+        read_by(".name=vllm|sglang"),
     )
     enable_prefix_caching: bool = key(
-        True, "Prompts that begin alike share the keys and values of their common beginning."
+        True,
+        "Prompts that begin alike share the keys and values of their common beginning.",
+        read_by(".name=native|vllm|sglang"),
     )
     recompute_kv_after_update: bool = key(
         True,
         "Keys and values of responses that go on under new weights are computed again; false: they stay as "
         "the old weights made them, which saves that and makes later log-probs those of neither version. "
         "false wants the native engine on a pool of its own.",
+        needs(".name=native", "the other engines take new weights while nothing runs", at="=false"),
     )
     kv_cache: Literal["auto", "slots", "paged"] = key(
         "auto",
         "native: hold keys and values in one slot for each row (slots) or in blocks of 256 tokens (paged); "
         "auto: paged on CUDA where a kernel reads blocks, else slots.",
+        read_by(".name=native", "the other engines have blocks of their own"),
     )
     free_cache_engine: bool = key(
-        True, "vllm, sglang: the engine gives its memory back while the actor trains."
+        True,
+        "vllm, sglang: the engine gives its memory back while the actor trains.",
+        read_by(".name=vllm|sglang"),
     )
     load_format: str = key(
         "dummy",
         "vllm, sglang: weights before the first push; dummy: random ones, auto: those of the model's folder.",
+        read_by(".name=vllm|sglang"),
     )
     quantization: str | None = key(
         None,
         "Generate with weights rounded to fewer bits; native: int8, fp8 or, on a CPU, float16; vllm, sglang: "
         "a name that the engine knows, for example fp8; null: with the weights as they are.",
+        excludes(".exact=true", "rounded weights give other log-probs than training's"),
+        excludes(".enable_torch_compile", "compiled steps know whole weights only"),
+        surprises(
+            ".name=vllm|sglang", "tokens come from rounded weights; consider algorithm.rollout_correction"
+        ),
     )
     lora_as_adapters: bool = key(
         False,
         "vllm: send LoRA adapters alone in each step, over base weights that are sent once; false: send "
         "them folded into the weights.",
+        read_by(".name=vllm|sglang"),
+        excludes(".name=sglang", "sglang takes adapters folded into the weights"),
+        needs(
+            "actor_rollout_ref.model.lora_rank or actor_rollout_ref.model.lora_adapter_path",
+            "the actor has no adapters",
+        ),
     )
     update_weights_bucket_megabytes: int = key(
         256,
         "vllm, sglang: megabytes of weights that travel in one piece; shared memory uses at most 16.",
+        read_by(".name=vllm|sglang"),
         minimum=1,
     )
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
-    server: RolloutServerConfig = group(RolloutServerConfig)
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Largest number of rows in one forward pass for the old log-probs; null: only the token limit "
-        "counts.",
-        minimum=1,
-    )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None,
-        "Largest number of tokens in one forward pass for the old log-probs; null: the actor's limit.",
-        minimum=1,
-    )
+    server: RolloutServerConfig = group(RolloutServerConfig, read_by(".name=vllm|sglang"))
     enable_rollout_routing_replay: bool = key(
         False,
         "native: record the experts that tokens go to in generation, for actor.router_replay.mode=R3.",
+        needs(f"{ACTOR}.router_replay.mode=R3", "generation records routes for R3 and for nothing else"),
+        excludes("trainer.num_collectors", "collectors do not keep routes"),
     )
     exact: bool | Literal["auto"] = key(
         "auto",
         "Exact mode (CPU, float32): generation and training give the same log-probs to the bit, so the pass "
         "for the old ones is left out. auto: where it holds and saves time.",
+        excludes(f"{ACTOR}.use_prefix_grouper", "log-probs would not be equal to the bit", at="=true"),
+        excludes("algorithm.rollout_correction.bypass_mode", "log-probs would not be compared", at="=true"),
+        excludes(".enable_torch_compile", "fused operations round otherwise than training does", at="=true"),
+        excludes(".skip.enable", "dumped log-probs are those of other weights than the actor's", at="=true"),
     )
     exact_check_rows: int = key(
         16,
@@ -497,6 +545,12 @@ class RolloutConfig:
         None,
         "Leave the pass for the old log-probs out of a step in which exact_check_rows rows differ by at "
         "most this many nats; null: never.",
+        read_by("algorithm.rollout_correction.bypass_mode=false", "it always takes the rollout's log-probs"),
+        surprises(
+            "algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs",
+            "it saves no pass, since the correction compares the rollout's log-probs with those of the pass",
+            at="!=null",
+        ),
         minimum=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

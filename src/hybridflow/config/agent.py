@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import at_most, group, key
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class AgentConfig:
     min_group_size: int = key(
         1,
         "Samples that a group needs; a group of which so many failed that fewer are left is left out.",
+        at_most("actor_rollout_ref.rollout.n", "so no group would ever be trained"),
         minimum=1,
     )
     strip_thinking: bool = key(

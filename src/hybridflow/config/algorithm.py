@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import at_most, excludes, group, key, read_by, surprises
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class FilterGroupsConfig:
         False,
         "Dynamic sampling (DAPO): drop groups whose metric does not vary, and generate more until the batch "
         "is full.",
+        excludes(
+            "actor_rollout_ref.rollout.n<2",
+            "it keeps groups that vary, and a group of one response does not",
+            way="actor_rollout_ref.rollout.n to 2 or more",
+        ),
     )
     metric: str = key(
         "acc",
@@ -47,7 +52,9 @@ class FilterGroupsConfig:
         minimum=0,
     )
     min_mean: float | None = key(
-        None, "Drop groups whose mean metric is below this too (PRIME: 0.2); null: keep them."
+        None,
+        "Drop groups whose mean metric is below this too (PRIME: 0.2); null: keep them.",
+        at_most(".max_mean", "so no group would be kept"),
     )
     max_mean: float | None = key(
         None, "Drop groups whose mean metric is above this too (PRIME: 0.8); null: keep them."
@@ -70,6 +77,12 @@ class PFPPOConfig:
         "its own and those of so many steps before; 0: no buffer. Above 0 the importance ratio has to be the "
         "one to the policy that sampled the row: set algorithm.rollout_correction.bypass_mode=true, or "
         "rollout_is (or rollout_rs).",
+        excludes(
+            "trainer.num_collectors",
+            "rows of earlier steps are kept in the driver and in checkpoints, and collectors keep theirs "
+            "elsewhere",
+        ),
+        excludes("actor_rollout_ref.rollout.skip.action=repeat", "it gives the same rows again as new ones"),
         minimum=0,
     )
 
@@ -82,14 +95,22 @@ class RolloutCorrectionConfig:
         None,
         "Weight the loss by the importance ratio of the trained policy to the one that generated, for each "
         "token or each sequence; null: no weights.",
+        surprises(
+            ".loss_type=ppo_clip",
+            "the weights are not used: in bypass mode its ratio is already that of the policy "
+            "to the rollout; loss_type=reinforce uses them",
+        ),
     )
     rollout_is_threshold: float | str = key(
         2.0,
         "One number truncates importance weights above it; 'lo_hi' sets weights outside these bounds to 0 "
         "(IcePop).",
+        read_by(".rollout_is=token|sequence"),
     )
     rollout_is_batch_normalize: bool = key(
-        False, "Divide the importance weights by their mean over the batch, after truncation."
+        False,
+        "Divide the importance weights by their mean over the batch, after truncation.",
+        read_by(".rollout_is=token|sequence"),
     )
     rollout_rs: str | None = key(
         None,
@@ -100,6 +121,7 @@ class RolloutCorrectionConfig:
         None,
         "One threshold for each option of rollout_rs, separated by commas. For k1 it is 'lo_hi', or u for "
         "[1/u, u]; for k2 and k3 it is an upper bound.",
+        read_by(".rollout_rs"),
     )
     bypass_mode: bool = key(
         False, "Use the log-probs of generation as old log-probs, which saves the forward pass for them."
@@ -107,6 +129,7 @@ class RolloutCorrectionConfig:
     loss_type: Literal["ppo_clip", "reinforce"] = key(
         "ppo_clip",
         "Loss in bypass mode: ppo_clip, whose ratio already holds the importance weights, or reinforce.",
+        read_by(".bypass_mode"),
     )
 
     @property
@@ -177,25 +200,40 @@ class AlgorithmConfig:
         [], "gdpo: weight of each of these keys; empty: 1 each.", symbol="w"
     )
     use_kl_in_reward: bool = key(
-        False, "Subtract a KL penalty against the reference policy from the reward of each token."
+        False,
+        "Subtract a KL penalty against the reference policy from the reward of each token.",
+        surprises("actor_rollout_ref.actor.use_kl_loss", "the KL is charged twice"),
     )
     kl_penalty: str = key(
-        "kl", "Estimator of the KL in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."
+        "kl",
+        "Estimator of the KL in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3).",
+        read_by(".use_kl_in_reward", "there is no KL penalty in this run's rewards"),
     )
-    kl_ctrl: KLControlConfig = group(KLControlConfig)
+    kl_ctrl: KLControlConfig = group(
+        KLControlConfig, read_by(".use_kl_in_reward", "there is no KL penalty in this run's rewards")
+    )
     ref_update_freq: int = key(
         0,
         "The reference becomes a copy of the actor each time this many steps have passed; 0: it stays as it "
         "is.",
+        excludes(
+            "actor_rollout_ref.model.lora_rank or actor_rollout_ref.model.lora_adapter_path",
+            "the reference is the actor without its adapter and has no weights of its own to renew",
+        ),
+        surprises(
+            "reward.process_reward_model.enable",
+            "it moves the reference that the process reward model is "
+            "compared with, whose rewards jump at each copy",
+        ),
         minimum=0,
     )
-    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, read_by(".filter_groups.enable"))
     overlong_filtering: bool = key(
         False, "Leave responses that were cut at data.max_response_length out of the loss."
     )
     use_pf_ppo: bool = key(
         False, "Draw the rows of a step again by their scores, after advantages are computed (PF-PPO)."
     )
-    pf_ppo: PFPPOConfig = group(PFPPOConfig)
+    pf_ppo: PFPPOConfig = group(PFPPOConfig, read_by(".use_pf_ppo"))
     sppo: SPPOConfig = group(SPPOConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)

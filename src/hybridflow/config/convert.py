@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
+from hybridflow.config.schema import KeyDeclaration
 from hybridflow.config.tree import keys_of, name_of, to_tree, type_hints, type_name
 from hybridflow.errors import ConfigError
 
@@ -32,14 +34,16 @@ def convert(root: type[C], tree: Mapping[str, Any], known_problems: Iterable[str
     value out of bounds.
     """
     problems = list(known_problems)
-    config = convert_what_fits(root, tree, problems)
+    config = convert_what_fits(root, tree, problems, set())
     raise_all(problems)
     return config
 
 
-def convert_what_fits(root: type[C], tree: Mapping[str, Any], problems: list[str]) -> C:
-    """Build `root` as `convert` does, with defaults for what is wrong, and add a line on each."""
-    return _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
+def convert_what_fits(root: type[C], tree: Mapping[str, Any], problems: list[str], wrong: set[str]) -> C:
+    """Build `root` as `convert` does, with defaults for what is wrong; add a line on each to `problems`, and
+    to `wrong` the keys that have no usable value, or may be meant by one that does not exist.
+    """
+    return _convert_block(root, tree, root(), "", problems, wrong, list(keys_of(root)))
 
 
 def raise_all(problems: list[str]) -> None:
@@ -47,10 +51,10 @@ def raise_all(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        raise ConfigError(
-            f"{len(problems)} problems in the configuration:\n"
-            + "\n".join(f"  - {line}" for line in problems)
-        )
+        listed = "".join(f"\n  - {line}" for line in problems)
+        error = ConfigError(f"{len(problems)} problems in the configuration:{listed}")
+        error.problems = tuple(problems)
+        raise error
 
 
 def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
@@ -75,15 +79,27 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
     return f"unknown key {path}; `hybridflow config` lists every key"
 
 
-def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list[str], known: list[str]) -> C:
+def _convert_block(
+    cls: type[C],
+    tree: Any,
+    base: C,
+    prefix: str,
+    problems: list[str],
+    wrong: set[str],
+    known: list[str],
+) -> C:
     if not isinstance(tree, Mapping):
+        wrong.update(path for path in known if path.startswith(prefix))
         problems.append(
             f"{prefix.rstrip('.') or 'configuration'}: got {_shown(tree)}, wanted a block of keys"
         )
         return base
     hints = type_hints(cls)
     fields = {name_of(f): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    problems.extend(unknown_key(f"{prefix}{name}", known) for name in tree if name not in fields)
+    for name in tree:
+        if name not in fields:
+            problems.append(unknown_key(f"{prefix}{name}", known))
+            wrong.update(suggest(f"{prefix}{name}", known))
     values: dict[str, Any] = {}
     for name, f in fields.items():
         path = f"{prefix}{name}"
@@ -91,22 +107,22 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
         if name not in tree:
             values[f.name] = copy.deepcopy(default)
         elif dataclasses.is_dataclass(hints[f.name]):
-            values[f.name] = _convert_block(type(default), tree[name], default, path + ".", problems, known)
+            values[f.name] = _convert_block(
+                type(default), tree[name], default, path + ".", problems, wrong, known
+            )
         else:
             values[f.name] = default
+            declared = f.metadata.get("declared", KeyDeclaration())
             try:
                 values[f.name] = _convert_value(hints[f.name], tree[name])
-                _check_bounds(values[f.name], f.metadata)
+                _check_bounds(values[f.name], declared)
             except _Mismatch as mismatch:
-                signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
-                texts = [
-                    f"{sign} {f.metadata[name]}" for name, sign in signs if f.metadata.get(name) is not None
-                ]
-                wanted = type_name(hints[f.name]) + (" " + " and ".join(texts) if texts else "")
+                wanted = f"{type_name(hints[f.name])}{_bounds(declared)}"
                 problem = f"{path}: got {_shown(tree[name])}, wanted {wanted}"
                 if str(mismatch):
                     problem += f" ({mismatch})"
                 problems.append(problem)
+                wrong.add(path)
     return cls(**values)
 
 
@@ -177,14 +193,42 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
     raise _Mismatch
 
 
-def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    minimum, maximum, above, below = (metadata.get(name) for name in ("minimum", "maximum", "above", "below"))
-    if (minimum is not None and value < minimum) or (above is not None and value <= above):
-        raise _Mismatch
-    if (maximum is not None and value > maximum) or (below is not None and value >= below):
-        raise _Mismatch
+def _check_bounds(value: Any, key: KeyDeclaration) -> None:
+    """Raise _Mismatch where the value, or an entry of the list that it is, is out of the key's bounds."""
+    if isinstance(value, list):
+        if not (key.fewest or 0) <= len(value) <= (key.most or len(value)):
+            raise _Mismatch
+        for entry in value:
+            _check_bounds(entry, key)
+    elif isinstance(value, str):
+        if key.schemes and not _is_address(value, key.schemes):
+            raise _Mismatch
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not (key.minimum is None or value >= key.minimum) or not (key.above is None or value > key.above):
+            raise _Mismatch
+        if not (key.maximum is None or value <= key.maximum) or not (key.below is None or value < key.below):
+            raise _Mismatch
+
+
+def _is_address(text: str, schemes: Sequence[str]) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  raises for one that is no number
+    except ValueError:
+        return False
+    return bool(parts.hostname) and (parts.scheme in schemes or schemes == ("*",))
+
+
+def _bounds(key: KeyDeclaration) -> str:
+    """Return the bounds of a key as text, such as ` ≥ 1`; '' where it has none."""
+    signs = {"≥": key.minimum, ">": key.above, "≤": key.maximum, "<": key.below}
+    said = " and ".join(f"{sign} {bound}" for sign, bound in signs.items() if bound is not None)
+    if key.fewest is not None:
+        said += f" with {key.fewest} {'entries' if key.most == key.fewest else 'or more entries'}"
+    if key.schemes:
+        addresses = " or ".join(f"{scheme.replace('*', 'SCHEME')}://…" for scheme in key.schemes)
+        said += f"that is an address {addresses}"
+    return f" {said}" if said else ""
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import at_least, group, key, read_by
+
+TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners", "red_squares")
+"""Built-in procedural tasks."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,10 @@ class DataConfig(BaseDataConfig):
         1024, "Prompts in one training step; each gets actor_rollout_ref.rollout.n responses.", minimum=1
     )
     gen_batch_size: int | None = key(
-        None, "Prompts in one generation batch of dynamic sampling; null: train_batch_size.", minimum=1
+        None,
+        "Prompts in one generation batch of dynamic sampling; null: train_batch_size.",
+        read_by("algorithm.filter_groups.enable"),
+        minimum=1,
     )
     demonstration_key: str = key(
         "messages",
@@ -155,6 +161,7 @@ class SFTDataConfig(BaseDataConfig):
         8192,
         "Largest number of tokens in one forward and backward pass, never exceeded. Lower it when memory "
         "runs out.",
+        at_least(".max_length", "and cannot hold one conversation"),
         minimum=1,
     )
     max_length: int = key(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 KEY = "actor_rollout_ref.rollout.name"
+NATIVE_KINDS = ("int8", "fp8", "float16")
+"""Kinds that the native engine rounds to: those of `models/rounded_weights.py`."""
 
 
 @dataclass(frozen=True)

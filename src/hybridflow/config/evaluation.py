@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybridflow.config.checks.notes import has_validation
 from hybridflow.config.checks.root import check
 from hybridflow.config.load import load_config
+from hybridflow.config.needs import has_validation
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import with_values

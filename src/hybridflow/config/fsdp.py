@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import excludes, group, key, needs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class FSDPConfig:
         1,
         "Ranks that share the experts of each layer and exchange the tokens that go to them (expert "
         "parallelism); neighbours among those of fsdp_size × tensor_parallel_size.",
+        excludes(
+            ".use_torch_compile",
+            "ranks exchange as many tokens as a pass wants, which cannot be compiled",
+            at=">1",
+        ),
         minimum=1,
     )
     pipeline_parallel_size: int = key(
@@ -46,6 +51,7 @@ class FSDPConfig:
     virtual_pipeline_parallel_size: int = key(
         1,
         "Parts of each stage (interleaved schedule): stages wait less for each other and send more.",
+        needs(".pipeline_parallel_size>1", "without stages there are no parts of them", at=">1"),
         minimum=1,
     )
     context_parallel: Literal["ulysses", "ring"] = key(

@@ -25,14 +25,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.checks.algorithm import name_problems
-from hybridflow.config.checks.correction import quote_bounds
-from hybridflow.config.checks.root import check
-from hybridflow.config.convert import convert_what_fits, raise_all, unknown_key
+from hybridflow.config.checks.root import find_notes, find_problems
+from hybridflow.config.convert import convert_what_fits, raise_all, suggest, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.thresholds import quote_bounds
 from hybridflow.config.tree import (
     blocks_of,
     delete_path,
@@ -45,6 +44,7 @@ from hybridflow.config.tree import (
     with_values,
 )
 from hybridflow.config.verl_keys import KeyStatus, status
+from hybridflow.config.wrong import WRONG, WrongKeyRead
 from hybridflow.distributed.accelerators import device_problem
 from hybridflow.errors import ConfigError
 
@@ -102,16 +102,20 @@ def load_config(
     --config-path and --config-name among the overrides name a recipe too. Raises ConfigError that lists every
     unknown, refused and ill-typed key.
     """
-    loaded, problems = _load(root, overrides, recipe, values)
+    loaded, problems, _ = _load(root, overrides, recipe, values)
     raise_all(problems)
     return loaded
 
 
 def _load(
     root: type[C], overrides: Sequence[str], recipe: str | Path | None, values: Mapping[str, Any] | None
-) -> tuple[Loaded[C], list[str]]:
-    """Return what `load_config` does, and a line for each wrong key, which has its default."""
+) -> tuple[Loaded[C], list[str], set[str]]:
+    """Return what `load_config` does, a line for each wrong key, and the keys without a usable value.
+
+    Those are the wrong keys, which have their defaults, and the keys that an unknown one may mean.
+    """
     problems: list[str] = []
+    wrong: set[str] = set()
     overrides, recipe = read_flags(overrides, recipe)
     settings: list[Setting] = []
     if recipe is not None:
@@ -119,22 +123,25 @@ def _load(
         check_command(recipe, root.__name__)
     settings.extend(Setting(path, value) for path, value in flatten(values or {}))
     for text in overrides:
-        settings.extend(_parse(text, problems))
-    settings = _interpolate(root, settings)
-    accepted, notes = _normalise(root, settings, problems)
+        settings.extend(_parse(text, problems, wrong))
+    settings = _interpolate(root, settings, problems, wrong)
+    accepted, notes = _normalise(root, settings, problems, wrong)
     tree = to_tree(root())
     for setting in accepted:
         if setting.delete:
             delete_path(tree, setting.path)
         else:
             set_path(tree, setting.path, setting.value)
-    config = convert_what_fits(root, _plain(tree, problems), problems)
+    config = convert_what_fits(root, _plain(tree, problems), problems, wrong)
     device_fault = device_problem(config.trainer.device)
     if device_fault is not None:
         problems.append(device_fault)
+        wrong.add("trainer.device")
         config = with_values(config, {"trainer.device": "auto"})
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
-    return Loaded(config, notes, frozenset(given)), problems
+    blocks = tuple(f"{path}." for path in wrong)
+    keys = {path for path in keys_of(root) if path in wrong or path.startswith(blocks)}
+    return Loaded(config, notes, frozenset(given)), problems, keys
 
 
 def prepare_config(
@@ -154,10 +161,11 @@ def prepare_config(
     `values` are those of `load_config`; `runs`, `needs_model` and `needs_files` are those of `check`.
     `missing` gives a line for each thing that the run asks for and this machine lacks: problems, or notes
     where nothing runs. `fallback` gives the keys that would have to change for that; they are changed, with a
-    note each, where trainer.on_missing says so. Raises ConfigError that lists every problem.
+    note each, where trainer.on_missing says so. Raises ConfigError that lists every problem, but for what
+    depends on a key that is wrong itself.
     """
     loaded: Loaded[C]
-    loaded, problems = _load(root, overrides, recipe, values)
+    loaded, problems, wrong = _load(root, overrides, recipe, values)
     config: C = loaded.config
     changes: Sequence[Change] = ()
     if fallback is not None:
@@ -170,35 +178,22 @@ def prepare_config(
             words = ", ".join(change.word for change in changes)
             way_out = f"add trainer.on_missing=fallback to run with what is here: {words}"
         changes = ()
+    config, notes = resolve(with_values(config, dict.fromkeys(wrong, WRONG)), loaded.given)
     lacking: list[str] = []
-    try:
-        if problems:
-            # what follows from several keys is not looked at: some have their defaults
-            problems += name_problems(config)
-            if missing is not None:
-                lacking = missing(config)
-            raise_all([*problems, *(lacking if runs else ())])
-        config, notes = resolve(config, loaded.given)
-        notes = [*map(str, changes), *notes]
-        if missing is not None:
+    if missing is not None:
+        with suppress(WrongKeyRead):
             lacking = missing(config)
-        notes += check(
-            config,
-            loaded.given,
-            runs=runs,
-            needs_model=needs_model,
-            needs_files=needs_files,
-            known_problems=lacking if runs else (),
-        )
+    problems += find_problems(config, runs=runs, needs_model=needs_model, needs_files=needs_files)
+    try:
+        raise_all([*problems, *(lacking if runs else ())])
     except ConfigError as error:
         for line in () if runs else lacking:
             error.add_note(f"note: {line}")
         if way_out:
             error.add_note(way_out)
         raise
-    if not runs:
-        notes += lacking
-    return Loaded(config, [*loaded.notes, *notes], loaded.given)
+    notes = [*loaded.notes, *map(str, changes), *notes, *find_notes(config, loaded.given)]
+    return Loaded(config, [*notes, *(() if runs else lacking)], loaded.given)
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
@@ -286,11 +281,13 @@ def _entry_of_a_list(root: type[Any], path: str) -> str:
     return ""
 
 
-def _parse(text: str, problems: list[str]) -> list[Setting]:
+def _parse(text: str, problems: list[str], wrong: set[str]) -> list[Setting]:
+    """Return the settings of an override; of a wrong one tell the problem, and note its key as wrong."""
     try:
         override = _parse_one(text)
     except ConfigError as error:
         problems.append(str(error))
+        wrong.add(text.partition("=")[0].lstrip("+~"))
         return []
     path = override.key_or_group
     if override.package is not None:
@@ -307,10 +304,13 @@ def _parse(text: str, problems: list[str]) -> list[Setting]:
         if isinstance(value, dict) and value:
             return [Setting(p, v) for p, v in flatten(value, path + ".")]
         return [Setting(path, value)]
+    wrong.add(path)
     return []
 
 
-def _interpolate(root: type[Any], settings: list[Setting]) -> list[Setting]:
+def _interpolate(
+    root: type[Any], settings: list[Setting], problems: list[str], wrong: set[str]
+) -> list[Setting]:
     """Fill ${…} in the given values, against all keys as the user wrote them (defaults included)."""
     if not any("${" in str(setting.value) for setting in settings):
         return settings
@@ -329,13 +329,15 @@ def _interpolate(root: type[Any], settings: list[Setting]) -> list[Setting]:
                     OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value,
                 )
             except OmegaConfBaseException as error:
-                raise ConfigError(f"{setting.path}={setting.value}: {str(error).splitlines()[0]}") from None
+                problems.append(f"{setting.path}={setting.value}: {str(error).splitlines()[0]}")
+                wrong.add(setting.path)
+                continue
         filled.append(setting)
     return filled
 
 
 def _normalise(
-    root: type[Any], settings: list[Setting], problems: list[str]
+    root: type[Any], settings: list[Setting], problems: list[str], wrong: set[str]
 ) -> tuple[list[Setting], list[str]]:
     """Return the settings under the names that keys have here, and notes; of one key the last setting counts,
     so a value that is replaced later is not judged.
@@ -353,8 +355,10 @@ def _normalise(
         shown = f"{setting.path}={_shown(setting.value)}"
         if result.kind == "unknown":
             problems.append(_entry_of_a_list(root, setting.path) or unknown_key(setting.path, known))
+            wrong.update(suggest(setting.path, known))
         elif result.kind == "refused":
             refused.setdefault(result.reason, []).append(shown)
+            wrong.add(result.path)
         elif result.kind == "no effect":
             block, _, name = setting.path.rpartition(".")
             named = ignored.setdefault((block, result.reason), {})

@@ -5,10 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import key
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.schema import at_most, excludes, group, key, needs
 
 SCALE_BLOCK = 256
 """Numbers of a moment that share a scale in optimizer=AdamW8bit."""
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "added_tokens.json",
+)
+"""Files that say a tokenizer's tokens."""
+TOKENIZER_FILES = ("tokenizer_config.json", *VOCABULARY_FILES)
+"""Files of which a tokenizer's folder has at least one."""
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in a config.json."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,13 @@ class ModelConfig:
         False,
         "On CUDA, compute norms, gated layers and rotary positions by Liger's Triton kernels (extra "
         "`liger`). The last bits of results differ.",
+        excludes("trainer.device=cpu", "Liger's kernels are Triton programs, which run on CUDA only"),
+        excludes(".dtype=float64", "Liger's kernels compute in float32"),
+        excludes(
+            "actor_rollout_ref.rollout.exact=true",
+            "Liger's kernels change the last bits of what is computed, and nothing shows them to be the same "
+            "for any number of rows",
+        ),
     )
     external_lib: str | None = key(
         None,
@@ -82,11 +104,16 @@ class OptimConfig:
     lr: float = key(1e-6, "Learning rate, at the top of the schedule.", minimum=0)
     weight_decay: float = key(0.01, "Decoupled weight decay, on matrices only.", minimum=0)
     betas: list[float] = key(
-        [0.9, 0.999], "AdamW's two decay rates, of the mean of gradients and of the mean of their squares."
+        [0.9, 0.999],
+        "AdamW's two decay rates, of the mean of gradients and of the mean of their squares.",
+        minimum=0,
+        below=1,
+        fewest=2,
+        most=2,
     )
     eps: float = key(1e-8, "AdamW's epsilon, which is added to the denominator.", above=0)
     momentum: float = key(
-        0.95, "Momentum of Muon and SGD: the share of it that stays at each step.", minimum=0
+        0.95, "Momentum of Muon and SGD: the share of it that stays at each step.", minimum=0, below=1
     )
     muon_ns_steps: int = key(5, "Iterations that make the momentum of a matrix orthogonal.", minimum=1)
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
@@ -100,7 +127,10 @@ class OptimConfig:
         "lr_wsd_decay_steps.",
     )
     lr_wsd_decay_steps: int = key(
-        -1, "Optimizer steps of the fall at the end of wsd; -1: a tenth of all steps.", minimum=-1
+        -1,
+        "Optimizer steps of the fall at the end of wsd; -1: a tenth of all steps.",
+        needs(".lr_scheduler_type=wsd", "no other schedule falls at its end", at=">-1"),
+        minimum=-1,
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
         "exponential", "Shape of the fall at the end of wsd."
@@ -109,6 +139,7 @@ class OptimConfig:
         -1,
         "Optimizer steps over which the learning rate rises linearly to lr; -1: lr_warmup_steps_ratio "
         "decides.",
+        at_most(".total_training_steps", "so the warm-up would never end"),
         minimum=-1,
     )
     lr_warmup_steps_ratio: float = key(
@@ -141,4 +172,80 @@ class CheckpointContentsConfig:
     )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key(
         ["model", "optimizer", "extra"], "Parts of a checkpoint that a resume reads."
+    )
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """The keys of every model that learns in a run of reinforcement learning."""
+
+    grad_clip: float | None = key(
+        1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
+    )
+    optim: OptimConfig = group(OptimConfig)
+    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
+
+
+@dataclass(frozen=True)
+class ShardedLearnerConfig(LearnerConfig):
+    """The keys of a model that learns in a layout of its own."""
+
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Largest number of rows in one forward and backward pass; null: only the token limit counts. It "
+        "changes memory and speed, not results.",
+        minimum=1,
+    )
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig)
+
+
+@dataclass(frozen=True)
+class LogProbLimits:
+    """The limits of one forward pass that computes log-probs."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Largest number of rows in one forward pass for log-probs; null: only the token limit counts.",
+        minimum=1,
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "Largest number of tokens in one forward pass for log-probs; null: the actor's limit.",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True)
+class SamplingKeys:
+    """What shapes the distribution that tokens are sampled from, in training and in validation.
+
+    Training counts the log-probs of the whole distribution at the temperature.
+    """
+
+    top_k: int = key(
+        -1,
+        "Sample among the k most probable tokens only; -1: among all. Training still counts the whole "
+        "distribution.",
+        minimum=-1,
+    )
+    top_p: float = key(
+        1.0,
+        "Sample among the smallest set of tokens that has this probability together; 1: among all. Training "
+        "still counts the whole distribution.",
+        above=0,
+        maximum=1,
+    )
+    min_p: float = key(
+        0.0,
+        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
+        above=0,
     )

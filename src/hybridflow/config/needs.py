@@ -6,13 +6,16 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
+from typing import Any
 
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.wrong import WrongKeyRead
 
 
 def estimator_facts(config: PPOConfig) -> EstimatorFacts | None:
@@ -84,6 +87,25 @@ def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConf
         yield "distillation.teacher_model", config.distillation.teacher_model, None
 
 
+def unbuilt_blocks(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield the block of each role that the run does not have, as far as its keys have usable values."""
+    if isinstance(config, SFTConfig):
+        return
+    roles: dict[str, Callable[[], Any]] = {
+        "critic": lambda: config.critic.enable,
+        "reward.process_reward_model": lambda: config.reward.process_reward_model.enable,
+        "reward.reward_model": lambda: config.reward.reward_model.enable,
+        "actor_rollout_ref.ref": lambda: needs_reference(config),
+        "distillation": lambda: needs_teacher(config),
+    }
+    for block, is_built in roles.items():
+        built = False
+        with suppress(WrongKeyRead):
+            built = bool(is_built())
+        if not built:
+            yield block
+
+
 def replayed_steps(config: PPOConfig) -> int:
     """Return for how many steps the rows of a step may be drawn again; 0: there is no replay buffer."""
     return config.algorithm.pf_ppo.max_age if config.algorithm.use_pf_ppo else 0
@@ -101,6 +123,11 @@ def responses_per_prompt(config: PPOConfig) -> int:
     facts = estimator_facts(config)
     greedy = facts.greedy_rows if facts is not None else 0
     return config.actor_rollout_ref.rollout.n + greedy
+
+
+def has_validation(config: PPOConfig) -> bool:
+    """Return whether there is data to validate on."""
+    return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
 
 
 def is_given(path: str, given: Set[str]) -> bool:

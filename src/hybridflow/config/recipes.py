@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.checks.correction import quote_bounds
+from hybridflow.config.thresholds import quote_bounds
 from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"

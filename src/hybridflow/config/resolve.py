@@ -10,21 +10,24 @@ decided where torch is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, TypeVar
 
-from hybridflow.config.checks.cluster import resolved_controller
+from hybridflow.config.layout import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value, with_values
+from hybridflow.config.wrong import WRONG, WrongKeyRead
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 CACHE = "~/.cache/hybridflow"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 PROCESS = "reward.process_reward_model"
 MODEL = "reward.reward_model"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg.len"
@@ -52,54 +55,57 @@ PPO_FOLLOWS = {
     f"{PROCESS}.ppo_max_token_len_per_gpu": f"{ACTOR}.ppo_max_token_len_per_gpu",
 }
 """Keys that, while they are null, have the value of another key, which is not below them."""
+FOLLOWED_OF_MODELS = (
+    "tokenizer_path",
+    "trust_remote_code",
+    "external_lib",
+    "dtype",
+    "override_config",
+    "use_liger",
+)
 SFT_FOLLOWS = {"model.tokenizer_path": "model.path", "data.tokenizer": "model.tokenizer_path"}
+
+
+Values = dict[str, Any]
+Fill = Callable[[Any, Set[str], list[str]], Values]
+"""Function of the configuration, the keys that the user set and the notes: values of the keys of its step."""
 
 
 def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     """Return the configuration with derived values filled in, and one line for each that may surprise.
 
-    `given` are the paths that the user set.
+    `given` are the paths that the user set. What follows from a wrong key is wrong itself.
     """
-    config = with_values(config, _shared(config))
-    if isinstance(config, SFTConfig):
-        return _followed(config, SFT_FOLLOWS), []
     notes: list[str] = []
-    config = with_values(config, _bypass_loss(config, notes))
-    config = with_values(config, _environment_rows(config))
-    config = with_values(config, _model_reward(config))
-    config = with_values(config, _mini_batch(config, given, notes))
-    config = with_values(config, _schedule(config, given))
-    config = _followed(config, PPO_FOLLOWS)
-    notes += _engine(config)
-    values = _ppo(config) | _paper_bounds(config, given, notes)
-    for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model", f"{REF}.model"):
-        values |= _followed_model(config, block, given)
-    return with_values(config, values), notes
+    for keys, fill in PPO if isinstance(config, PPOConfig) else SUPERVISED:
+        try:
+            values = fill(config, given, notes)
+        except WrongKeyRead:
+            values = dict.fromkeys(keys, WRONG)
+        config = with_values(config, values)
+    return config, notes
 
 
-def _followed(config: C, follows: Mapping[str, str]) -> C:
-    """Return the configuration in which each null has the value of the key that it follows."""
-    for key, other in follows.items():
-        if get_value(config, key) in (None, ""):
-            config = with_values(config, {key: get_value(config, other)})
-    return config
+def follows_of(config: PPOConfig | SFTConfig) -> Mapping[str, str]:
+    """Return the keys of this kind of run that have the value of another key where they are left out."""
+    liger = {f"{REF}.model.use_liger": "actor_rollout_ref.model.use_liger"}
+    return {**PPO_FOLLOWS, **liger} if isinstance(config, PPOConfig) else SFT_FOLLOWS
 
 
-def _bypass_loss(config: PPOConfig, notes: list[str]) -> dict[str, Any]:
+def _bypass_loss(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """In bypass mode `loss_type=reinforce` is the policy loss."""
     correction = config.algorithm.rollout_correction
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if not correction.bypass_mode or correction.loss_type != "reinforce" or loss == "reinforce":
         return {}
-    path = f"{ACTOR}.policy_loss.loss_mode"
     notes.append(
-        f"{path}=reinforce: what algorithm.rollout_correction.loss_type asks for in bypass mode (it was "
+        f"{LOSS}=reinforce: what algorithm.rollout_correction.loss_type asks for in bypass mode (it was "
         f"{loss})"
     )
-    return {path: "reinforce"}
+    return {LOSS: "reinforce"}
 
 
-def _environment_rows(config: PPOConfig) -> dict[str, Any]:
+def _environment_rows(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """An environment without data makes its own questions."""
     data = config.data
     if not data.environment or data.train_files or data.task.name or data.custom_cls.path:
@@ -107,7 +113,7 @@ def _environment_rows(config: PPOConfig) -> dict[str, Any]:
     return {"data.task.name": f"environment:{data.environment}"}
 
 
-def _model_reward(config: PPOConfig) -> dict[str, Any]:
+def _model_reward(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """A reward model beside no chosen function is the whole reward."""
     reward = config.reward
     chosen = reward.terms or reward.custom_reward_function.path or reward.function != "auto"
@@ -116,40 +122,27 @@ def _model_reward(config: PPOConfig) -> dict[str, Any]:
     return {"reward.terms": [{"name": MODEL_TERM}]}
 
 
-def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
-    data = config.data
-    trainer = config.trainer
-    return {
-        "data.train_files": _as_list(data.train_files),
-        "data.val_files": _as_list(data.val_files),
-        "data.cache_dir": data.cache_dir or CACHE,
-        "trainer.logger": _as_list(trainer.logger),
-        "trainer.controller": resolved_controller(trainer),
-    }
+def _run_ahead(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """How far generation runs ahead: under sync not at all, where the user left it out."""
+    if config.trainer.schedule == "sync" and "trainer.async.run_ahead" not in given:
+        return {"trainer.async.run_ahead": 0.0}
+    return {}
 
 
-def _schedule(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
-    """How far generation runs ahead and how old a token may be, where the user left them out.
-
-    Under sync both are 0. An exact schedule knows how old its tokens are; the others may wait three times as
-    long for a slow group as they run ahead.
+def _max_staleness(config: PPOConfig) -> int | None:
+    """How old a token may be: under sync 0. An exact schedule knows how old its tokens are; the others may
+    wait three times as long for a slow group as they run ahead.
     """
-    keys = config.trainer.async_
     schedule = config.trainer.schedule
-    values: dict[str, Any] = {}
-    ahead = keys.run_ahead
-    if schedule == "sync" and "trainer.async.run_ahead" not in given:
-        ahead = 0.0
-    values["trainer.async.run_ahead"] = ahead
-    if keys.max_staleness is None and math.isfinite(ahead):
-        times = 1 if schedule in EXACT_SCHEDULES else 3
-        if schedule == "sync":
-            times = 0
-        values["trainer.async.max_staleness"] = math.ceil(times * ahead)
-    return values
+    ahead = config.trainer.async_.run_ahead
+    if schedule == "sync":
+        return 0
+    if not math.isfinite(ahead):
+        return None
+    return math.ceil(ahead if schedule in EXACT_SCHEDULES else 3 * ahead)
 
 
-def _mini_batch(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
+def _mini_batch(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """The default mini-batch, cut to the batch."""
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     batch = config.data.train_batch_size
@@ -160,43 +153,28 @@ def _mini_batch(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[st
     return {path: batch}
 
 
-def _engine(config: PPOConfig) -> list[str]:
-    """Return the line that names the engine of a run that asks for Megatron-LM."""
-    if config.actor_rollout_ref.actor.strategy != "megatron":
-        return []
-    return [
-        f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by PyTorch's "
-        "own engine (FSDP2, tensor parallelism, stages by 1F1B), not Megatron-LM"
-    ]
+def _engine(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """One engine has the layouts of all three; a line says so to those who ask for Megatron-LM."""
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        notes.append(
+            f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by "
+            "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B), not Megatron-LM"
+        )
+    return {f"{ACTOR}.strategy": "fsdp2"}
 
 
-def _ppo(config: PPOConfig) -> dict[str, Any]:
-    """Values that are not simply those of another key."""
-    actor = config.actor_rollout_ref.actor
-    rollout = config.actor_rollout_ref.rollout
-    kwargs = config.reward.reward_kwargs
-    process = config.reward.process_reward_model
-    estimator = estimator_facts(config)
-    loss = loss_facts(config)
-    longest = kwargs.max_resp_len or config.data.max_response_length
-    values: dict[str, Any] = {
-        f"{ACTOR}.strategy": "fsdp2",
-        f"{ACTOR}.loss_scale_factor": actor.loss_scale_factor or float(config.data.max_response_length),
-        # DAPO's part: 4096 of 20480 tokens
-        OVERLONG: kwargs.overlong_buffer_cfg.len or max(1, longest // 5),
-    }
-    if actor.loss_agg_mode is None and loss is not None:
-        values[f"{ACTOR}.loss_agg_mode"] = loss.agg_mode
-    if config.critic.enable is None:
-        values["critic.enable"] = estimator is not None and estimator.critic
-    if process.enable is None:
-        values[f"{PROCESS}.enable"] = estimator is not None and estimator.process_rewards
-    if rollout.name in ("vllm", "sglang") and rollout.max_model_len is None:
-        values[f"{ROLLOUT}.max_model_len"] = config.data.max_prompt_length + config.data.max_response_length
-    return values
+def _overlong(config: PPOConfig) -> int:
+    """DAPO's part of the longest response: 4096 of 20480 tokens."""
+    return max(1, (config.reward.reward_kwargs.max_resp_len or config.data.max_response_length) // 5)
 
 
-def _paper_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
+def _context(config: PPOConfig) -> int | None:
+    if config.actor_rollout_ref.rollout.name not in ("vllm", "sglang"):
+        return None
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _paper_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """Clip bounds and largest ratio of the loss's paper where the user left them out."""
     actor = config.actor_rollout_ref.actor
     loss = loss_facts(config)
@@ -215,27 +193,81 @@ def _paper_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[
     return {f"{ACTOR}.{name}": bound for name, bound in (values | left_out).items()}
 
 
-def _followed_model(config: PPOConfig, block: str, given: Set[str]) -> dict[str, Any]:
+def _followed_model(block: str, config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """Keys that a role's model takes over from the actor's, since both read the same tokens. Where the
     weights are the same too, so is override_config.
     """
     model = config.actor_rollout_ref.model
-    followed: dict[str, Any] = {
-        "tokenizer_path": model.tokenizer_path,
-        "trust_remote_code": model.trust_remote_code,
-        "external_lib": model.external_lib,
-        "dtype": model.dtype,
-    }
-    if get_value(config, block).path == model.path:
-        followed["override_config"] = model.override_config
-    if block == f"{REF}.model":
-        followed["use_liger"] = model.use_liger
-        if get_value(config, block).path != model.path:
-            followed["tokenizer_path"] = None  # its own, which must have the actor's tokens
+    same = get_value(config, block).path == model.path
+    followed = {name: getattr(model, name) for name in FOLLOWED_OF_MODELS}
+    if not same:
+        del followed["override_config"]
+    if block != f"{REF}.model":
+        del followed["use_liger"]
+    elif not same:
+        followed["tokenizer_path"] = None  # its own, which must have the actor's tokens
     return {
         f"{block}.{name}": value for name, value in followed.items() if not is_given(f"{block}.{name}", given)
     }
 
 
+def _set(key: str, value: Callable[[Any], Any]) -> tuple[tuple[str, ...], Fill]:
+    """Return the step that gives one key a value that follows from the configuration."""
+    return (key,), lambda config, given, notes: {key: value(config)}
+
+
+def _where_null(key: str, value: Callable[[Any], Any]) -> tuple[tuple[str, ...], Fill]:
+    """Return the step that gives one key a value where it is null or empty."""
+
+    def fill(config: Any, given: Set[str], notes: list[str]) -> Values:
+        found = get_value(config, key)
+        return {key: value(config)} if found is None or found == "" else {}
+
+    return (key,), fill
+
+
+def _follow(follows: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Fill]]:
+    """Yield the step of each key that has the value of another one while it is null."""
+    for key, other in follows.items():
+        yield _where_null(key, partial(get_value, path=other))
+
+
 def _as_list(value: str | Sequence[str]) -> list[str]:
     return ([value] if value else []) if isinstance(value, str) else list(value)
+
+
+MODELS = ("distillation.teacher_model", "critic.model", f"{PROCESS}.model", f"{REF}.model")
+Steps = tuple[tuple[tuple[str, ...], Fill], ...]
+SHARED: Steps = (
+    _set("data.train_files", lambda config: _as_list(config.data.train_files)),
+    _set("data.val_files", lambda config: _as_list(config.data.val_files)),
+    _where_null("data.cache_dir", lambda config: CACHE),
+    _set("trainer.logger", lambda config: _as_list(config.trainer.logger)),
+    _set("trainer.controller", lambda config: resolved_controller(config.trainer)),
+)
+SUPERVISED: Steps = (*SHARED, *_follow(SFT_FOLLOWS))
+PPO: Steps = (
+    *SHARED,
+    ((LOSS,), _bypass_loss),
+    (("data.task.name",), _environment_rows),
+    (("reward.terms",), _model_reward),
+    ((f"{ACTOR}.ppo_mini_batch_size",), _mini_batch),
+    (("trainer.async.run_ahead",), _run_ahead),
+    _where_null("trainer.async.max_staleness", _max_staleness),
+    *_follow(PPO_FOLLOWS),
+    ((f"{ACTOR}.strategy",), _engine),
+    _where_null(f"{ACTOR}.loss_scale_factor", lambda config: float(config.data.max_response_length)),
+    _where_null(OVERLONG, _overlong),
+    _where_null(f"{ACTOR}.loss_agg_mode", lambda config: getattr(loss_facts(config), "agg_mode", None)),
+    _where_null("critic.enable", lambda config: getattr(estimator_facts(config), "critic", False)),
+    _where_null(
+        f"{PROCESS}.enable", lambda config: getattr(estimator_facts(config), "process_rewards", False)
+    ),
+    _where_null(f"{ROLLOUT}.max_model_len", _context),
+    (tuple(f"{ACTOR}.clip_ratio_{name}" for name in ("low", "high", "c")), _paper_bounds),
+    *(
+        (tuple(f"{block}.{name}" for name in FOLLOWED_OF_MODELS), partial(_followed_model, block))
+        for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model", f"{REF}.model")
+    ),
+)
+"""The keys of each step and what fills them, in this order."""

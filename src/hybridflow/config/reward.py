@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.model import LearnerConfig, ModelConfig
 from hybridflow.config.sandbox import SandboxConfig
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import at_most, divides, excludes, group, key, needs, read_by
+
+ONE_BY_ONE = (
+    excludes(
+        ".manager", "it holds for responses that are scored one by one, and a manager scores all in one call"
+    ),
+    excludes(".num_workers=0", "it holds where processes score, and not in the trainer's own"),
+)
+"""Of limits on the scoring of single responses."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,11 @@ class CustomRewardConfig:
         "decides.",
     )
     name: str = key("compute_score", "Name of the function in that file; compute_reward is tried too.")
-    reward_kwargs: dict[str, Any] = key({}, "Extra keyword arguments of the function.")
+    reward_kwargs: dict[str, Any] = key(
+        {},
+        "Extra keyword arguments of the function.",
+        excludes("reward.terms", "write the options into the term"),
+    )
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class OverlongBufferConfig:
     len: int | None = key(
         None,
         "Tokens before max_resp_len over which the penalty grows; null: a fifth of max_resp_len.",
+        at_most("reward.reward_kwargs.max_resp_len"),
         minimum=1,
     )
     penalty_factor: float = key(
@@ -56,7 +70,7 @@ class RewardKwargsConfig:
 
 
 @dataclass(frozen=True)
-class ProcessRewardModelConfig:
+class ProcessRewardModelConfig(LearnerConfig):
     """An implicit process reward model that trains beside the actor (PRIME)."""
 
     enable: bool | None = key(
@@ -65,7 +79,6 @@ class ProcessRewardModelConfig:
         "estimator needs one.",
     )
     model: ModelConfig = group(ModelConfig)
-    optim: OptimConfig = group(OptimConfig)
     beta: float = key(
         0.05,
         "Scale of the process reward of a token, beta · (log-prob of the reward model − log-prob of the "
@@ -90,6 +103,7 @@ class ProcessRewardModelConfig:
         None,
         "Prompts in one optimizer step of the reward model, each with all of its responses; null: "
         "data.train_batch_size.",
+        divides("data.train_batch_size"),
         minimum=1,
     )
     ppo_max_token_len_per_gpu: int | None = key(
@@ -98,9 +112,9 @@ class ProcessRewardModelConfig:
     grad_clip: float | None = key(
         10.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
     )
-    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
 
+CUSTOM = "reward.custom_reward_function"
 MODEL_TERM = "reward_model"
 """Name of the term of `reward.terms` that is the score of `reward.reward_model`."""
 
@@ -140,6 +154,7 @@ class RewardModelRoleConfig:
         None,
         "Most tokens of a conversation that the reward model reads; a longer one is an error of that row. "
         "null: forward_max_token_len_per_gpu.",
+        at_most(".forward_max_token_len_per_gpu", "which holds a whole conversation"),
         minimum=2,
     )
     micro_batch_size_per_gpu: int | None = key(
@@ -182,12 +197,16 @@ class RewardConfig:
         "weight: -0.1, max_chars: 400, when: acc}]. A term with `when` counts where that column is above 0.",
     )
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
-    reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
+    reward_kwargs: RewardKwargsConfig = group(
+        RewardKwargsConfig, read_by(".reward_kwargs.overlong_buffer_cfg.enable")
+    )
     reward_model: RewardModelRoleConfig = group(RewardModelRoleConfig)
     manager: str | None = key(
         None,
         "What scores all responses of a step in one call, which reward.timeout bounds: batch calls your "
         "function with lists, path/to/file.py:name is a manager of your own. null: one call a response.",
+        excludes(".num_workers=0", "it scores where processes score, and not in the trainer's own"),
+        needs(".custom_reward_function.path", "it calls a function of yours with lists", at="=batch"),
     )
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     sandbox: SandboxConfig = group(SandboxConfig)
@@ -214,16 +233,20 @@ class RewardConfig:
         0,
         "Further tries of a response whose reward fails, after 1, 2, 4, … seconds, more or less; then "
         "on_error decides.",
+        *ONE_BY_ONE,
         minimum=0,
     )
     max_concurrent: int | None = key(
-        None, "Responses that are scored at once, of all workers; null: as many as they take.", minimum=1
+        None,
+        "Responses that are scored at once, of all workers; null: as many as they take.",
+        *ONE_BY_ONE,
+        minimum=1,
     )
     max_rpm: float | None = key(
-        None, "Requests a minute that the reward may be called with; null: no limit.", above=0
+        None, "Requests a minute that the reward may be called with; null: no limit.", *ONE_BY_ONE, above=0
     )
     max_tpm: float | None = key(
-        None, "Tokens a minute that the reward may be called with; null: no limit.", above=0
+        None, "Tokens a minute that the reward may be called with; null: no limit.", *ONE_BY_ONE, above=0
     )
     estimated_tokens_per_request: int = key(2000, "Tokens that a request counts as for max_tpm.", minimum=1)
     watch: bool = key(
@@ -241,3 +264,34 @@ class RewardConfig:
         "What happens where a reward fails: raise stops the run, zero scores 0, drop leaves the row out of "
         "the loss.",
     )
+
+
+def reward_problems(reward: RewardConfig) -> Iterator[str]:
+    """Yield one line for more than one choice of the reward, and for a choice that is none."""
+    choices = {
+        "reward.terms": repr(reward.terms) if reward.terms else "",
+        f"{CUSTOM}.path": reward.custom_reward_function.path or "",
+        "reward.function": reward.function if reward.function != "auto" else "",
+    }
+    chosen = [f"{key}={value}" for key, value in choices.items() if value]
+    if len(chosen) > 1:
+        yield (
+            f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name "
+            "of a term)"
+        )
+    named = [term.get("name") for term in reward.terms if isinstance(term, dict)].count(MODEL_TERM)
+    learned = reward.reward_model
+    if named > 1:
+        yield f"reward.terms names {MODEL_TERM} {named} times, and a run has one reward model: keep one"
+    if named and not learned.enable:
+        yield (
+            f"reward.terms names {MODEL_TERM}, which is off: set reward.reward_model.enable=true and "
+            "reward.reward_model.model.path"
+        )
+    if learned.enable and chosen and not named:
+        yield (
+            f"reward.reward_model.enable=true beside {chosen[0]}, which does not use its score: join them by "
+            f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}]"
+        )
+    if reward.manager not in (None, "batch") and ":" not in reward.manager:
+        yield f"reward.manager={reward.manager}: wanted batch, or path/to/file.py:name"

@@ -1,8 +1,12 @@
-"""The syntax of the options of rollout correction and of their thresholds: `2.0`, `0.5_5.0`, comma lists."""
+"""The syntax of the options of rollout correction and of their thresholds: `2.0`, `0.5_5.0`, comma lists.
+
+Hydra and YAML 1.1 read `0.5_5` as the number 0.55: `quote_bounds` runs over the text before they do.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
@@ -12,6 +16,20 @@ OPTIONS = (
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
 _KEY = "algorithm.rollout_correction"
+_BOUNDS = r"\d[\d.]*_\d[\d.]*"
+_ON_COMMAND_LINE = re.compile(r"(.*\brollout_[ir]s_threshold=)(.+)", re.DOTALL)
+_IN_YAML = re.compile(
+    rf"(\brollout_[ir]s_threshold[ \t]*:[ \t]*)({_BOUNDS})(?=[ \t]*(?:\}}|#|$|,\s*\w+\s*:))", re.MULTILINE
+)
+
+
+def quote_bounds(text: str) -> str:
+    """Return an override or a recipe's text with each threshold 'lo_hi' in quotes, so that it stays text."""
+    text = _IN_YAML.sub(r"\1'\2'", text)
+    override = _ON_COMMAND_LINE.fullmatch(text)
+    if override and re.fullmatch(r"[\d._,\s]+", override[2]):
+        return override[1] + re.sub(_BOUNDS, lambda found: f"'{found[0]}'", override[2])
+    return text
 
 
 class Rule(NamedTuple):

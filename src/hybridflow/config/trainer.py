@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import excludes, group, key, less_than, needs, read_by, surprises
+
+BETWEEN_UPDATES = "it has no effect where a batch is generated between two updates"
+ASYNCHRONOUS = "trainer.schedule=one_step_off, exact_async, fully_async or colocated_async, or leave it out"
 
 Tracker = Literal[
     "console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab", "trackio", "clearml", "weave"
@@ -57,11 +60,13 @@ class BaseTrainerConfig:
     wandb_proxy: str | None = key(
         None,
         "Address of the proxy for Weights & Biases alone; null: as the environment says.",
+        schemes=("*",),
     )
     alert_webhook: str | None = key(
         None,
         "Address (https://…) that warnings about the run are posted to as JSON, with their text in `text` as "
         "chats read it; null: they are only logged.",
+        schemes=("http", "https"),
     )
     prometheus: PrometheusConfig = group(PrometheusConfig)
     total_epochs: int = key(
@@ -73,8 +78,18 @@ class BaseTrainerConfig:
     total_training_steps: int | None = key(
         None, "Number of training steps after which the run ends; null: total_epochs decides.", minimum=1
     )
-    nnodes: int = key(1, "Number of machines.", minimum=1)
-    n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
+    nnodes: int = key(
+        1,
+        "Number of machines.",
+        surprises(".resource_pools", "trainer.resource_pools says which devices there are"),
+        minimum=1,
+    )
+    n_gpus_per_node: int = key(
+        1,
+        "Devices on each machine, or processes where there is no GPU.",
+        surprises(".resource_pools", "trainer.resource_pools says which devices there are"),
+        minimum=1,
+    )
     device: str = key(
         "auto",
         "Device that computes: auto, cpu, cuda, npu, or one that an installed plugin adds. auto: an "
@@ -98,6 +113,7 @@ class BaseTrainerConfig:
     max_restarts: int = key(
         0,
         "How often a run that lost workers rebuilds them and goes on from the newest checkpoint; 0: it ends.",
+        surprises(".save_freq<1", "a restart begins at step 1 again"),
         minimum=0,
     )
     worker_timeout: float = key(
@@ -142,8 +158,13 @@ class BaseTrainerConfig:
         "auto",
         "auto goes on from the newest whole checkpoint of the run folder, if there is one; disable starts "
         "anew; resume_path goes on from resume_from_path.",
+        needs(".resume_from_path", "it goes on from a global_step_N folder", at="=resume_path"),
     )
-    resume_from_path: str | None = key(None, "The global_step_N folder of resume_mode=resume_path.")
+    resume_from_path: str | None = key(
+        None,
+        "The global_step_N folder of resume_mode=resume_path.",
+        needs(".resume_mode=resume_path", "no other mode reads it"),
+    )
     resume_other_model: bool = key(
         False,
         "Go on from a checkpoint that was made with another model, other adapters or another tokenizer, with "
@@ -173,21 +194,31 @@ class AsyncConfig:
         1.0,
         "Steps that generation runs ahead of training; it sets the mean staleness. A fraction is a part of a "
         "step's groups. exact_async takes whole steps, one_step_off 1. 0: nothing is generated ahead.",
+        excludes("trainer.schedule=sync", BETWEEN_UPDATES, way=ASYNCHRONOUS),
         minimum=0,
     )
     max_staleness: int | None = key(
         None,
         "Largest staleness of any token that is trained; it always holds: a step waits for groups that would "
         "pass it. null: run_ahead for the exact schedules, three times that, rounded up, for the others.",
+        excludes("trainer.schedule=sync", BETWEEN_UPDATES, way=ASYNCHRONOUS),
         minimum=0,
     )
     partial_rollout: bool = key(
         True,
         "New weights are taken between two tokens of a response that goes on; false: once all responses that "
         "were begun are whole. The exact schedules never change weights within a response.",
+        excludes("trainer.schedule=sync", BETWEEN_UPDATES, way=ASYNCHRONOUS, at="=false"),
+        read_by(
+            "trainer.schedule=sync|fully_async|colocated_async",
+            "a response is generated whole under one version of the weights",
+        ),
     )
     max_concurrent_groups: int | None = key(
-        None, "Most groups that are generated at once; null: as many as run_ahead admits.", minimum=1
+        None,
+        "Most groups that are generated at once; null: as many as run_ahead admits.",
+        excludes("trainer.schedule=sync", BETWEEN_UPDATES, way=ASYNCHRONOUS),
+        minimum=1,
     )
 
 
@@ -200,6 +231,12 @@ class TrainerConfig(BaseTrainerConfig):
         "When batches are generated: sync between two updates; one_step_off and exact_async beside training, "
         "each batch whole under one version of the weights, whatever the timing; fully_async and "
         "colocated_async as fast as run_ahead and max_staleness allow.",
+        excludes(
+            "trainer.placement.rollout",
+            "it generates on the actor's devices, and generation has devices of its own",
+            at="=colocated_async",
+            way="trainer.schedule=fully_async, or leave the rollout out of trainer.placement",
+        ),
     )
     async_: AsyncConfig = group(AsyncConfig)
 
@@ -219,6 +256,22 @@ class TrainerConfig(BaseTrainerConfig):
         "that their tokens do not pass the trainer's process. They share reward.num_workers and "
         "agent.num_workers out, with at least one each. 0: the trainer's process does it. "
         "trainer.controller=local refuses others, because tokens pass no process there.",
+        excludes(
+            ".controller=local",
+            "in one process, without Ray, tokens pass no other",
+            way="trainer.controller=ray, or num_collectors=0",
+        ),
+        excludes(
+            "reward.reward_model.enable",
+            "the model scores all responses of a step together, and no collector has them all",
+        ),
+        excludes(
+            "reward.manager",
+            "a manager scores all responses of a step in one call, and no collector has them all",
+        ),
+        excludes(
+            "actor_rollout_ref.rollout.agent.endpoint_port", "several processes cannot listen at one port"
+        ),
         minimum=0,
     )
     row_store: RowStoreName = key(
@@ -226,11 +279,18 @@ class TrainerConfig(BaseTrainerConfig):
         "Where the columns of rows wait for workers to read them: auto is memory in one process and Ray's "
         "object store under Ray; transferqueue is the package TransferQueue (extra transferqueue), which "
         "needs Ray.",
+        excludes(
+            ".controller=local",
+            "the package needs the processes of Ray",
+            at="=transferqueue",
+            way="trainer.controller=ray, or row_store=auto",
+        ),
     )
     transfer_queue: dict[str, Any] = key(
         {},
         "Settings of TransferQueue where trainer.row_store=transferqueue starts it, named as in the "
         "package's config.yaml, for example {backend: {storage_backend: MooncakeStore}}.",
+        read_by(".row_store=transferqueue"),
     )
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate once, and end the run.")
@@ -239,7 +299,13 @@ class TrainerConfig(BaseTrainerConfig):
         "Training step of your own: a subclass of PPOStep, as path/to/file.py:Name or package.module:Name. "
         "null: PPOStep.",
     )
-    critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
+    critic_warmup: int = key(
+        0,
+        "Number of first steps in which only the critic trains.",
+        less_than(".total_training_steps", "and leaves no step in which the actor trains"),
+        surprises("critic.enable=false", "the actor stands still in these steps, and nothing learns in them"),
+        minimum=0,
+    )
     keep_rows: bool = key(
         False,
         "Write the rows of each step, as they were trained, into rows/ of the run folder, for `hybridflow "

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from hybridflow.config.schema import KeyDeclaration, KeyRelation
+
 C = TypeVar("C")
 
 _HINTS: dict[type, dict[str, Any]] = {}
@@ -38,22 +40,20 @@ def name_of(f: dataclasses.Field[Any]) -> str:
     return f.name.removesuffix("_")
 
 
-@dataclass(frozen=True)
-class KeyInfo:
-    """One key of the schema: dotted path, type, default at this place, and what `schema.key` declares."""
+@dataclass(frozen=True, kw_only=True)
+class KeyInfo(KeyDeclaration):
+    """One key of the schema: its dotted path, type and default at this place, and what is declared of it.
+
+    Of its relations, those by which it is read are its `readers`; `otherwise` is a dotted path.
+    """
 
     path: str
     type: Any
     default: Any
-    meaning: str
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    argument: str = ""
-    symbol: str = ""
-    otherwise: str = ""
-    """Dotted path of the key that sets the argument while this one is null."""
+    readers: tuple[tuple[str, KeyRelation], ...] = ()
+    """Conditions under which it is read, its own and those of the blocks around it, each with the block that
+    paths of the condition begin in.
+    """
 
     @property
     def is_free(self) -> bool:
@@ -68,24 +68,30 @@ _BLOCKS: dict[type[Any], frozenset[str]] = {}
 def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
     """Return every key of a configuration class by dotted path, in the order of declaration."""
     if root not in _KEYS:
-        _KEYS[root] = types.MappingProxyType({info.path: info for info in _walk(root, root(), "")})
+        _KEYS[root] = types.MappingProxyType({info.path: info for info in _walk(root, root(), "", ())})
     return _KEYS[root]
 
 
-def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
+def _walk(
+    cls: type[Any], instance: Any, prefix: str, around: tuple[tuple[str, KeyRelation], ...]
+) -> Iterator[KeyInfo]:
     hints = type_hints(cls)
     for f in dataclasses.fields(cls):
         path = f"{prefix}{name_of(f)}"
         value = getattr(instance, f.name)
+        declared: KeyDeclaration = f.metadata.get("declared", KeyDeclaration())
+        own = [each for each in declared.relations if each.kind == "read_by"]
+        readers = (*around, *((prefix.rstrip("."), each) for each in own))
         if dataclasses.is_dataclass(hints[f.name]):
-            yield from _walk(type(value), value, path + ".")
-        else:
-            declared = dict(f.metadata)
-            if declared.get("symbol") and not declared["argument"]:
-                declared["argument"] = name_of(f)
-            if declared.get("otherwise"):
-                declared["otherwise"] = prefix + declared["otherwise"]
-            yield KeyInfo(path, hints[f.name], value, declared.pop("meaning", ""), **declared)
+            yield from _walk(type(value), value, path + ".", readers)
+            continue
+        fields = {each.name: getattr(declared, each.name) for each in dataclasses.fields(declared)}
+        fields["relations"] = tuple(each for each in declared.relations if each not in own)
+        if declared.symbol and not declared.argument:
+            fields["argument"] = name_of(f)
+        if declared.otherwise:
+            fields["otherwise"] = prefix + declared.otherwise
+        yield KeyInfo(path=path, type=hints[f.name], default=value, readers=readers, **fields)
 
 
 def blocks_of(root: type[Any]) -> frozenset[str]:

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridflow.config.checks.cluster import COLLECTORS
+from hybridflow.config.layout import COLLECTORS
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.worker import RankInfo
 from hybridflow.errors import ConfigError
@@ -57,7 +57,7 @@ class Placement:
     """The pools of each role. Roles of one pool are colocated: one process for each device hosts them all.
 
     Raises ConfigError for a pool that no role uses, and for any role but the rollout in several pools. That
-    all pools exist and have devices was checked with the keys (`config/checks/cluster.py`).
+    all pools exist and have devices was checked with the keys (`config/layout.py`).
     """
 
     pools: tuple[ResourcePool, ...]

@@ -18,8 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridflow.config.checks.paths import TASKS
-from hybridflow.config.data import DataConfig, SFTDataConfig
+from hybridflow.config.data import TASKS, DataConfig, SFTDataConfig
 from hybridflow.config.preference import (
     PreferenceDataConfig,
     RewardDataConfig,

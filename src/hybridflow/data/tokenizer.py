@@ -18,8 +18,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.hub import cached_file
 
-from hybridflow.config.checks.model import TOKENIZER_FILES
-from hybridflow.config.checks.paths import is_written_as_path
+from hybridflow.config.model import TOKENIZER_FILES
+from hybridflow.config.paths import is_written_as_path
 from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder, require_hub
 from hybridflow.data.row_schema import PLAIN_PROMPTS

@@ -49,7 +49,7 @@ class ParallelLayout:
         `ulysses_sequence_parallel_size`, `fsdp_config.tensor_parallel_size`, `pipeline_parallel_size` and
         `expert_parallel_size`.
 
-        Sizes that do not go together were refused with the keys (`config/checks/cluster.py`).
+        Sizes that do not go together were refused with the keys (`config/layout.py`).
         """
         ranks = world_size // (tensor * pipeline)
         shards = fsdp_size

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
+from hybridflow.config.model import NUMBERS_OF_EXPERTS
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.rounded_weights import RoundedWeight
 

@@ -14,8 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridflow.config.checks.model import NUMBERS_OF_EXPERTS
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import NUMBERS_OF_EXPERTS, ModelConfig
 from hybridflow.errors import ModelError
 from hybridflow.planner.model_size import Count, ModelSize
 

@@ -25,10 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.config.checks.reward import CUSTOM, reward_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.own_code import CALLED_WITH, CALLED_WITH_LISTS, DEFAULT_NAMES, TERM_KEYS
-from hybridflow.config.reward import MODEL_TERM, RewardConfig
+from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig, reward_problems
 from hybridflow.config.source_code import in_memory, shown
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.function import ROW, UNKNOWN, RewardFunction

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridflow.config.checks.reward import CUSTOM
 from hybridflow.config.needs import may_score_itself
-from hybridflow.config.reward import MODEL_TERM, RewardConfig
+from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.checks.cluster import num_processes
+from hybridflow.config.layout import num_processes
 from hybridflow.config.load import Change
 from hybridflow.config.needs import built_models
 from hybridflow.config.tree import get_value, keys_of

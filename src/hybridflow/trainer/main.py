@@ -9,24 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridflow.agent.early_checks import check_agents
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.checks.cluster import resolved_controller
-from hybridflow.config.checks.model import on_cpu
 from hybridflow.config.convert import raise_all
 from hybridflow.config.hydra_flags import asks_for_help, help_text
+from hybridflow.config.layout import resolved_controller
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import built_models
+from hybridflow.config.wrong import WrongKeyRead
 from hybridflow.controller.surroundings import choose_address
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
-from hybridflow.errors import ConfigError, WorkerLost, install_extra
+from hybridflow.errors import ConfigError, HybridFlowError, WorkerLost, install_extra
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
 from hybridflow.observability.tracing import trace_problems
@@ -54,24 +54,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     SIGTERM, with what is done saved where the configuration asks for checkpoints.
     """
     _refuse_torchrun()
-    raise_all(missing_libraries(config))
-    if isinstance(config, PPOConfig):
-        # what can be seen now and would stop the run later is said before torch is loaded
-        with progress.phase("loading environments, tools and agents"):
-            check_agents(config)
-    splits = check_data(config)
-    if isinstance(config, PPOConfig):
-        check_reward(config, splits)
-    check_trackers(config.trainer)
-    RunFolder(config.trainer.default_local_dir).check_writable()
-    check_resume(config)
-    if config.trainer.remote_checkpoint_dir is not None:
-        with progress.phase("looking at the remote checkpoints"):
-            RemoteCheckpoints(config.trainer.remote_checkpoint_dir)
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
-
-        look_ahead(config.trainer, config.ray_kwargs)
+    _look_first(config)
     with progress.shown(), stopping(config):
         with progress.phase("importing torch and transformers"):
             build = _load_build(config)
@@ -95,6 +78,47 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     return metrics
 
 
+def _look_first(config: PPOConfig | SFTConfig) -> None:
+    """Raise what can be seen now and would stop the run later, all of it at once, before torch is loaded."""
+    found: list[HybridFlowError] = []
+    with _collected(found):
+        raise_all(missing_libraries(config))
+    if isinstance(config, PPOConfig):
+        with _collected(found), progress.phase("loading environments, tools and agents"):
+            check_agents(config)
+    with _collected(found):
+        splits = check_data(config)
+        if isinstance(config, PPOConfig):
+            check_reward(config, splits)
+    with _collected(found):
+        check_trackers(config.trainer)
+    with _collected(found):
+        RunFolder(config.trainer.default_local_dir).check_writable()
+    with _collected(found):
+        check_resume(config)
+    if config.trainer.remote_checkpoint_dir is not None:
+        with _collected(found), progress.phase("looking at the remote checkpoints"):
+            RemoteCheckpoints(config.trainer.remote_checkpoint_dir)
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        with _collected(found):
+            look_ahead(config.trainer, config.ray_kwargs)
+    lines = [line for error in found for line in getattr(error, "problems", ()) or (str(error),)]
+    if len(dict.fromkeys(lines)) == 1:
+        raise found[0]
+    raise_all(list(dict.fromkeys(lines)))  # a library may be missing to two of them
+
+
+@contextmanager
+def _collected(found: list[HybridFlowError]) -> Iterator[None]:
+    """Add an error that a user can mend to those that are found, so that it hides no other."""
+    try:
+        yield
+    except HybridFlowError as error:
+        found.append(error)
+
+
 def _refuse_torchrun() -> None:
     """Raise ConfigError in one of several processes that torchrun has started: each would be a whole run."""
     number = os.environ.get("WORLD_SIZE", "1")
@@ -111,19 +135,21 @@ def missing_libraries(config: PPOConfig | SFTConfig) -> list[str]:
     """Return a line for each library that a run needs and this environment lacks: those of its engine, of its
     device, of its kernels and of its trackers. A missing device is one of them.
     """
-    found = []
-    try:
-        check_package(config.trainer.device)
-    except ConfigError as error:
-        found.append(str(error))
-    found += _device_problems(config)
+    found = [*_told(check_package, config.trainer.device), *_told(_device_problems, config)]
     if isinstance(config, PPOConfig):
+        found += _told(check_installed, config.actor_rollout_ref.rollout)
+        found += _told(trace_problems, config.actor_rollout_ref.rollout.trace)
+    return [*found, *_told(tracker_problems, config.trainer)]
+
+
+def _told(look: Callable[..., Iterable[str] | None], *arguments: Any) -> list[str]:
+    """Return the lines that a look gives or raises; none where it reads a key that has no usable value."""
+    with suppress(WrongKeyRead):
         try:
-            check_installed(config.actor_rollout_ref.rollout)
+            return list(look(*arguments) or ())
         except ConfigError as error:
-            found.append(str(error))
-        found += trace_problems(config.actor_rollout_ref.rollout.trace)
-    return [*found, *tracker_problems(config.trainer)]
+            return [str(error)]
+    return []
 
 
 def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
@@ -145,7 +171,11 @@ def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
         )
     asked = [block for block, model, _ in built_models(config) if model.use_liger]
     if lacking is not None and device == "auto":
-        found += [on_cpu(block, f", and {lacking}") for block in asked]
+        found += [
+            f"{block}.use_liger=true, and {lacking}: Liger's kernels are Triton programs, which run on CUDA "
+            f"only: leave {block}.use_liger out"
+            for block in asked
+        ]
     elif asked and device != "cpu" and find_spec("liger_kernel") is None:
         found.append(
             f"{asked[0]}.use_liger=true needs liger-kernel, which is not installed: "
@@ -157,14 +187,11 @@ def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
 def missing_here(config: PPOConfig | SFTConfig) -> list[str]:
     """Return the missing libraries, and what the cluster lacks, as far as the keys and this machine tell."""
     found = missing_libraries(config)
-    if config.trainer.controller != "ray":
-        return found
-    try:
-        from hybridflow.controller.ray.preflight import look_ahead
+    with suppress(WrongKeyRead):
+        if config.trainer.controller == "ray":
+            from hybridflow.controller.ray.preflight import look_ahead
 
-        look_ahead(config.trainer, config.ray_kwargs)
-    except ConfigError as error:
-        found.append(str(error))
+            found += _told(look_ahead, config.trainer, config.ray_kwargs)
     return found
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.checks.model import VOCABULARY_FILES
-from hybridflow.config.checks.paths import is_remote, local
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import VOCABULARY_FILES, ModelConfig
+from hybridflow.config.paths import is_remote, local
 
 VOLATILE = ("_name_or_path", "transformers_version")
 """Entries of a config.json that say where it comes from and by which version it was written."""

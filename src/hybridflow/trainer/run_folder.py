@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.durable import locked
-from hybridflow.config.checks.paths import unwritable
+from hybridflow.config.paths import unwritable
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observability.machine import machine_facts

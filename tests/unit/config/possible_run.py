@@ -34,11 +34,9 @@ def written_out(text: str, names: dict[str, str]) -> str:
     return Template(text).safe_substitute(names)
 
 
-def table(file: str) -> dict[str, Any]:
+def table(file: str) -> Any:
     """Return the sections of a table beside this file."""
-    found = yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    return yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
 
 
 def rows(section: list[Any], names: dict[str, str]) -> list[Any]:
@@ -46,7 +44,7 @@ def rows(section: list[Any], names: dict[str, str]) -> list[Any]:
     found = []
     for row in section:
         overrides, *texts = [row] if isinstance(row, str) else row
-        words = overrides.split(" ") if isinstance(overrides, str) else overrides
+        words = [word for word in overrides.split(" ") if word] if isinstance(overrides, str) else overrides
         words = [written_out(word, names) for word in words]
         found.append(pytest.param(words, [written_out(text, names) for text in texts], id=" ".join(words)))
     return found

@@ -97,8 +97,6 @@ def test_mini_batch_at_its_default_shrinks_but_a_given_one_does_not(base: list[s
     prepared = prepare_config(PPOConfig, [*base, "data.train_batch_size=16"])
     assert prepared.config.actor_rollout_ref.actor.ppo_mini_batch_size == 16
     assert any("is more than data.train_batch_size" in note for note in prepared.notes)
-    message = problem(base, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
-    assert "ppo_mini_batch_size=256 prompts is more than data.train_batch_size=16: set it to 16" in message
 
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -124,17 +122,6 @@ def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[s
         assert f"data.train_files: there is no {missing}" in problem(
             base, *own, f"data.train_files={missing}"
         )
-
-
-def test_all_problems_at_once(base: list[str]) -> None:
-    message = problem(
-        base,
-        "algorithm.adv_estimator=grpo",
-        "trainer.nnodes=2",
-        "trainer.controller=local",
-        "actor_rollout_ref.actor.optim.betas=[2,2]",
-    )
-    assert message.startswith("3 problems") and message.count("\n  - ") == 3
 
 
 def test_checking_makes_no_folder(base: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.cluster import ppo_cluster_problems
+from hybridflow.config.checks import cluster
 from hybridflow.config.load import load_config
 from hybridflow.config.resolve import resolve
 from hybridflow.errors import ConfigError
@@ -37,7 +37,7 @@ def test_the_dense_command() -> None:
     config, notes = loaded(DENSE_PPO, *FLAGS)
     roles = config.actor_rollout_ref
     assert sizes(roles.actor) == sizes(roles.ref) == sizes(config.critic) == (4, 4, 2)
-    assert roles.actor.strategy == "fsdp2" and not list(ppo_cluster_problems(config))
+    assert roles.actor.strategy == "fsdp2" and not [line for rule in cluster.RULES for line in rule(config)]
     (engine,) = [note for note in notes if "strategy=megatron" in note]
     assert "PyTorch's own engine" in engine and "not Megatron-LM" in engine
     assert any(
@@ -55,7 +55,7 @@ def test_commands_of_mixtures_of_experts(command: str, sliced: int, stages: int,
     roles = config.actor_rollout_ref
     for role in (roles.actor, roles.ref):
         assert sizes(role) == (sliced, stages, 1) and role.fsdp_config.expert_parallel_size == experts
-    assert not list(ppo_cluster_problems(config))
+    assert not [line for rule in cluster.RULES for line in rule(config)]
     if command == MOE_DAPO:
         assert roles.model.override_config == {"max_position_embeddings": 10240}
         assert roles.actor.fsdp_config.param_offload and roles.actor.fsdp_config.optimizer_offload

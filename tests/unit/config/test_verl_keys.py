@@ -18,7 +18,7 @@ import yaml
 from possible_run import table
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.checks.notes import ppo_notes
+from hybridflow.config.checks.root import find_notes
 from hybridflow.config.load import load_config
 from hybridflow.config.trainer import PrometheusConfig
 from hybridflow.config.tree import flatten, get_value, is_native, keys_of
@@ -168,7 +168,7 @@ def test_keys_of_older_scripts_that_change_nothing_stay() -> None:
 def test_settings_of_the_queue_keep_their_names() -> None:
     loaded = load_config(PPOConfig, ["transfer_queue.backend.storage_backend=MooncakeStore"])
     assert loaded.config.trainer.transfer_queue == {"backend": {"storage_backend": "MooncakeStore"}}
-    assert "trainer.transfer_queue.* is not read" in " ".join(ppo_notes(loaded.config, loaded.given))
+    assert "is read only with trainer.row_store" in " ".join(find_notes(loaded.config, loaded.given))
 
 
 def test_no_effect_prints_one_line_and_changes_nothing() -> None:

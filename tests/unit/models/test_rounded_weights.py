@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from zoo import SPARSE, VOCABULARY, tiny_hf
 
-from hybridflow.config.checks.rollout import NATIVE_KINDS
+from hybridflow.config.engine_features import NATIVE_KINDS
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models import rounded_weights
 from hybridflow.models.experts import expert_modules

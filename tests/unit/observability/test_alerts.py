@@ -15,8 +15,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from hybridflow.config import PPOConfig
-from hybridflow.config.checks.root import check
 from hybridflow.config.trainer import PrometheusConfig, TrainerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.advice import Advice
@@ -140,12 +138,6 @@ def test_advice_is_posted_and_an_address_that_fails_ends_nothing(
 def test_what_is_told_names_the_keys() -> None:
     assert str(Advice("r", "it is so", ("a.b", "c"))) == "it is so (keys: a.b, c)"
     assert str(Advice("r", "it is so", ())) == "it is so"
-
-
-@pytest.mark.parametrize("address", ["http://", "http://[foo", "http://host:port/", "ftp://host", "host"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="is no address: wanted http"):
-        check(PPOConfig(trainer=TrainerConfig(alert_webhook=address)), needs_model=False)
 
 
 def test_a_file_for_prometheus_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:

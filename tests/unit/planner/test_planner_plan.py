@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.cluster import RoleLayout
+from hybridflow.config.layout import RoleLayout
 from hybridflow.config.load import prepare_config
 from hybridflow.config.roles import engine_keys
 from hybridflow.explain.run import placed

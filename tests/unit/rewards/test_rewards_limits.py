@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.build import CachedScorer, build_reward_manager
@@ -80,8 +79,6 @@ def test_a_reward_that_fails_is_tried_again(tmp_path: Path) -> None:
         batch = session.result()
     assert batch.scores == [1.0, 0.0, 1.0] and sorted(calls.read_text()) == list("aabbc")
     assert (batch.metrics["reward/num_retries"], batch.metrics["reward/num_errors"]) == (2.0, 1.0)
-    (problem,) = reward_problems(RewardConfig(num_workers=0, max_retries=1))
-    assert "reward.max_retries" in problem and "reward.num_workers" in problem
 
 
 def test_equal_responses_are_scored_once_and_counted() -> None:

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.reward import reward_problems
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.rewards import Outcome, ScoreRequest
 from hybridflow.rewards.build import build_reward_manager
@@ -93,19 +92,3 @@ def test_a_row_that_does_not_pickle_fails_alone(tmp_path: Path) -> None:
     with build_reward_manager(config, seed=0) as manager:
         right, failed = manager.outcomes(rows)
     assert (right.error, right.score, failed.error) == ("", 1.0, "TypeError")
-
-
-def test_a_manager_that_cannot_be_is_refused_with_what_to_set() -> None:
-    wrong = [
-        RewardConfig(manager="batch"),
-        RewardConfig(manager="other"),
-        RewardConfig(num_workers=0, manager="a:b"),
-        RewardConfig(max_retries=1, max_rpm=60, manager="a:b"),
-    ]
-    for config, part in zip(
-        wrong,
-        ("reward.custom_reward_function.path", "batch", "num_workers", "reward.max_retries, reward.max_rpm"),
-        strict=True,
-    ):
-        (problem,) = reward_problems(config)
-        assert part in problem

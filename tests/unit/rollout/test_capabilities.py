@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import pytest
-
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.checks.rollout import asked_features, engine_problems
+from hybridflow.config.checks.rollout import asked_features
 from hybridflow.config.engine_features import ENGINES, FEATURES, TABLE
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
@@ -57,27 +55,6 @@ def test_engines_that_train_are_the_values_of_the_key() -> None:
 
 def test_the_page_is_fresh() -> None:
     assert engine_docs.main(["--check"]) == 0, "run python scripts/engine_docs.py"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ["name=hf", "tensor_model_parallel_size=2"],
-            ["tensor_model_parallel_size=2", "name=hf", "native, vllm, sglang"],
-        ),
-        (["name=hf", "quantization=int8"], ["quantization=int8", "name=hf", "native, vllm"]),
-        (["name=hf", "exact=true"], ["exact=true", "name=hf", "native"]),
-    ],
-)
-def test_what_an_engine_cannot_do_is_refused_with_the_engines_that_can(
-    overrides: list[str], says: list[str]
-) -> None:
-    config = load_config(
-        PPOConfig, [f"actor_rollout_ref.rollout.{override}" for override in overrides]
-    ).config
-    (problem,) = engine_problems(config)
-    assert all(word in problem for word in says), problem
 
 
 def test_every_feature_that_keys_ask_for_is_in_the_table() -> None:

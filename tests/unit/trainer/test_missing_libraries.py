@@ -49,7 +49,7 @@ def test_libraries_and_names_come_with_wrong_keys() -> None:
     said = problem(*KEYS, "data.train_batchsize=4", "trainer.nnodes=x", "algorithm.adv_estimator=grop")
     for words in (*LACKING, "data.train_batchsize", "trainer.nnodes", "algorithm.adv_estimator=grop"):
         assert words in said, said
-    assert "actor_rollout_ref.model.path" not in said, "what follows from several keys waits"
+    assert "actor_rollout_ref.model.path is not set" in said, "what follows from no wrong key is told too"
 
 
 def test_too_many_processes_come_with_the_other_problems() -> None:

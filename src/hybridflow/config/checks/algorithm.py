@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.algorithms.catalog import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from hybridflow.config.checks.correction import correction_problems
 from hybridflow.config.needs import estimator_facts, loss_facts, wants_full_kl
-from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.root import PPOConfig
+from hybridflow.config.thresholds import parse_is_threshold, read_rejection
+from hybridflow.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -19,30 +20,8 @@ PROCESS = "reward.process_reward_model"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 
 
-def algorithm_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each unknown name, and for each unmet need of the estimator or the loss."""
-    algorithm = config.algorithm
-    actor = config.actor_rollout_ref.actor
-    yield from name_problems(config)
-    yield from _needs(config)
-    yield from _partners(config)
-    yield from _pairs(config)
-    yield from _gdpo(config)
-    yield from _scores_from_zero(config)
-    yield from _clip_bounds(config)
-    yield from _kl_estimator("algorithm.kl_penalty", algorithm.kl_penalty, gradient=False)
-    yield from _kl_estimator(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, gradient=True)
-    if wants_full_kl(actor):
-        yield from _full_kl(config)
-    yield from _dynamic_sampling(config)
-    yield from _overlong(config)
-    yield from correction_problems(config)
-
-
-def name_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line for each unknown name of an estimator or a loss; it depends on no other key."""
-    if isinstance(config, SFTConfig):
-        return
+def name_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each unknown name of an estimator or a loss."""
     for path, name, names in (
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS),
         (LOSS, config.actor_rollout_ref.actor.policy_loss.loss_mode, POLICY_LOSSES),
@@ -51,7 +30,7 @@ def name_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
             yield f"{path}={name}: there are {', '.join(names)}; give your own as path/to/file.py:name"
 
 
-def _needs(config: PPOConfig) -> Iterator[str]:
+def estimator_problems(config: PPOConfig) -> Iterator[str]:
     facts = estimator_facts(config)
     name = config.algorithm.adv_estimator
     n = config.actor_rollout_ref.rollout.n
@@ -74,7 +53,7 @@ def _needs(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _partners(config: PPOConfig) -> Iterator[str]:
+def partner_problems(config: PPOConfig) -> Iterator[str]:
     """Losses over pairs or rows read what their own estimators give, and no other loss can read it."""
     estimator = config.algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -90,7 +69,7 @@ def _partners(config: PPOConfig) -> Iterator[str]:
             )
 
 
-def _pairs(config: PPOConfig) -> Iterator[str]:
+def pair_problems(config: PPOConfig) -> Iterator[str]:
     """Settings that cannot be joined with the loss of pairs."""
     loss = config.actor_rollout_ref.actor.policy_loss
     facts = loss_facts(config)
@@ -109,7 +88,7 @@ def _pairs(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _gdpo(config: PPOConfig) -> Iterator[str]:
+def gdpo_problems(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     keys = algorithm.gdpo_reward_keys
     weights = algorithm.gdpo_reward_weights
@@ -133,7 +112,7 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _scores_from_zero(config: PPOConfig) -> Iterator[str]:
+def score_problems(config: PPOConfig) -> Iterator[str]:
     """Settings that lower scores below 0, for an estimator that takes none there."""
     facts = estimator_facts(config)
     if facts is None or not facts.scores_from_zero:
@@ -152,7 +131,7 @@ def _scores_from_zero(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _clip_bounds(config: PPOConfig) -> Iterator[str]:
+def clip_problems(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     facts = loss_facts(config)
     if facts is not None and facts.lowest_ratio and actor.clip_low > 1:
@@ -167,6 +146,14 @@ def _clip_bounds(config: PPOConfig) -> Iterator[str]:
             f"{ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} is not below "
             f"clip_cov_ub={loss.clip_cov_ub}: no token lies between them; set for example 1.0 and 5.0"
         )
+
+
+def kl_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each estimator of the KL that there is not, or not there."""
+    yield from _kl_estimator("algorithm.kl_penalty", config.algorithm.kl_penalty, gradient=False)
+    yield from _kl_estimator(
+        f"{ACTOR}.kl_loss_type", config.actor_rollout_ref.actor.kl_loss_type, gradient=True
+    )
 
 
 def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
@@ -184,9 +171,11 @@ def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
         yield f"{path}={name}: a KL in the reward has no gradient, so + means nothing there: use {base}"
 
 
-def _full_kl(config: PPOConfig) -> Iterator[str]:
+def full_kl_problems(config: PPOConfig) -> Iterator[str]:
     """The actor's update computes the reference's distributions, so both are spread over ranks alike."""
     path = f"{ACTOR}.kl_loss_type=full"
+    if not wants_full_kl(config.actor_rollout_ref.actor):
+        return
     placed = config.trainer.placement
     if placed.get("reference", "") != placed.get("actor", ""):
         yield (
@@ -195,14 +184,6 @@ def _full_kl(config: PPOConfig) -> Iterator[str]:
             "low_var_kl"
         )
     roles = config.actor_rollout_ref
-    for role, block in (("actor", roles.actor), ("ref", roles.ref)):
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(block.fsdp_config, name) > 1:
-                yield (
-                    f"{path} with actor_rollout_ref.{role}.fsdp_config.{name}="
-                    f"{getattr(block.fsdp_config, name)}: the head is not whole on each rank; set it to 1, "
-                    "or set low_var_kl"
-                )
     theirs = roles.ref.ulysses_sequence_parallel_size
     if theirs not in (None, roles.actor.ulysses_sequence_parallel_size):
         yield (
@@ -211,24 +192,13 @@ def _full_kl(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
+def sampling_problems(config: PPOConfig) -> Iterator[str]:
     groups = config.algorithm.filter_groups
     path = "algorithm.filter_groups"
-    n = config.actor_rollout_ref.rollout.n
-    if groups.min_mean is not None and groups.max_mean is not None and groups.min_mean > groups.max_mean:
-        yield (
-            f"{path}.min_mean={groups.min_mean} is more than {path}.max_mean={groups.max_mean}: no group "
-            "would be kept; set for example 0.2 and 0.8"
-        )
     if not groups.enable:
         return
     if not groups.metric:
         yield f"{path}.metric is empty: set it to acc, score, or a key that the reward function returns"
-    if n < 2:
-        yield (
-            f"{path}.enable=true keeps groups that vary, and {ROLLOUT}.n={n} gives one response a prompt: "
-            f"set {ROLLOUT}.n to 2 or more"
-        )
     prompts = config.data.gen_batch_size or 0
     batches = groups.max_num_gen_batches
     wanted = config.data.train_batch_size
@@ -239,14 +209,60 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _overlong(config: PPOConfig) -> Iterator[str]:
-    path = "reward.reward_kwargs"
-    kwargs = config.reward.reward_kwargs
-    buffer = kwargs.overlong_buffer_cfg
-    longest = kwargs.max_resp_len or config.data.max_response_length
-    if buffer.enable and buffer.len is not None and buffer.len > longest:
+CORRECTION = "algorithm.rollout_correction"
+
+
+def correction_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each part of a run that bypass mode excludes."""
+    correction = config.algorithm.rollout_correction
+    estimator = estimator_facts(config)
+    if correction.bypass_mode and estimator is not None and estimator.actor_pass:
         yield (
-            f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} "
-            f"(data.max_response_length={config.data.max_response_length} where it is left out): set it to "
-            f"a part of that, for example {max(1, longest // 5)}"
+            f"{CORRECTION}.bypass_mode=true leaves out the actor's pass over the batch, and "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs Σπ² from it: set "
+            f"{CORRECTION}.bypass_mode=false, or another estimator, for example rloo"
         )
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    facts = loss_facts(config)
+    unweighted = correction.bypass_mode and correction.rollout_is and correction.loss_type == "ppo_clip"
+    if unweighted and facts is not None and not facts.has_ratio:
+        yield (
+            f"{CORRECTION}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip "
+            f"leaves the weights to the ratio of the loss, and {LOSS}={loss} has none: "
+            f"set {CORRECTION}.loss_type=reinforce, or bypass_mode=false"
+        )
+
+
+def uncorrected(config: PPOConfig, why: str) -> Iterator[str]:
+    """Yield a line if nothing corrects for the policy that sampled; `why` says that it is another one."""
+    correction = config.algorithm.rollout_correction
+    if not (correction.corrects or correction.bypass_mode):
+        yield (
+            f"{why}, and nothing corrects for the policy that sampled them. Set one of "
+            f"{CORRECTION}.rollout_is=token (or sequence: the loss is weighted by the ratio of the policy at "
+            "the start of the step to the one that sampled: decoupled PPO), "
+            f"{CORRECTION}.rollout_rs=token_k1 with rollout_rs_threshold (tokens or rows whose ratio is off "
+            f"are left out), or {CORRECTION}.bypass_mode=true (the policy that sampled is the old policy of "
+            "the loss, which saves a pass over the batch)"
+        )
+        return
+    facts = loss_facts(config)
+    weighted = correction.rollout_is and correction.loss_type == "reinforce"
+    if correction.bypass_mode and facts and not (facts.has_ratio or weighted or correction.rollout_rs):
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        yield (
+            f"{why}, and {CORRECTION}.bypass_mode=true leaves the correction to the ratio of the loss, "
+            f"which actor_rollout_ref.actor.policy_loss.loss_mode={loss} does not have: set "
+            f"{CORRECTION}.bypass_mode=false with rollout_is=token, or a loss with a ratio"
+        )
+
+
+def thresholds(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each threshold or option that does not parse, or does not fit the others."""
+    correction = config.algorithm.rollout_correction
+    try:
+        parse_is_threshold(correction.rollout_is_threshold)
+    except ConfigError as error:
+        yield str(error)
+    if correction.rollout_rs is not None:
+        yield from read_rejection(correction.rollout_rs, correction.rollout_rs_threshold)[1]

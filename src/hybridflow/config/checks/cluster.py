@@ -6,193 +6,85 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
 from importlib.util import find_spec
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.layout import (
+    COLLECTORS,
+    RoleLayout,
+    num_processes,
+    pool_names,
+    pool_sizes,
+)
 from hybridflow.config.needs import has_own_reference, is_given, needs_reference
 from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.errors import install_extra
 
-COLLECTORS = "collectors"
-"""The name of the pool of `trainer.num_collectors`."""
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def num_processes(trainer: TrainerConfig | SFTTrainerConfig) -> int:
-    """Return the number of worker processes: those of the run's pools, else nodes × devices."""
-    pools = getattr(trainer, "resource_pools", {})
-    if pools:
-        return sum(sum(devices) for devices in pools.values())
-    return trainer.nnodes * trainer.n_gpus_per_node
-
-
-def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
-    """Return `local` or `ray`: the controller that is set, or the one that `auto` stands for."""
-    if trainer.controller != "auto":
-        return trainer.controller
-    if num_processes(trainer) > 1 or getattr(trainer, "resource_pools", {}):
-        return "ray"
-    return "local"
-
-
-@dataclass(frozen=True)
-class RoleLayout:
-    """Layout of one role's model over the processes of its pool."""
-
-    block: str
-    """Block of the role's keys, for example actor_rollout_ref.actor."""
-    fsdp: FSDPConfig
-    sequence: int
-    """Its ulysses_sequence_parallel_size."""
-    model: ModelConfig
-    processes: int
-    fsdp_name: str = "fsdp_config."
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, experts."""
-        tensor = self.fsdp.tensor_parallel_size
-        stages = self.fsdp.pipeline_parallel_size
-        size = self.fsdp.fsdp_size
-        if size == -1:
-            size = self.processes // (tensor * stages)
-        parts = self.fsdp.virtual_pipeline_parallel_size
-        return self.processes, size, tensor, stages, parts, self.fsdp.expert_parallel_size
-
-    def __str__(self) -> str:
-        further = {
-            "pipeline_parallel_size": self.fsdp.pipeline_parallel_size,
-            "expert_parallel_size": self.fsdp.expert_parallel_size,
-        }
-        return (
-            f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
-            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}"
-        ) + "".join(f", {name}={size}" for name, size in further.items() if size > 1)
-
-    def problems(self) -> Iterator[str]:
-        """Yield one line for each size that does not fit the others.
-
-        Where one does not fit, those that depend on it are held against what would be true for any value in
-        its place, so that no problem hides another.
-        """
-        here = f"{self.block}.{self.fsdp_name}"
-        ulysses = f"{self.block}.ulysses_sequence_parallel_size"
-        tensor = self.fsdp.tensor_parallel_size
-        size = self.fsdp.fsdp_size
-        if self.fsdp.context_parallel == "ring" and self.sequence == 1:
-            yield (
-                f"{here}context_parallel=ring, but no ranks share rows: set {ulysses} to the number of "
-                "ranks in the ring, or leave it out"
-            )
-        stages = self.fsdp.pipeline_parallel_size
-        if stages == 1 and self.fsdp.virtual_pipeline_parallel_size > 1:
-            yield (
-                f"{here}virtual_pipeline_parallel_size={self.fsdp.virtual_pipeline_parallel_size} without "
-                f"stages: set {here}pipeline_parallel_size to 2 or more, or leave it out"
-            )
-        ranks = self.processes
-        whose = "processes of its pool"
-        if self.processes % stages:
-            yield (
-                f"{here}pipeline_parallel_size={stages} does not divide the {self.processes} processes of "
-                "its pool: set a divisor, or other devices"
-            )
-        elif stages > 1:
-            ranks = self.processes // stages
-            whose = f"processes of each of the {stages} stages"
-        widths = {f"{here}tensor_parallel_size": tensor, ulysses: self.sequence}
-        if min(widths.values()) > 1 and not any(ranks % width for width in widths.values()):
-            widths = {f"{here}tensor_parallel_size × {ulysses}": tensor * self.sequence}
-        for name, width in widths.items():
-            if ranks % width:
-                yield f"{name}={width} does not divide the {ranks} {whose}: set a divisor, or other devices"
-        if tensor > 1 and (self.model.lora_rank or self.model.lora_adapter_path):
-            yield (
-                f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
-                "not split; leave one out"
-            )
-        sharers = ranks
-        sharing = ranks
-        if ranks % tensor == 0:
-            sharers = ranks // tensor
-        fits = size == -1 or (size > 0 and sharers % size == 0)
-        if not fits:
-            yield (
-                f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a "
-                "divisor, or -1 for all"
-            )
-        elif size > 0 and ranks % tensor == 0:
-            sharing = tensor * size
-        if size > 0 and size % self.sequence and self.sequence % size:
-            yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
-        if self.fsdp.expert_parallel_size > 1:
-            yield from self._expert_problems(here, sharing)
-
-    def _expert_problems(self, here: str, ranks: int) -> Iterator[str]:
-        """Yield one line for each size that does not go with expert parallelism over `ranks` ranks."""
-        experts = self.fsdp.expert_parallel_size
-        key = f"{here}expert_parallel_size={experts}"
-        if ranks % experts:
-            yield f"{key} does not divide the {ranks} ranks that share the parameters: set a divisor"
-        if self.fsdp.use_torch_compile:
-            yield (
-                f"{key} with {here}use_torch_compile=true: ranks exchange as many tokens as a pass wants, "
-                "which cannot be compiled; set use_torch_compile=false"
-            )
-
-
-def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each problem of a PPO run."""
+def pool_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of what pools are for."""
     trainer = config.trainer
-    roles = config.actor_rollout_ref
-    yield from _controller(trainer)
-    yield from _placement(trainer)
-    yield from _collectors(config)
-    yield from _row_store(trainer)
-    cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
-    if roles.actor.use_prefix_grouper and cut > 1:
+    if trainer.num_collectors and COLLECTORS in trainer.resource_pools:
         yield (
-            f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: "
-            "ranks that share rows hold each prompt as often as it has responses; leave one of them out"
+            f"trainer.resource_pools.{COLLECTORS} has the name of the pool of trainer.num_collectors="
+            f"{trainer.num_collectors}: choose another name"
         )
-    built = {
-        "actor": True,
-        "reference": needs_reference(config),
-        "critic": config.critic.enable,
-        "reward_model": config.reward.reward_model.enable,
-    }
-    spreads = [
-        RoleLayout(
-            ROLE_KEYS[role].layout, *engine_keys(config, role), processes=sum(pool_sizes(trainer, role))
-        )
-        for role, wanted in built.items()
-        if wanted
-    ]
-    for spread in spreads:
-        yield from spread.problems()
-    if needs_reference(config) and config.algorithm.ref_update_freq and spreads[0].cut != spreads[1].cut:
+    if trainer.row_store != "auto" and find_spec("transfer_queue") is None:
         yield (
-            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes "
-            f"over what the same rank of the actor holds, but the actor has {spreads[0]} and the reference "
-            f"{spreads[1]}: make them equal, or set ref_update_freq=0"
+            f"trainer.row_store={trainer.row_store} needs the package transferqueue: "
+            f"{install_extra('transferqueue')}, or set trainer.row_store=auto"
         )
-    width = roles.rollout.tensor_model_parallel_size
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     for processes in pool_sizes(trainer, "rollout"):
-        if roles.rollout.name == "native" and processes % width:
+        if config.actor_rollout_ref.rollout.name == "native" and processes % width:
             yield (
                 f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes "
                 "that generate: set a divisor"
             )
-    yield from _lora(config)
 
 
-def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
-    """Yield one line for each problem of a supervised run."""
-    yield from _controller(config.trainer)
+def _layout(config: PPOConfig, role: str) -> RoleLayout:
+    return RoleLayout(
+        ROLE_KEYS[role].layout, *engine_keys(config, role), processes=sum(pool_sizes(config.trainer, role))
+    )
+
+
+def actor_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the actor that does not fit the others."""
+    yield from _layout(config, "actor").problems()
+
+
+def reference_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the reference that does not fit the others, or the actor's."""
+    if not needs_reference(config):
+        return
+    layout = _layout(config, "reference")
+    yield from layout.problems()
+    actor = _layout(config, "actor")
+    if config.algorithm.ref_update_freq and actor.cut != layout.cut:
+        yield (
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes "
+            f"over what the same rank of the actor holds, but the actor has {actor} and the reference "
+            f"{layout}: make them equal, or set ref_update_freq=0"
+        )
+
+
+def critic_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the critic that does not fit the others."""
+    if config.critic.enable:
+        yield from _layout(config, "critic").problems()
+
+
+def reward_model_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each size of the reward model that does not fit the others."""
+    if config.reward.reward_model.enable:
+        yield from _layout(config, "reward_model").problems()
+
+
+def sft_layout_problems(config: SFTConfig) -> Iterator[str]:
+    """Yield one line for each size of a supervised run that does not fit the others."""
     processes = num_processes(config.trainer)
     yield from RoleLayout(
         "engine", config.engine, config.engine.ulysses_sequence_parallel_size, config.model, processes, ""
@@ -202,12 +94,6 @@ def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
 def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each key that is set and has less effect than it seems to have."""
     trainer = config.trainer
-    pools = getattr(trainer, "resource_pools", {})
-    if pools and {"trainer.nnodes", "trainer.n_gpus_per_node"} & given:
-        yield (
-            "trainer.nnodes and trainer.n_gpus_per_node are not read: trainer.resource_pools says which "
-            "devices there are"
-        )
     if num_processes(trainer) == 1:
         blocks = ["engine"]
         if isinstance(config, PPOConfig):
@@ -220,15 +106,11 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         ]
         if odd:
             yield f"{', '.join(odd)}: with one process there is nothing to shard"
-    if trainer.max_restarts and trainer.save_freq <= 0:
-        yield (
-            f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at "
-            "step 1 again"
-        )
 
 
-def _placement(trainer: TrainerConfig) -> Iterator[str]:
+def placement_problems(config: PPOConfig) -> Iterator[str]:
     """Problems with pools and placement whatever roles there are; making the placement refuses the others."""
+    trainer = config.trainer
     pools = trainer.resource_pools
     for name, devices in pools.items():
         if not devices or min(devices) < 1:
@@ -240,7 +122,7 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
     for role, named in trainer.placement.items():
         if role not in ROLE_KEYS:
             yield f"trainer.placement.{role} is no role: there are {', '.join(ROLE_KEYS)}"
-        wanted = _pool_names(named)
+        wanted = pool_names(named)
         if not wanted:
             yield (
                 f"trainer.placement.{role}=[] leaves the {role} without devices: name a pool (there are "
@@ -254,52 +136,9 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
                 )
 
 
-def _collectors(config: PPOConfig) -> Iterator[str]:
-    number = config.trainer.num_collectors
-    if not number:
-        return
-    here = f"trainer.num_collectors={number}"
-    if resolved_controller(config.trainer) == "local":
-        yield (
-            f"{here} without Ray: in one process tokens pass no other; set trainer.controller=ray, or "
-            "num_collectors=0"
-        )
-    if COLLECTORS in config.trainer.resource_pools:
-        yield f"trainer.resource_pools.{COLLECTORS} has the name of the pool of {here}: choose another name"
-    if config.reward.reward_model.enable:
-        yield (
-            f"{here} with reward.reward_model.enable=true: the model scores all responses of a step "
-            "together, and no collector has them all; set num_collectors=0"
-        )
-    if config.reward.manager:
-        yield (
-            f"{here} with reward.manager={config.reward.manager}: a manager scores all responses of a "
-            "step in one call, and no collector has them all; set num_collectors=0"
-        )
-    if config.actor_rollout_ref.rollout.agent.endpoint_port:
-        yield (
-            f"{here} with {ROLLOUT}.agent.endpoint_port="
-            f"{config.actor_rollout_ref.rollout.agent.endpoint_port}: several processes cannot listen at one "
-            "port; set endpoint_port=0"
-        )
-
-
-def _row_store(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.row_store == "auto":
-        return
-    if resolved_controller(trainer) == "local":
-        yield (
-            f"trainer.row_store={trainer.row_store} without Ray, whose processes the package needs: set "
-            "trainer.controller=ray, or trainer.row_store=auto"
-        )
-    if find_spec("transfer_queue") is None:
-        yield (
-            f"trainer.row_store={trainer.row_store} needs the package transferqueue: "
-            f"{install_extra('transferqueue')}, or set trainer.row_store=auto"
-        )
-
-
-def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+def controller_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where one process is to host what needs several."""
+    trainer = config.trainer
     processes = num_processes(trainer)
     pools = getattr(trainer, "resource_pools", {})
     if trainer.controller == "local" and (processes > 1 or pools):
@@ -312,63 +151,35 @@ def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         )
 
 
-def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
-    """Return the number of processes of each pool that hosts a role.
-
-    A pool that does not exist counts as one process here, and is refused where the placement is made.
-    """
-    if not trainer.resource_pools:
-        return [num_processes(trainer)]
-    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pools_of(trainer, role)]
-
-
-def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
-    """Return whether two roles have a pool in common, so that they share processes."""
-    if not trainer.resource_pools:
-        return True
-    return not set(_pools_of(trainer, role)).isdisjoint(_pools_of(trainer, other))
-
-
-def mix_pools(trainer: TrainerConfig, role: str, other: str) -> bool:
-    """Return whether two roles share some of their pools and not all of them."""
-    if not trainer.resource_pools:
-        return False
-    mine = set(_pools_of(trainer, role))
-    others = set(_pools_of(trainer, other))
-    return mine != others and not mine.isdisjoint(others)
-
-
-def _pools_of(trainer: TrainerConfig, role: str) -> list[str]:
-    named = trainer.placement.get(role, next(iter(trainer.resource_pools)))
-    return _pool_names(named)
-
-
-def _pool_names(named: str | list[str]) -> list[str]:
-    return [named] if isinstance(named, str) else named
-
-
-def _lora(config: PPOConfig) -> Iterator[str]:
-    teacher = config.distillation.teacher_model
-    if teacher.lora_rank or teacher.lora_adapter_path:
-        yield (
-            "distillation.teacher_model.lora_rank: the teacher does not train; merge its adapter into its "
-            "folder (hybridflow merge)"
-        )
-    reference = config.actor_rollout_ref.ref.model
-    if reference.lora_rank or reference.lora_adapter_path:
-        yield (
-            "actor_rollout_ref.ref.model.lora_rank: the reference does not train; merge its adapter into its "
-            "folder (hybridflow merge)"
-        )
+def frozen_adapters(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each adapter of a model that does not train."""
+    frozen = {
+        "teacher": ("distillation.teacher_model", config.distillation.teacher_model),
+        "reference": ("actor_rollout_ref.ref.model", config.actor_rollout_ref.ref.model),
+        "reward model": ("reward.reward_model.model", config.reward.reward_model.model),
+    }
+    for role, (block, model) in frozen.items():
+        if model.lora_rank or model.lora_adapter_path:
+            yield (
+                f"{block}.lora_rank: the {role} does not train; merge its adapter into its folder "
+                "(hybridflow merge)"
+            )
     if has_own_reference(config) and config.algorithm.ref_update_freq:
         yield (
             f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} would replace the weights of "
-            f"actor_rollout_ref.ref.model.path={reference.path} by the actor's: set one of the two"
+            f"actor_rollout_ref.ref.model.path={config.actor_rollout_ref.ref.model.path} by the actor's: set "
+            "one of the two"
         )
-    model = config.actor_rollout_ref.model
-    if (model.lora_rank or model.lora_adapter_path) and config.algorithm.ref_update_freq:
-        yield (
-            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} with "
-            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: the reference is the actor without its "
-            "adapter and has no weights of its own to renew; set ref_update_freq=0 or lora_rank=0"
-        )
+
+
+RULES = (
+    controller_problems,
+    placement_problems,
+    pool_problems,
+    actor_layout,
+    reference_layout,
+    critic_layout,
+    reward_model_layout,
+    frozen_adapters,
+)
+"""The rules of processes and layouts of a run of reinforcement learning."""

@@ -2,7 +2,7 @@
 
 Each yields one line per problem. A hub name and an address with :// are not looked at here, and neither is a
 file's content beyond its JSON: what only transformers or torch can tell is found when the model is loaded.
-Below are the checks of keys for kernels, mixtures of experts and pictures, as far as the keys alone can tell.
+Below are the checks of kernels and pictures.
 """
 
 from __future__ import annotations
@@ -13,26 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.paths import first_row, is_remote, is_written_as_path, local
+from hybridflow.config.checks.paths import first_row
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, ModelConfig
 from hybridflow.config.needs import built_models, reads_text_alone
+from hybridflow.config.paths import is_remote, is_written_as_path, local
 from hybridflow.config.root import PPOConfig, SFTConfig
 
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "added_tokens.json",
-)
-"""Files that say a tokenizer's tokens."""
-TOKENIZER_FILES = ("tokenizer_config.json", *VOCABULARY_FILES)
-"""Files of which a tokenizer's folder has at least one."""
-NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts of a layer in a config.json."""
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 INDEX = "model.safetensors.index.json"
 ACTOR_MODEL = "actor_rollout_ref.model"
@@ -41,11 +28,8 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
-def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Iterator[str]:
-    """Yield one line for each problem with the models of the roles that the run builds.
-
-    `runs=False` looks at no weights and no tokenizer, for commands that only show what a run would be.
-    """
+def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each problem with the models of the roles that the run builds, but for weights."""
     first = None
     for block, model, fsdp in built_models(config):
         if fsdp is not None:
@@ -62,10 +46,8 @@ def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Itera
                 "same tokenizer"
             )
         elif first is None or model.path != first.path:
-            yield from model_problem(model, block, runs=runs)
+            yield from model_problem(model, block, first.path if first else None)
         first = first or model
-    if runs:
-        yield from tokenizer_problems(config)
 
 
 def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
@@ -125,8 +107,11 @@ def _sizes(model: ModelConfig) -> Mapping[str, Any]:
     return {"vision_config": content.get("vision_config"), **sizes, **model.override_config}
 
 
-def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterator[str]:
-    """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded."""
+def model_problem(model: ModelConfig, key: str, told: str | None = None) -> Iterator[str]:
+    """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded.
+
+    `told` is a folder that was looked at before.
+    """
     if not model.path:
         yield (
             f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
@@ -135,12 +120,9 @@ def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterato
     elif is_missing_folder(model.path):
         yield f"{key}.path: there is no folder {model.path}"
     else:
-        yield from _folder(model, key, runs)
-    if (
-        model.tokenizer_path
-        and model.tokenizer_path != model.path
-        and is_missing_folder(model.tokenizer_path)
-    ):
+        yield from _folder(model, key)
+    tokenizer = model.tokenizer_path
+    if tokenizer and tokenizer not in (model.path, told) and is_missing_folder(tokenizer):
         yield f"{key}.tokenizer_path: there is no folder {model.tokenizer_path}"
 
 
@@ -151,7 +133,7 @@ def is_missing_folder(path: str) -> bool:
     return is_written_as_path(path)
 
 
-def _folder(model: ModelConfig, key: str, runs: bool) -> Iterator[str]:
+def _folder(model: ModelConfig, key: str) -> Iterator[str]:
     assert model.path, "it was looked at before"
     folder = local(model.path)
     if is_remote(model.path) or not folder.exists():
@@ -160,8 +142,6 @@ def _folder(model: ModelConfig, key: str, runs: bool) -> Iterator[str]:
         yield f"{key}.path={model.path} is a file: give the Hugging Face folder that holds it"
         return
     yield from _config_file(folder, model, key)
-    if runs:
-        yield from _weights(folder, f"{key}.path={model.path}")
 
 
 def _config_file(folder: Path, model: ModelConfig, key: str) -> Iterator[str]:
@@ -177,6 +157,13 @@ def _config_file(folder: Path, model: ModelConfig, key: str) -> Iterator[str]:
         yield f"{where}: config.json is no JSON object; download it again, or write it with save_pretrained"
     elif "model_type" not in content and "auto_map" not in content:
         yield f"{where}: config.json has no model_type, so its architecture is not known"
+
+
+def weight_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each model folder here that lacks weights."""
+    for path, block in {model.path: block for block, model, _ in reversed([*built_models(config)])}.items():
+        if path and not is_remote(path) and local(path).is_dir():
+            yield from _weights(local(path), f"{block}.path={path}")
 
 
 def _weights(folder: Path, where: str) -> Iterator[str]:
@@ -258,54 +245,6 @@ def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
     return isinstance(prompt, list)
 
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-MODE = f"{ACTOR}.router_replay.mode"
-RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
-
-
-def expert_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each problem of the keys of router replay and of the auxiliary loss."""
-    actor = config.actor_rollout_ref.actor
-    rollout = config.actor_rollout_ref.rollout
-    mode = actor.router_replay.mode
-    records = rollout.enable_rollout_routing_replay
-    if records != (mode == "R3"):
-        yield (
-            f"{MODE}={mode} with {RECORDS}={str(records).lower()}: generation records routes for R3 and for "
-            f"nothing else. Set {MODE}=R3 and {RECORDS}=true, or neither"
-        )
-    if (mode != "disabled" or actor.router_aux_loss_coef) and actor.fsdp_config.use_torch_compile:
-        yield (
-            f"{MODE}={mode} and {ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef:g} with "
-            f"{ACTOR}.fsdp_config.use_torch_compile=true: a compiled layer does not tell its routes; set "
-            "use_torch_compile=false"
-        )
-    if mode == "R2":
-        yield from _without_pass(config)
-    if records and config.trainer.num_collectors:
-        yield (
-            f"{RECORDS}=true with trainer.num_collectors={config.trainer.num_collectors}: collectors do not "
-            "keep routes; set trainer.num_collectors=0"
-        )
-
-
-def _without_pass(config: PPOConfig) -> Iterator[str]:
-    """Keys that leave out the pass for old log-probs, in which R2 records."""
-    rollout = config.actor_rollout_ref.rollout
-    key = f"{MODE}=R2, which records in the pass for old log-probs"
-    if config.algorithm.rollout_correction.bypass_mode:
-        yield (
-            f"{key}, with algorithm.rollout_correction.bypass_mode=true, which leaves it out: set {MODE}=R3 "
-            "or bypass_mode=false"
-        )
-    if rollout.reuse_log_probs_within is not None:
-        yield (
-            f"{key}, with {ROLLOUT}.reuse_log_probs_within={rollout.reuse_log_probs_within:g}, which may "
-            f"leave it out: set {MODE}=R3 or reuse_log_probs_within=null"
-        )
-
-
 def picture_problems(config: PPOConfig) -> Iterator[str]:
     """Yield one line where the first row of the data has pictures, and the run would read its text alone."""
     data = config.data
@@ -320,35 +259,12 @@ def picture_problems(config: PPOConfig) -> Iterator[str]:
             yield f"{key} has pictures, and {reason}"
 
 
-def on_cpu(block: str, why: str) -> str:
-    """Return the line about a model with use_liger=true on a CPU; `why` goes on after the key's value."""
-    return (
-        f"{block}.use_liger=true{why}: Liger's kernels are Triton programs, which run on CUDA only: "
-        f"leave {block}.use_liger out"
-    )
-
-
 def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line for each model with use_liger=true that cannot have it."""
+    """Yield one line for each model with use_liger=true that ranks of tensor parallelism share."""
     for block, model, fsdp in built_models(config):
-        if not model.use_liger:
-            continue
-        if config.trainer.device == "cpu":
-            yield on_cpu(block, " with trainer.device=cpu")
-        if model.dtype == "float64":
-            yield (
-                f"{block}.use_liger=true with {block}.dtype=float64: Liger's kernels compute in float32: "
-                "leave one of them out"
-            )
-        if fsdp is not None and fsdp.tensor_parallel_size > 1:
+        if model.use_liger and fsdp is not None and fsdp.tensor_parallel_size > 1:
             yield (
                 f"{block}.use_liger=true with tensor_parallel_size={fsdp.tensor_parallel_size}: layers that "
                 "are split among ranks have torch's own kernels: leave use_liger out, or set "
                 "tensor_parallel_size=1"
-            )
-        if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.exact is True:
-            yield (
-                f"{block}.use_liger=true with actor_rollout_ref.rollout.exact=true: Liger's kernels change "
-                "the last bits of what is computed, and nothing shows them to be the same for any number of "
-                "rows: leave one of them out"
             )

@@ -8,52 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
-from hybridflow.config.checks.agent import agent_notes
-from hybridflow.config.checks.correction import correction_notes
-from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
+from hybridflow.config.checks.rollout import agent_notes
+from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
-from hybridflow.config.tree import arguments_of_keys, get_value
+from hybridflow.config.tree import arguments_of_keys
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROCESS = "reward.process_reward_model"
-OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-READ_WITH = {
-    "algorithm.use_kl_in_reward": ("algorithm.kl_ctrl", "algorithm.kl_penalty"),
-    f"{ACTOR}.use_kl_loss": (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
-    "algorithm.filter_groups.enable": ("algorithm.filter_groups", "data.gen_batch_size"),
-    "algorithm.use_pf_ppo": ("algorithm.pf_ppo",),
-    f"{OVERLONG}.enable": ("reward.reward_kwargs",),
-    "algorithm.rollout_correction.bypass_mode": ("algorithm.rollout_correction.loss_type",),
-}
-"""Keys that are read only while a switch is on, by that switch."""
-WITHOUT = {
-    "algorithm.use_kl_in_reward": ": there is no KL penalty in this run's rewards",
-    f"{ACTOR}.use_kl_loss": ": there is no KL term in this run's loss",
-}
-"""What follows where a switch is off."""
 
 
 def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each setting that may surprise. `given` are the paths that the user set."""
-    for switch, paths in READ_WITH.items():
-        for path in paths:
-            if not get_value(config, switch) and is_given(path, given - {switch}):
-                yield f"{path} is read only with {switch}=true{WITHOUT.get(switch, '')}"
     yield from _rollout(config)
     yield from agent_notes(config)
     yield from _names(config, given)
     yield from _kl_and_reference(config)
     yield from _features(config)
     yield from _roles(config, given)
-    yield from correction_notes(config, given)
     if not has_validation(config) and config.trainer.test_freq > 0:
         yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
-
-
-def has_validation(config: PPOConfig) -> bool:
-    """Return whether there is data to validate on."""
-    return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
@@ -96,8 +70,6 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the "
             f"paper of {loss} has {facts.clip[0]} and {facts.clip[1]}"
         )
-    if f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield f"{ACTOR}.loss_scale_factor is read only with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
 
 
 def _read_by_others(
@@ -117,9 +89,6 @@ def _read_by_others(
 
 def _kl_and_reference(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    actor = config.actor_rollout_ref.actor
-    if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
     facts = estimator_facts(config)
     if algorithm.use_kl_in_reward and facts is not None and not facts.token_rewards:
         yield (
@@ -132,11 +101,6 @@ def _kl_and_reference(config: PPOConfig) -> Iterator[str]:
             f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads "
             "a reference"
         )
-    if algorithm.ref_update_freq and config.reward.process_reward_model.enable:
-        yield (
-            f"algorithm.ref_update_freq={algorithm.ref_update_freq} moves the reference that {PROCESS} is "
-            "compared with: its rewards jump at each copy"
-        )
 
 
 def _all_known(config: PPOConfig) -> bool:
@@ -147,22 +111,8 @@ def _all_known(config: PPOConfig) -> bool:
 def _features(config: PPOConfig) -> Iterator[str]:
     """Features that change each other."""
     algorithm = config.algorithm
-    actor = config.actor_rollout_ref.actor
     facts = estimator_facts(config)
     kwargs = config.reward.reward_kwargs
-    within = config.actor_rollout_ref.rollout.reuse_log_probs_within
-    if within is not None and algorithm.rollout_correction.bypass_mode:
-        yield (
-            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with "
-            "algorithm.rollout_correction.bypass_mode=true, which always takes the rollout's log-probs"
-        )
-    correction = algorithm.rollout_correction
-    if within is not None and (correction.rollout_is or correction.rollout_rs):
-        yield (
-            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} saves no pass with "
-            "algorithm.rollout_correction.rollout_is or rollout_rs, which compare the rollout's log-probs "
-            "with those of the pass"
-        )
     if algorithm.use_pf_ppo and facts is not None and facts.group:
         yield (
             f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages "
@@ -174,25 +124,12 @@ def _features(config: PPOConfig) -> Iterator[str]:
             f"data.max_response_length={config.data.max_response_length}: no response is long enough for "
             "the whole overlong penalty"
         )
-    if actor.positive_lm_loss_coef and config.reward.custom_reward_function.path:
-        yield (
-            f"{ACTOR}.positive_lm_loss_coef={actor.positive_lm_loss_coef}: right are the responses whose "
-            "reward returns acc = 1"
-        )
 
 
 def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Roles that are built for nothing, or set up and not built."""
     name = config.algorithm.adv_estimator
     facts = estimator_facts(config)
-    warmup = config.trainer.critic_warmup
-    if config.trainer.transfer_queue and config.trainer.row_store != "transferqueue":
-        yield "trainer.transfer_queue.* is not read: trainer.row_store=transferqueue would read it"
-    if not config.critic.enable and warmup:
-        yield (
-            f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, "
-            "and nothing learns in them"
-        )
     if not config.critic.enable and is_given("critic", given - {"critic.enable"}):
         yield f"critic.* is not read: algorithm.adv_estimator={name} runs without a critic"
     if (

@@ -1,6 +1,6 @@
 """The checks of data files, of a user's own code, of resume folders and of the run folder.
 
-Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
+Each yields one line per problem. Remote addresses are not looked at here.
 """
 
 from __future__ import annotations
@@ -8,55 +8,37 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.data import BaseDataConfig
-from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.config.data import TASKS
+from hybridflow.config.paths import is_remote, is_written_as_path, local, unwritable
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.trainer import TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
-TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners", "red_squares")
 
 
-_PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
-
-
-def without_password(address: str) -> str:
-    """Return an address without its user and password, for logs and for what others read."""
-    return _PASSWORD.sub("…@", address)
-
-
-def is_remote(path: str) -> bool:
-    """Return whether an address is for fsspec (hdfs://, s3://, …) and no local path."""
-    return "://" in path
-
-
-def local(path: str) -> Path:
-    """Return a local path with ~ expanded."""
-    return Path(path).expanduser()
-
-
-def is_written_as_path(path: str) -> bool:
-    """Return whether a path can only be a local one, by the way it is written, and no name on a hub."""
-    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
-
-
-def data_problems(data: BaseDataConfig, *, own_class: bool = False, trains: bool = True) -> Iterator[str]:
-    """Yield one line where files and task are both set or, if the run `trains`, both missing, and for each
-    missing local file.
-
-    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
-    data set of a hub.
-    """
-    task = data.task
-    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    if trains and not data.train_files and not task.name:
+def no_data(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where a run that trains has neither files nor a task."""
+    if not config.data.train_files and not config.data.task.name:
         yield (
             "no training data: set data.train_files to parquet, json or jsonl files, or "
             "data.task.name=arithmetic_chain"
         )
+
+
+def data_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where files and task are both set, and for each missing local file.
+
+    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
+    data set of a hub.
+    """
+    data = config.data
+    own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
+    task = data.task
+    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     for key, files in given.items():
         if files and task.name:
             yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
@@ -98,26 +80,17 @@ def plugin_problem(
         yield f"{key}: there is no file {path}"
 
 
-def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """Yield one line where trainer.resume_mode=resume_path has no path, or the path is no folder."""
+def resume_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line where the folder to go on from is not there."""
+    trainer = config.trainer
     path = trainer.resume_from_path
-    if trainer.resume_mode != "resume_path":
-        if path:
-            yield (
-                f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: set "
-                "trainer.resume_mode=resume_path"
-            )
-    elif not path:
-        yield (
-            "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a global_step_N "
-            "folder"
-        )
-    elif not local(path).is_dir():
+    if trainer.resume_mode == "resume_path" and path and not local(path).is_dir():
         yield f"trainer.resume_from_path: there is no folder {path}"
 
 
-def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+def folder_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield one line for each folder that can be neither written nor made; none is made here."""
+    trainer = config.trainer
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
         folders |= {
@@ -134,29 +107,11 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         except OSError as error:
             yield unwritable(key, folder, error)
     remote = trainer.remote_checkpoint_dir
-    if remote is not None and "://" not in remote:
+    if remote is not None and not is_remote(remote):
         yield (
             f"trainer.remote_checkpoint_dir={remote}: wanted an address such as hdfs://host/folder, "
             "s3://bucket/folder or file:///folder; null: no copies"
         )
-
-
-def unwritable(key: str, folder: str | Path, error: Exception) -> str:
-    """Explain why the folder that a key is set to cannot be written, and what to do."""
-    return f"{key}={why_unwritable(key, folder, error)}"
-
-
-def why_unwritable(key: str, folder: str | Path, error: Exception) -> str:
-    """Explain why a folder cannot be written, and what to do; `key` says where folders are set."""
-    whole = local(str(folder)).absolute()
-    for path in (whole, *whole.parents):
-        if path.exists() and not path.is_dir():
-            return (
-                f"{folder} cannot be written: {path} is a file, and a folder is wanted there. Move the file, "
-                f"or set {key} to another folder"
-            )
-    reason = getattr(error, "strerror", None) or error
-    return f"{folder} cannot be written ({reason}): make room, or set {key} to a folder that you may write"
 
 
 def _look_at(folder: Path) -> None:

@@ -4,36 +4,20 @@ table of engines, and rounded weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
-from urllib.parse import urlsplit
 
-from hybridflow.config.actor_rollout_ref import RolloutConfig, RolloutTraceConfig
-from hybridflow.config.checks.cluster import mix_pools, pool_sizes, share_a_pool
-from hybridflow.config.checks.correction import uncorrected
-from hybridflow.config.engine_features import ENGINES, KEY, TABLE
-from hybridflow.config.needs import is_given, may_use_agents
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.config.checks.algorithm import uncorrected
+from hybridflow.config.checks.paths import plugin_problem
+from hybridflow.config.engine_features import ENGINES, KEY, NATIVE_KINDS, TABLE
+from hybridflow.config.layout import mix_pools, pool_sizes, share_a_pool
+from hybridflow.config.needs import estimator_facts, may_use_agents, replayed_steps, uses_agents
+from hybridflow.config.paths import local
 from hybridflow.config.root import PPOConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 
 ROLLOUT = "actor_rollout_ref.rollout"
-VLLM_KEYS = (
-    "max_model_len",
-    "enable_chunked_prefill",
-    "free_cache_engine",
-    "load_format",
-    "lora_as_adapters",
-    "update_weights_bucket_megabytes",
-    "engine_kwargs",
-    "server",
-)
-"""Keys that the native engine and the hf engine do not read."""
-NATIVE_KEYS = (
-    "enable_prefix_caching",
-    "enforce_eager",
-    "cudagraph_capture_sizes",
-    "enable_torch_compile",
-    "kv_cache",
-)
-"""Keys of the native engine that the hf engine does not read."""
 SET_BY_US = {
     "vllm": (
         *("model", "seed", "tensor_parallel_size", "generation_config", "logprobs_mode"),
@@ -51,32 +35,22 @@ WITH_WEIGHTS = ("vllm", "sglang")
 
 
 def rollout_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each problem of the engine that `rollout.name` chooses."""
+    """Yield one line for each problem of where and how tokens are generated."""
     rollout = config.actor_rollout_ref.rollout
-    sizes = rollout.cudagraph_capture_sizes
-    if sizes is not None and (not sizes or min(sizes) < 1):
+    if "" in rollout.stop:
         yield (
-            f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no "
-            f"graphs set {ROLLOUT}.enforce_eager=true"
+            f"{ROLLOUT}.stop={rollout.stop} holds an empty text, which would end every response: leave it out"
         )
-    if rollout.enable_torch_compile and rollout.exact is True:
+    if rollout.exact is True and (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
         yield (
-            f"{ROLLOUT}.enable_torch_compile=true with {ROLLOUT}.exact=true: fused operations round "
-            f"otherwise than training does; set {ROLLOUT}.exact=auto, or enable_torch_compile=false"
+            f"{ROLLOUT}.exact=true with an actor on {processes} processes, which compute with parts of the "
+            f"model: give it one (trainer.placement.actor), or leave {ROLLOUT}.exact out"
         )
-    if rollout.trace.endpoint is not None:
-        yield from _endpoint(rollout.trace)
-    if not rollout.recompute_kv_after_update:
-        yield from _kept_keys_and_values(config, rollout)
-    if rollout.skip.enable and config.trainer.schedule != "sync":
+    if not rollout.recompute_kv_after_update and share_a_pool(config.trainer, "rollout", "actor"):
         yield (
-            f"{ROLLOUT}.skip.enable=true with trainer.schedule={config.trainer.schedule}: only the "
-            "synchronous schedule reads dumped rollouts; set trainer.schedule=sync, or skip.enable=false"
-        )
-    if rollout.skip.enable and rollout.exact is True:
-        yield (
-            f"{ROLLOUT}.skip.enable=true with {ROLLOUT}.exact=true: dumped log-probs are those of other "
-            f"weights than the actor's; set {ROLLOUT}.exact=auto"
+            f"{ROLLOUT}.recompute_kv_after_update=false where rollout and actor share devices, whose memory "
+            "training needs between two generations: set trainer.placement.rollout to a pool of its own, or "
+            "recompute_kv_after_update=true"
         )
     if mix_pools(config.trainer, "rollout", "actor"):
         yield (
@@ -84,121 +58,34 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
             "and not all: generation takes its weights either in place or by a push. Set "
             "trainer.placement.rollout to the actor's pools, or to others only"
         )
-    if rollout.name in WITH_WEIGHTS:
-        yield from _with_weights(config, rollout)
-    elif rollout.dtype not in ("auto", "bfloat16"):
-        yield (
-            f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the "
-            "dtype of the module that trains: set actor_rollout_ref.model.dtype"
-        )
 
 
-def _endpoint(trace: RolloutTraceConfig) -> Iterator[str]:
-    """Yield what is wrong with the address that takes traces."""
-    if urlsplit(trace.endpoint or "").scheme not in ("http", "https"):
-        yield (
-            f"{ROLLOUT}.trace.endpoint={trace.endpoint} is no address: wanted http://HOST:4318/v1/traces or "
-            "https://…"
-        )
-    if trace.backend not in (None, "otel"):
-        yield (
-            f"{ROLLOUT}.trace.endpoint is read with backend=otel, and it is {trace.backend}, which has its "
-            "address in variables of its own: leave endpoint out, or set backend=otel"
-        )
+def context_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Yield one line for the context of an engine where nothing reads it."""
+    engine = config.actor_rollout_ref.rollout.name
+    path = f"{ROLLOUT}.max_model_len"
+    if engine not in WITH_WEIGHTS and path in given and not may_use_agents(config):
+        yield f"{path} is read only by vllm, sglang and agents: {ROLLOUT}.name={engine} reads none of it"
 
 
-def _kept_keys_and_values(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Engines that cannot go on with the keys and values of older weights."""
-    key = f"{ROLLOUT}.recompute_kv_after_update=false"
-    if rollout.name != "native":
-        yield (
-            f"{key} with {ROLLOUT}.name={rollout.name}, which takes new weights while nothing runs: set "
-            f"{ROLLOUT}.name=native, or recompute_kv_after_update=true"
-        )
-    if share_a_pool(config.trainer, "rollout", "actor"):
-        yield (
-            f"{key} where rollout and actor share devices, whose memory training needs between two "
-            "generations: set trainer.placement.rollout to a pool of its own, or "
-            "recompute_kv_after_update=true"
-        )
-
-
-def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """Yield one line for each key that is set and that the engine does not read."""
+def server_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of an engine that has weights of its own."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in WITH_WEIGHTS:
-        odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
-        if may_use_agents(config):
-            odd = [key for key in odd if key != f"{ROLLOUT}.max_model_len"]
-        if odd:
-            yield (
-                f"{', '.join(odd)}: settings of a separate engine, which {ROLLOUT}.name={rollout.name} does "
-                "not read"
-            )
-        if rollout.dtype == "bfloat16":
-            yield (
-                f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} "
-                "generates in the dtype of the module that trains (actor_rollout_ref.model.dtype)"
-            )
-    if rollout.name == "hf":
-        odd = [f"{ROLLOUT}.{name}" for name in NATIVE_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
-        if odd:
-            yield f"{', '.join(odd)}: settings of the native engine, which {ROLLOUT}.name=hf does not read"
-    other = {"vllm": "sglang", "sglang": "vllm"}.get(rollout.name)
-    if other is not None and getattr(rollout.engine_kwargs, other):
-        yield (
-            f"{ROLLOUT}.engine_kwargs.{other}: not read with {ROLLOUT}.name={rollout.name}, which has "
-            f"engine_kwargs.{rollout.name}"
-        )
-    if rollout.name in WITH_WEIGHTS and rollout.cudagraph_capture_sizes is not None:
-        instead = "vllm.compilation_config" if rollout.name == "vllm" else "sglang.cuda_graph_bs_decode"
-        yield (
-            f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with "
-            f"{ROLLOUT}.name={rollout.name} set {ROLLOUT}.engine_kwargs.{instead}"
-        )
-    if rollout.name in WITH_WEIGHTS and rollout.kv_cache != "auto":
-        yield (
-            f"{ROLLOUT}.kv_cache={rollout.kv_cache}: read by the native engine; "
-            f"{ROLLOUT}.name={rollout.name} has blocks of its own"
-        )
-    if rollout.name in WITH_WEIGHTS and rollout.enable_torch_compile:
-        yield (
-            f"{ROLLOUT}.enable_torch_compile=true: read by the native engine; {ROLLOUT}.name={rollout.name} "
-            f"takes its own setting under {ROLLOUT}.engine_kwargs"
-        )
-    if rollout.name in WITH_WEIGHTS and rollout.quantization:
-        yield (
-            f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider "
-            "algorithm.rollout_correction"
-        )
-
-
-def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
-    yield from _servers(config, rollout)
-    yield from _lengths(config, rollout)
-    yield from _adapters(config, rollout)
-    given = getattr(rollout.engine_kwargs, rollout.name)
-    for name in sorted(set(given) & set(SET_BY_US[rollout.name])):
-        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name} is set by hybridflow itself: leave it out"
-
-
-def _servers(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Servers that are switched off, that are too few, or that have no usable address."""
+        return
     server = rollout.server
     processes = sum(pool_sizes(config.trainer, "rollout"))
-    if server.enable is False:
-        yield from _server_off(rollout, processes)
-    addresses = server.address or []
-    if isinstance(addresses, str):
-        addresses = [addresses]
-    if server.address is not None and len(addresses) != processes:
+    if server.enable is False and rollout.name == "vllm" and processes > 1:
+        yield (
+            f"{ROLLOUT}.server.enable=false with {processes} processes that generate: without servers vLLM "
+            f"serves one process alone: leave {ROLLOUT}.server.enable out"
+        )
+    addresses = [server.address] if isinstance(server.address, str) else server.address
+    if addresses is not None and len(addresses) != processes:
         yield (
             f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: "
             "give one for each, or set trainer.placement.rollout to a pool of as many"
         )
-    for address in addresses:
-        if not address.startswith("http://"):
-            yield f"{ROLLOUT}.server.address={address}: wanted http://HOST:PORT"
     if rollout.tensor_model_parallel_size > 1 and processes > 1:
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
@@ -206,25 +93,10 @@ def _servers(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
             "and starts an engine on it. Set it to 1, or start larger servers yourself and give their "
             f"addresses ({ROLLOUT}.server.address)"
         )
-
-
-def _server_off(rollout: RolloutConfig, processes: int) -> Iterator[str]:
-    server = rollout.server
-    off = f"{ROLLOUT}.server.enable=false"
-    if server.address is not None:
-        yield f"{off} with {ROLLOUT}.server.address={server.address}: leave one of them out"
-    if server.python is not None:
-        yield (
-            f"{off} with {ROLLOUT}.server.python={server.python}, the python of a server: leave one of them "
-            "out"
-        )
-    if rollout.name == "sglang":
-        yield f"{off} with {ROLLOUT}.name=sglang, which is always a server: leave {ROLLOUT}.server.enable out"
-    elif processes > 1:
-        yield (
-            f"{off} with {processes} processes that generate: without servers vLLM serves one process "
-            f"alone: leave {ROLLOUT}.server.enable out"
-        )
+    given = getattr(rollout.engine_kwargs, rollout.name)
+    for name in sorted(set(given) & set(SET_BY_US[rollout.name])):
+        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name} is set by hybridflow itself: leave it out"
+    yield from _lengths(config, rollout)
 
 
 def _lengths(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -245,23 +117,6 @@ def _lengths(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
             f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"{ROLLOUT}.max_model_len={longest}, and {ROLLOUT}.enable_chunked_prefill=false: set it to "
             f"{longest} or more, or enable_chunked_prefill=true"
-        )
-
-
-def _adapters(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Adapters that are to be sent by themselves and cannot be."""
-    model = config.actor_rollout_ref.model
-    if not rollout.lora_as_adapters:
-        return
-    if rollout.name != "vllm":
-        yield (
-            f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes adapters "
-            "folded into the weights: leave it out"
-        )
-    elif not (model.lora_rank or model.lora_adapter_path):
-        yield (
-            f"{ROLLOUT}.lora_as_adapters=true, and the actor has no adapters: set "
-            "actor_rollout_ref.model.lora_rank, or leave it out"
         )
 
 
@@ -312,14 +167,8 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield "sharded_training", f"an actor on {processes} processes"
 
 
-NATIVE_KINDS = ("int8", "fp8", "float16")
-"""Kinds that the native engine rounds to: those of `models/rounded_weights.py`."""
-
-
-def precision_problems(config: PPOConfig, *, trains: bool = True) -> Iterator[str]:
-    """Yield one line for each value that rounded weights do not go with and, if the run `trains`, for a
-    missing correction.
-    """
+def precision_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line where the native engine cannot round weights as the keys ask."""
     rollout = config.actor_rollout_ref.rollout
     kind = rollout.quantization
     if kind is None or rollout.name != "native":
@@ -329,15 +178,158 @@ def precision_problems(config: PPOConfig, *, trains: bool = True) -> Iterator[st
         yield f"{key} with {ROLLOUT}.name=native, which rounds to {', '.join(NATIVE_KINDS)}: set one of these"
     if kind == "float16" and config.trainer.device not in ("auto", "cpu"):
         yield f"{key} is for CPUs, and trainer.device={config.trainer.device}: set it to fp8 or int8"
-    if rollout.exact is True:
-        yield (
-            f"{key} with {ROLLOUT}.exact=true: rounded weights give other log-probs than training's; set "
-            f"{ROLLOUT}.exact=auto, or {ROLLOUT}.quantization=null"
+
+
+def uncorrected_precision(config: PPOConfig) -> Iterator[str]:
+    """Yield a line where a run trains on tokens of rounded weights and nothing corrects for them."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.quantization and rollout.name == "native" and not config.trainer.val_only:
+        yield from uncorrected(
+            config, f"{ROLLOUT}.quantization={rollout.quantization} samples tokens from rounded weights"
         )
-    if rollout.enable_torch_compile:
+
+
+ASYNC = "trainer.async"
+
+
+def schedule_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each number that does not fit the schedule, and for each key that it cannot read."""
+    schedule = config.trainer.schedule
+    if schedule == "sync":
+        return
+    yield from _bounds(config)
+    if schedule in EXACT_SCHEDULES and config.trainer.async_.run_ahead > 0:
+        yield from _refill(config)
+
+
+def _bounds(config: PPOConfig) -> Iterator[str]:
+    """How far generation runs ahead, and the bound on staleness."""
+    schedule = config.trainer.schedule
+    ahead = config.trainer.async_.run_ahead
+    bound = config.trainer.async_.max_staleness
+    shown = f"{ASYNC}.run_ahead={ahead:g}"
+    if schedule == "one_step_off" and ahead not in (0, 1):
         yield (
-            f"{key} with {ROLLOUT}.enable_torch_compile=true: compiled steps know whole weights only; leave "
-            "one of them out"
+            f"{shown} with trainer.schedule=one_step_off, which is 1 step ahead: leave it out, or set "
+            "trainer.schedule=exact_async for more steps, or fully_async for a part of a step"
         )
-    if trains and not config.trainer.val_only:
-        yield from uncorrected(config, f"{key} samples tokens from rounded weights")
+    elif not math.isfinite(ahead):
+        yield f"{shown}: wanted a number of steps, for example 1"
+    elif schedule in EXACT_SCHEDULES and ahead != int(ahead):
+        yield (
+            f"{shown} with trainer.schedule={schedule}, which generates whole batches: set a whole number, "
+            "or trainer.schedule=fully_async"
+        )
+    if bound is None or not math.isfinite(ahead):
+        return  # resolve fills max_staleness where run_ahead is a number of steps
+    if schedule in EXACT_SCHEDULES and bound != math.ceil(ahead):
+        yield (
+            f"{ASYNC}.max_staleness={bound} with trainer.schedule={schedule}, where every token is {shown} "
+            f"steps old once the run is under way: leave {ASYNC}.max_staleness out"
+        )
+    elif bound < ahead:
+        yield (
+            f"{ASYNC}.max_staleness={bound} is less than {shown}, the steps that generation runs ahead: set "
+            f"it to {math.ceil(ahead)} or more, or lower run_ahead"
+        )
+
+
+def uncorrected_rows(config: PPOConfig) -> Iterator[str]:
+    """A loss on stale tokens has to know the policy that sampled them."""
+    bound = config.trainer.async_.max_staleness
+    age = replayed_steps(config)
+    if not bound and not age:
+        return
+    stale = f"trainer.schedule={config.trainer.schedule} trains tokens up to {bound} steps old"
+    if age:
+        stale = f"algorithm.pf_ppo.max_age={age} trains rows again that are up to {age} steps older"
+    yield from uncorrected(config, stale)
+
+
+def _refill(config: PPOConfig) -> Iterator[str]:
+    """An exact schedule knows the prompts of a batch before any of them is generated."""
+    groups = config.algorithm.filter_groups
+    batch = config.data.train_batch_size
+    if groups.enable and config.data.gen_batch_size not in (None, batch):
+        yield (
+            f"data.gen_batch_size={config.data.gen_batch_size} with "
+            f"trainer.schedule={config.trainer.schedule}, which generates the {batch} prompts of a step and "
+            "never replaces a group that dynamic sampling drops: leave it out, or set "
+            "trainer.schedule=fully_async, which refills"
+        )
+
+
+def schedule_notes(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each key that has less effect than it seems to have."""
+    schedule = config.trainer.schedule
+    keys = config.trainer.async_
+    if schedule == "sync":
+        return
+    if schedule in EXACT_SCHEDULES and keys.run_ahead and config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true with trainer.schedule={schedule}: groups that are dropped "
+            "are not replaced, so such a batch is smaller (max_num_gen_batches is not read); fully_async "
+            "refills"
+        )
+    batch = config.data.train_batch_size
+    if 0 < keys.run_ahead * batch < 1:
+        yield (
+            f"{ASYNC}.run_ahead={keys.run_ahead:g} of data.train_batch_size={batch} groups is less than one "
+            f"group, so nothing is generated ahead: set it to {1 / batch:.3g} or more"
+        )
+
+
+def agent_notes(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each key of agents that is set and has no effect."""
+    rollout = config.actor_rollout_ref.rollout
+    keys = rollout.multi_turn
+    agent = rollout.agent
+    chosen = {
+        f"{ROLLOUT}.agent.command": agent.command,
+        f"{ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop != "single_turn_agent",
+        "data.environment": config.data.environment,
+        f"{ROLLOUT}.multi_turn.enable": keys.enable,
+    }
+    asked = [key for key, value in chosen.items() if value]
+    if len(asked) > 1:
+        yield f"{asked[0]} says which agent plays rows without an agent_name; {', '.join(asked[1:])} do not"
+    tools = keys.tool_config_path or keys.function_tool_path
+    if tools and not keys.enable and not config.data.environment:
+        yield (
+            f"tools ({tools}) are used by rows whose agent_name is tool_agent; for all rows set "
+            f"{ROLLOUT}.multi_turn.enable=true"
+        )
+    if keys.interaction_config_path and config.data.environment:
+        yield f"{ROLLOUT}.multi_turn.interaction_config_path: not read by rows that data.environment plays"
+
+
+def agent_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of the keys of agents."""
+    rollout = config.actor_rollout_ref.rollout
+    yield from plugin_problem("data.environment", config.data.environment)
+    agent = rollout.agent
+    others = agent.command or agent.default_agent_loop != "single_turn_agent"
+    if config.data.environment and not others and config.reward.reward_model.enable:
+        yield (
+            f"reward.reward_model.enable=true with data.environment={config.data.environment}, which gives "
+            "the rewards itself: the reward model would never be asked. Set reward.reward_model.enable=false "
+            "or leave data.environment out"
+        )
+    yield from plugin_problem(f"{ROLLOUT}.agent.default_agent_loop", agent.default_agent_loop)
+    files = {
+        f"{ROLLOUT}.multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+        f"{ROLLOUT}.multi_turn.interaction_config_path": rollout.multi_turn.interaction_config_path,
+        f"{ROLLOUT}.agent.agent_loop_config_path": agent.agent_loop_config_path,
+    }
+    for key, file in files.items():
+        if file and not local(file).is_file():
+            yield f"{key}: there is no file {file}"
+    functions = rollout.multi_turn.function_tool_path
+    if functions and functions.endswith(".py") and not local(functions).is_file():
+        yield f"{ROLLOUT}.multi_turn.function_tool_path: there is no file {functions}"
+    estimator = estimator_facts(config)
+    if uses_agents(config) and estimator is not None and estimator.demonstration_rows:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} learns from the data's own answers of "
+            "one turn, and agents have several: choose another estimator, such as grpo"
+        )

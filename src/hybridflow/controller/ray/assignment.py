@@ -10,25 +10,11 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridflow.controller.ray.preflight import NodeInfo
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.accelerators import features
 
 MAX_TRIES = 10_000  # ways to put pools on nodes that are tried; a cluster with room needs far fewer
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """A node of the cluster, with its number of devices of the kind that the run uses."""
-
-    id: str
-    name: str
-    """The name in messages; unlike the ip it differs between two nodes on one machine."""
-    ip: str
-    free: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.ip}): {self.free} free of {self.total}"
 
 
 def assign(

@@ -30,8 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray import session
-from hybridflow.controller.ray.assignment import NodeInfo, assign, describe, shortage
+from hybridflow.controller.ray.assignment import assign, describe, shortage
 from hybridflow.controller.ray.preflight import (
+    NodeInfo,
     answers,
     check_own,
     check_port_free,

@@ -11,13 +11,13 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.cluster import RayConfig
+from hybridflow.config.layout import num_processes
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.ray.assignment import NodeInfo
 from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import accelerators, features, no_accelerator
 from hybridflow.errors import ConfigError
@@ -25,6 +25,21 @@ from hybridflow.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A node of the cluster, with its number of devices of the kind that the run uses."""
+
+    id: str
+    name: str
+    """The name in messages; unlike the ip it differs between two nodes on one machine."""
+    ip: str
+    free: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.ip}): {self.free} free of {self.total}"
 
 
 def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> None:

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.checks.paths import without_password
 from hybridflow.config.convert import raise_all
+from hybridflow.config.paths import without_password
 from hybridflow.config.trainer import BaseTrainerConfig, PrometheusConfig, TrainerConfig
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.adapters import (

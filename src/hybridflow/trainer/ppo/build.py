@@ -14,10 +14,10 @@ from typing import TypeAlias
 
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
-from hybridflow.config.checks.own_code import own_algorithm_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.needs import reads_text_alone, replayed_steps
+from hybridflow.config.own_code import own_algorithm_problems
 from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.source_code import definition_of
 from hybridflow.config.trainer import EXACT_SCHEDULES

@@ -1,0 +1,159 @@
+"""The processes of a run, the pools of its roles, and the layout of a model over them, by the keys alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+
+COLLECTORS = "collectors"
+"""The name of the pool of `trainer.num_collectors`."""
+
+
+def num_processes(trainer: TrainerConfig | SFTTrainerConfig) -> int:
+    """Return the number of worker processes: those of the run's pools, else nodes × devices."""
+    pools = getattr(trainer, "resource_pools", {})
+    if pools:
+        return sum(sum(devices) for devices in pools.values())
+    return trainer.nnodes * trainer.n_gpus_per_node
+
+
+def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
+    """Return `local` or `ray`: the controller that is set, or the one that `auto` stands for."""
+    if trainer.controller != "auto":
+        return trainer.controller
+    if num_processes(trainer) > 1 or getattr(trainer, "resource_pools", {}):
+        return "ray"
+    return "local"
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """Layout of one role's model over the processes of its pool."""
+
+    block: str
+    """Block of the role's keys, for example actor_rollout_ref.actor."""
+    fsdp: FSDPConfig
+    sequence: int
+    """Its ulysses_sequence_parallel_size."""
+    model: ModelConfig
+    processes: int
+    fsdp_name: str = "fsdp_config."
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor, stages, experts."""
+        tensor = self.fsdp.tensor_parallel_size
+        stages = self.fsdp.pipeline_parallel_size
+        size = self.fsdp.fsdp_size
+        if size == -1:
+            size = self.processes // (tensor * stages)
+        parts = self.fsdp.virtual_pipeline_parallel_size
+        return self.processes, size, tensor, stages, parts, self.fsdp.expert_parallel_size
+
+    def __str__(self) -> str:
+        further = {
+            "pipeline_parallel_size": self.fsdp.pipeline_parallel_size,
+            "expert_parallel_size": self.fsdp.expert_parallel_size,
+        }
+        return (
+            f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
+            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}"
+        ) + "".join(f", {name}={size}" for name, size in further.items() if size > 1)
+
+    def problems(self) -> Iterator[str]:
+        """Yield one line for each size that does not fit the others.
+
+        Where one does not fit, those that depend on it are held against what would be true for any value in
+        its place, so that no problem hides another.
+        """
+        here = f"{self.block}.{self.fsdp_name}"
+        ulysses = f"{self.block}.ulysses_sequence_parallel_size"
+        tensor = self.fsdp.tensor_parallel_size
+        size = self.fsdp.fsdp_size
+        if self.fsdp.context_parallel == "ring" and self.sequence == 1:
+            yield (
+                f"{here}context_parallel=ring, but no ranks share rows: set {ulysses} to the number of "
+                "ranks in the ring, or leave it out"
+            )
+        stages = self.fsdp.pipeline_parallel_size
+        ranks = self.processes
+        whose = "processes of its pool"
+        if self.processes % stages:
+            yield (
+                f"{here}pipeline_parallel_size={stages} does not divide the {self.processes} processes of "
+                "its pool: set a divisor, or other devices"
+            )
+        elif stages > 1:
+            ranks = self.processes // stages
+            whose = f"processes of each of the {stages} stages"
+        widths = {f"{here}tensor_parallel_size": tensor, ulysses: self.sequence}
+        if min(widths.values()) > 1 and not any(ranks % width for width in widths.values()):
+            widths = {f"{here}tensor_parallel_size × {ulysses}": tensor * self.sequence}
+        for name, width in widths.items():
+            if ranks % width:
+                yield f"{name}={width} does not divide the {ranks} {whose}: set a divisor, or other devices"
+        if tensor > 1 and (self.model.lora_rank or self.model.lora_adapter_path):
+            yield (
+                f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
+                "not split; leave one out"
+            )
+        sharers = ranks
+        sharing = ranks
+        if ranks % tensor == 0:
+            sharers = ranks // tensor
+        fits = size == -1 or (size > 0 and sharers % size == 0)
+        if not fits:
+            yield (
+                f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a "
+                "divisor, or -1 for all"
+            )
+        elif size > 0 and ranks % tensor == 0:
+            sharing = tensor * size
+        if size > 0 and size % self.sequence and self.sequence % size:
+            yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
+        experts = self.fsdp.expert_parallel_size
+        if sharing % experts:
+            yield (
+                f"{here}expert_parallel_size={experts} does not divide the {sharing} ranks that share the "
+                "parameters: set a divisor"
+            )
+
+
+def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
+    """Return the number of processes of each pool that hosts a role.
+
+    A pool that does not exist counts as one process here, and is refused where the placement is made.
+    """
+    if not trainer.resource_pools:
+        return [num_processes(trainer)]
+    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pools_of(trainer, role)]
+
+
+def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
+    """Return whether two roles have a pool in common, so that they share processes."""
+    if not trainer.resource_pools:
+        return True
+    return not set(_pools_of(trainer, role)).isdisjoint(_pools_of(trainer, other))
+
+
+def mix_pools(trainer: TrainerConfig, role: str, other: str) -> bool:
+    """Return whether two roles share some of their pools and not all of them."""
+    if not trainer.resource_pools:
+        return False
+    mine = set(_pools_of(trainer, role))
+    others = set(_pools_of(trainer, other))
+    return mine != others and not mine.isdisjoint(others)
+
+
+def _pools_of(trainer: TrainerConfig, role: str) -> list[str]:
+    named = trainer.placement.get(role, next(iter(trainer.resource_pools)))
+    return pool_names(named)
+
+
+def pool_names(named: str | list[str]) -> list[str]:
+    """Return the names of pools that a role is placed in."""
+    return [named] if isinstance(named, str) else named

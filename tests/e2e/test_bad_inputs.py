@@ -293,10 +293,7 @@ def test_supervised_refused(
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["train", "--recipe", "grop"], ("grop", "grpo")),
     (["train", "--recipe", "{tmp}/none.yaml"], ("none.yaml",)),
-    (["merge", "{tmp}/none", "{tmp}/out"], ("none",)),
-    (["view", "{tmp}/none"], ("none",)),
     (["train", "--recipe", "tiny/grop"], ("tiny/grop", "did you mean tiny/grpo")),
-    (["config", "data.train_batchsize=4"], ("data.train_batch_size",)),
     (["reward-test", "data.train_files={tmp}/none.parquet"], ("none.parquet",)),
 ]
 

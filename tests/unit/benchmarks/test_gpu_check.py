@@ -11,14 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
 import gpu_check
 import gpu_check_machine as machine
 import gpu_check_page
 import gpu_check_stages as stages
+import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"

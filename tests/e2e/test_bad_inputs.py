@@ -214,13 +214,11 @@ REFUSED: list[Case] = [
         ("KeyError: 'grade'", "my_reward.py", "reward.on_error"),
     ),
     ("reward returns NaN", reward_with("return float('nan')"), ("nan", "reward.on_error")),
-    ("reward over float32", reward_with("return 1e300"), ("1e+300", "reward.on_error")),
     (
         "reward hangs",
         reward_with("time.sleep(3600)", *HANGING, *TWO_ROWS),
         ("reward.timeout=2.5", "reward.on_error"),
     ),
-    ("reward returns text", reward_with("return 'good'"), ("good", "reward.on_error")),
 ]
 
 

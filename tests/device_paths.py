@@ -80,8 +80,10 @@ PATHS: dict[str, tuple[str, ...]] = {
     "one_step_off": (*ASYNC, "trainer.schedule=one_step_off"),
     "entropy and clip_cov": (*GRPO, f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.entropy_coeff=0.01"),
 }
-QUICK = ("ppo with critic", "offload", "top-p and top-k", "blocks of a cache", "one_step_off")
-"""Paths that are not slow tests. The others are parts of these, or are counted or resumed in another test."""
+QUICK = ("ppo with critic", "offload", "blocks of a cache", "one_step_off")
+"""Paths that are not slow tests. The others are parts of these, or are counted, drawn or resumed in another
+test.
+"""
 
 
 def numbers(folder: Path, device: str, model: Path, *overrides: str) -> list[dict[str, float]]:
@@ -140,10 +142,11 @@ def test_exact_mode_is_refused_where_it_is_asked_for_and_left_out_by_auto(
     )
     with pytest.raises(ConfigError, match=refused), build(config):
         pass
+    keys = (*GRPO, "trainer.total_training_steps=1")
     with caplog.at_level("INFO", "hybridflow"):
-        auto = numbers(tmp_path / "auto", device.name, model, *GRPO, f"{exact}=auto")
+        auto = numbers(tmp_path / "auto", device.name, model, *keys, f"{exact}=auto")
     assert [each for each in caplog.messages if each.startswith(f"fast mode: the model is on {device.name}")]
-    without = numbers(tmp_path / "false", device.name, model, *GRPO)
+    without = numbers(tmp_path / "false", device.name, model, *keys)
     compare(without, auto, 0.0 if device.repeats else device.rounding)
 
 
@@ -157,7 +160,7 @@ def test_a_mixture_of_experts_with_routes_of_generation(tmp_path: Path, device: 
     compare(*(numbers(tmp_path, each, model, *keys) for each in ("cpu", device.name)), device.rounding)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])
 def test_a_model_that_reads_pictures(family: str, tmp_path: Path, device: Device) -> None:
     runs = []
     for each in ("cpu", device.name):

@@ -214,13 +214,11 @@ REFUSED: list[Case] = [
         ("KeyError: 'grade'", "my_reward.py", "reward.on_error"),
     ),
     ("reward returns NaN", reward_with("return float('nan')"), ("nan", "reward.on_error")),
-    ("reward over float32", reward_with("return 1e300"), ("1e+300", "reward.on_error")),
     (
         "reward hangs",
         reward_with("time.sleep(3600)", *HANGING, *TWO_ROWS),
         ("reward.timeout=2.5", "reward.on_error"),
     ),
-    ("reward returns text", reward_with("return 'good'"), ("good", "reward.on_error")),
 ]
 
 
@@ -293,10 +291,7 @@ def test_supervised_refused(
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["train", "--recipe", "grop"], ("grop", "grpo")),
     (["train", "--recipe", "{tmp}/none.yaml"], ("none.yaml",)),
-    (["merge", "{tmp}/none", "{tmp}/out"], ("none",)),
-    (["view", "{tmp}/none"], ("none",)),
     (["train", "--recipe", "tiny/grop"], ("tiny/grop", "did you mean tiny/grpo")),
-    (["config", "data.train_batchsize=4"], ("data.train_batch_size",)),
     (["reward-test", "data.train_files={tmp}/none.parquet"], ("none.parquet",)),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,29 +11,15 @@ from pathlib import Path
 import echo_world
 import pytest
 import torch
+from ray_runs import OF_EACH_PROCESS, assert_alike, under_ray
 from tiny_run import Inputs, metrics_of, small_run
 from transformers import AutoModelForSequenceClassification
 
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.main_ppo import main
-from ranks import Command
 from verl_commands import FLAGS, MOE_GRPO
 
-OF_EACH_PROCESS = {"rollout/decode_steps", "rollout/max_rows"}
-"""Metrics of how the work was done: two processes take their steps side by side, each with half of the rows.
-"""
-
-
 TWO = ("trainer.n_gpus_per_node=2",)
-
-
-def under_ray(log: Path, arguments: list[str]) -> Command:
-    """Start a run in a process of its own, since this one may be in another test's Ray."""
-    patient = ("trainer.heartbeat_timeout=600", "trainer.startup_timeout=900")  # on a busy machine
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["OMP_NUM_THREADS"] = "1"
-    arguments = [*arguments, "ray_kwargs.ray_init.num_cpus=2", *patient]
-    return Command("hybridflow.trainer.main_ppo", arguments, log, environment=environment)
 
 
 def metrics_of_both(
@@ -74,12 +59,7 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: t
     profiled = ("global_profiler.tool=phases", "global_profiler.steps=[2]")
     one, got = metrics_of_both(inputs, tmp_path, keys, profiled)
     check_trace(tmp_path / "two" / "profile" / "step_2.json")
-    for step, metrics in one.items():
-        assert sorted(got[step]) == sorted(metrics)
-        for name in sorted(metrics.keys() - OF_EACH_PROCESS):
-            if more and name.startswith(echo_world.OF_THE_WAY):
-                continue
-            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+    assert_alike(one, got, without=(*OF_EACH_PROCESS, *(echo_world.OF_THE_WAY if more else ())))
 
 
 def check_trace(file: Path) -> None:
@@ -124,10 +104,7 @@ def test_a_documented_megatron_command_in_two_stages(inputs: Inputs, tmp_path: P
     )
     one, got = metrics_of_both(inputs, tmp_path, keys, MEGATRON)
     assert "run by PyTorch's own engine" in (tmp_path / "log").read_text()
-    for step, metrics in one.items():
-        assert sorted(got[step]) == sorted(metrics)
-        for name in sorted(metrics.keys() - OF_EACH_PROCESS):
-            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+    assert_alike(one, got, without=OF_EACH_PROCESS)
 
 
 def sized(tensor: int, experts: int) -> list[str]:
@@ -161,11 +138,9 @@ def test_the_documented_command_of_a_mixture_of_experts(inputs: Inputs, tmp_path
     command = [*FLAGS, *MOE_GRPO.split()]
     one, got = metrics_of_both(replace(inputs, model=model), tmp_path, keys, sized(2, 2), command)
     assert "run by PyTorch's own engine" in (tmp_path / "log").read_text()
-    for step, metrics in one.items():
-        assert sorted(got[step]) == sorted(metrics)
+    assert_alike(one, got, without=OF_EACH_PROCESS)
+    for metrics in one.values():
         assert metrics["actor/moe/without_route"] > 0 and metrics["actor/grad_norm"] > 0
-        for name in sorted(metrics.keys() - OF_EACH_PROCESS):
-            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
 
 
 @pytest.mark.slow
@@ -189,6 +164,4 @@ def test_a_reward_model_scores_alike_on_two_processes(inputs: Inputs, tmp_path: 
     one, got = metrics_of_both(inputs, tmp_path, keys)
     names = [name for name in one[1] if name.startswith("critic/score/") or "reward_model_score" in name]
     assert "critic/score/mean" in names and one[1]["critic/score/max"] > one[1]["critic/score/min"]
-    for step, metrics in one.items():
-        for name in names:
-            assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+    assert_alike(*({step: {name: run[step][name] for name in names} for step in run} for run in (one, got)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import echo_world
 import pytest
 from kill_resume import STEPS, differences
-from test_cluster_run import OF_EACH_PROCESS
+from ray_runs import OF_EACH_PROCESS, OWN_POOL, assert_alike, under_ray
 from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
@@ -53,24 +52,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     os.kill(os.getpid(), signal.SIGKILL)
 '''
 ONE_POOL = "trainer.n_gpus_per_node=1"
-OWN_POOL = ("trainer.resource_pools={train: [1], generate: [1]}", "trainer.placement={rollout: generate}")
 
 
-def under_ray(inputs: Inputs, out: Path, collectors: int, *keys: str) -> Command:
+def collected(inputs: Inputs, out: Path, collectors: int, *keys: str) -> Command:
     """Start a run with so many collectors, and a process for generation unless the keys have one pool."""
     cluster = (
         *(() if ONE_POOL in keys else OWN_POOL),
         "trainer.controller=ray",
         f"trainer.num_collectors={collectors}",
         f"trainer.save_freq={STEPS}",
-        "ray_kwargs.ray_init.num_cpus=2",
-        "trainer.heartbeat_timeout=600",  # on a busy machine
-        "trainer.startup_timeout=900",
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["OMP_NUM_THREADS"] = "1"
-    arguments = small_run(inputs, out, *cluster, *keys, steps=STEPS)
-    return Command("hybridflow.trainer.main_ppo", arguments, out.with_suffix(".log"), environment=environment)
+    return under_ray(out.with_suffix(".log"), small_run(inputs, out, *cluster, *keys, steps=STEPS))
 
 
 def finished(command: Command) -> str:
@@ -97,9 +89,9 @@ def finished(command: Command) -> str:
 def test_collectors_give_the_numbers_of_a_run_without(
     inputs: Inputs, tmp_path: Path, keys: tuple[str, ...], numbers: tuple[int, ...]
 ) -> None:
-    finished(under_ray(inputs, tmp_path / "0", 0, *keys))
+    finished(collected(inputs, tmp_path / "0", 0, *keys))
     for number in numbers:
-        output = finished(under_ray(inputs, tmp_path / str(number), number, *keys))
+        output = finished(collected(inputs, tmp_path / str(number), number, *keys))
         assert "collector)" in output, output  # among the roles that were built
         # the ledger of a schedule that runs ahead is in the checkpoint, in the order of events
         without = ("data/",) if "trainer.schedule=one_step_off" in keys else ()
@@ -112,13 +104,9 @@ def test_collectors_give_the_numbers_of_a_run_without(
 @pytest.mark.xdist_group("other-ray")
 def test_where_kernels_vary_by_batch_only_the_last_bits_differ(inputs: Inputs, tmp_path: Path) -> None:
     for number in (0, 2):  # without exact mode
-        finished(under_ray(inputs, tmp_path / str(number), number, *BYPASS))
+        finished(collected(inputs, tmp_path / str(number), number, *BYPASS))
     without, found = (metrics_of(tmp_path / name) for name in ("0", "2"))
-    for step, line in without.items():
-        assert sorted(found[step]) == sorted(line)
-        for name in line:
-            if not name.startswith(OF_THE_WAY):
-                assert found[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-5), (step, name)
+    assert_alike(without, found, without=OF_THE_WAY, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -135,9 +123,9 @@ def test_a_run_without_a_pause_drops_nothing_and_goes_on_from_its_checkpoint(
         "trainer.async.max_staleness=3",
     )
     out = tmp_path / "run"
-    finished(under_ray(inputs, out, 2, *keys, "trainer.save_freq=2"))
+    finished(collected(inputs, out, 2, *keys, "trainer.save_freq=2"))
     resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={out / 'global_step_2'}")
-    finished(under_ray(inputs, tmp_path / "resumed", 1, *keys, *resumed))
+    finished(collected(inputs, tmp_path / "resumed", 1, *keys, *resumed))
     for folder in (out, tmp_path / "resumed"):
         with Ledger(folder / LEDGER_FILE) as ledger:
             state = ledger.state
@@ -154,13 +142,13 @@ def test_rewards_that_fail_are_counted_as_without_collectors(inputs: Inputs, tmp
     reward.write_text(PICKY)
     keys = (*GRPO, f"reward.custom_reward_function.path={reward}")
     for number in (0, 2):
-        finished(under_ray(inputs, tmp_path / str(number), number, *keys, "reward.on_error=drop"))
+        finished(collected(inputs, tmp_path / str(number), number, *keys, "reward.on_error=drop"))
     assert not differences(tmp_path / "2", tmp_path / "0", OF_THE_WAY)
     failed = [line.get("training/num_failed/environment", 0) for line in metrics_of(tmp_path / "2").values()]
     assert sum(failed) > 0
     told = [json.loads((tmp_path / name / "failures.json").read_text()) for name in ("0", "2")]
     assert told[0] == told[1] == {"environment": "the reward failed (ValueError)"}
-    done = under_ray(inputs, tmp_path / "raises", 2, *keys, "reward.on_error=raise").wait()
+    done = collected(inputs, tmp_path / "raises", 2, *keys, "reward.on_error=raise").wait()
     assert done.returncode == 1 and "reward.on_error=zero scores such rows 0" in done.output, done.output
 
 
@@ -171,6 +159,6 @@ def test_a_collector_that_dies_is_named(inputs: Inputs, tmp_path: Path) -> None:
     reward = tmp_path / "deadly.py"
     reward.write_text(DEADLY)
     keys = (*GRPO, f"reward.custom_reward_function.path={reward}")
-    done = under_ray(inputs, tmp_path / "run", 2, *keys).wait()
+    done = collected(inputs, tmp_path / "run", 2, *keys).wait()
     assert done.returncode == 1 and re.search("WorkerLost: collector rank [01] is lost", done.output)
     assert "Traceback" not in done.output, done.output

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from ray_runs import OWN_POOL, under_ray
 from tiny_run import Inputs, metrics_of, small_run
-
-from ranks import Command
 
 
 @pytest.mark.slow
@@ -20,16 +18,9 @@ def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp
         "actor_rollout_ref.rollout.exact=true",
         "actor_rollout_ref.model.external_lib=plant_a_bit",
         "trainer.controller=ray",
-        "trainer.resource_pools={train: [1], generate: [1]}",
-        "trainer.placement={rollout: generate}",
-        "ray_kwargs.ray_init.num_cpus=2",
-        "trainer.heartbeat_timeout=600",  # on a busy machine
-        "trainer.startup_timeout=900",
+        *OWN_POOL,
     ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    arguments = small_run(inputs, tmp_path / "run", *keys)
-    done = Command("hybridflow.trainer.main_ppo", arguments, tmp_path / "log", environment=environment).wait()
+    done = under_ray(tmp_path / "log", small_run(inputs, tmp_path / "run", *keys)).wait()
     assert done.returncode == 1, done.output
     assert (
         "exact mode, step 2: rollout rank 0 has generated with another model.layers.0.mlp.down_proj.weight"

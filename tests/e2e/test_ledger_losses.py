@@ -14,12 +14,12 @@ import pytest
 from kill_resume import STEPS, differences
 from ledger_kills import KEYS, accounts
 from ledger_losses import HANGS
-from test_cluster_run import OF_EACH_PROCESS
+from ray_runs import OF_EACH_PROCESS, OWN_POOL, under_ray
 from test_schedules import OF_ITS_OWN
 from tiny_run import Inputs, small_run
 
 from hybridflow.trainer.main_ppo import main
-from ranks import Command, Ended
+from ranks import Ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group("ray")]
 
@@ -76,21 +76,13 @@ def run(
     overrides = [
         *arguments(inputs, folder / "run", schedule),
         "trainer.controller=ray",
-        "trainer.resource_pools={train: [1], generate: [1]}",
-        "trainer.placement={rollout: generate}",
-        "ray_kwargs.ray_init.num_cpus=2",
+        *OWN_POOL,
         "actor_rollout_ref.model.external_lib=ledger_losses",
-        "trainer.heartbeat_timeout=600",  # on a busy machine
-        "trainer.startup_timeout=900",
         *keys,
     ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    if hangs is not None:
-        environment[HANGS] = f"{hangs} {folder / 'hung'}"
+    variables = {} if hangs is None else {HANGS: f"{hangs} {folder / 'hung'}"}
     words = [json.dumps(plan), *overrides]
-    return Command("ledger_losses", words, folder / "log", environment=environment).wait()
+    return under_ray(folder / "log", words, module="ledger_losses", variables=variables).wait()
 
 
 def end_of(output: str) -> str:

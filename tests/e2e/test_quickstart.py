@@ -14,6 +14,7 @@ from tiny_run import Inputs, metrics_of, small_run, write_jsonl
 
 from hybridflow.cli.main import main as hybridflow
 from hybridflow.trainer.main_ppo import main as main_ppo
+from ranks import Command
 
 TRAINING_METRICS = {
     *(
@@ -57,7 +58,6 @@ TRAINING_METRICS = {
 def test_quickstart_of_verl(inputs: Inputs, tmp_path: Path) -> None:
     """The command of verl's documentation with another module name, paths and engine, and made short."""
     command = [
-        *("-m", "hybridflow.trainer.main_ppo"),
         f"data.train_files={inputs.train}",
         f"data.val_files={inputs.val}",
         "data.train_batch_size=4",  # 256
@@ -86,16 +86,18 @@ def test_quickstart_of_verl(inputs: Inputs, tmp_path: Path) -> None:
         "trainer.total_training_steps=3",
         f"trainer.default_local_dir={tmp_path}",
     ]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    run = Command(
+        "hybridflow.trainer.main_ppo",
+        command,
+        tmp_path.with_suffix(".log"),
+        environment=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "step 3/3" in done.stdout and "validation at step 3" in done.stdout
+    try:
+        done = run.wait()
+    finally:
+        run.kill()
+    assert done.returncode == 0 and "Traceback" not in done.output, done.output
+    assert "step 3/3" in done.output and "validation at step 3" in done.output
     metrics = metrics_of(tmp_path, with_timings=True)
     assert sorted(metrics) == [1, 2, 3]
     for step in (1, 2, 3):
@@ -112,6 +114,12 @@ def test_quickstart_of_verl(inputs: Inputs, tmp_path: Path) -> None:
         "manifest.json",
     }
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["data"]["max_prompt_length"] == 512
+
+
+def test_the_module_of_the_quickstart_is_a_command() -> None:
+    words = [sys.executable, "-m", "hybridflow.trainer.main_ppo", "data.train_batchsize=4"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1100)
+    assert done.returncode == 1 and "did you mean data.train_batch_size" in done.stderr, done.stderr
 
 
 def test_grpo_recipe_with_kl_in_the_loss(inputs: Inputs, tmp_path: Path) -> None:

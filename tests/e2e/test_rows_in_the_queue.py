@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from kill_resume import differences
-from test_collectors import GRPO, OF_THE_WAY, PPO, finished, under_ray
+from test_collectors import GRPO, OF_THE_WAY, PPO, collected, finished
 from test_ledger_losses import arguments, check, end_of, run
 from tiny_run import Inputs
 
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_gro
 def test_rows_in_the_queue_give_the_same_numbers(
     inputs: Inputs, tmp_path: Path, keys: tuple[str, ...], collectors: int
 ) -> None:
-    finished(under_ray(inputs, tmp_path / "ray", collectors, *keys))
+    finished(collected(inputs, tmp_path / "ray", collectors, *keys))
     queue = "transfer_queue.enable=true"  # as a verl user writes it
-    output = finished(under_ray(inputs, tmp_path / "queue", collectors, *keys, queue))
+    output = finished(collected(inputs, tmp_path / "queue", collectors, *keys, queue))
     assert "rows are in TransferQueue (SimpleStorage)" in output, output
     assert not differences(tmp_path / "queue", tmp_path / "ray", OF_THE_WAY)
 

@@ -4,18 +4,16 @@ and however many workers generate; the continuous one accounts for every group.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from kill_resume import STEPS, differences
-from test_cluster_run import OF_EACH_PROCESS
+from ray_runs import OF_EACH_PROCESS, under_ray
 from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.trainer.main_ppo import main
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger, surviving_transitions
 from hybridflow.trainer.schedules.ledger_state import Replayed
-from ranks import Command
 
 KEYS = (
     "algorithm.adv_estimator=grpo",
@@ -38,27 +36,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def under_ray(folder: Path, arguments: list[str], *, workers: int) -> Command:
-    """Start a run whose `workers` generate beside training, each step of which takes a random time."""
+def beside_training(folder: Path, arguments: list[str], *, workers: int) -> None:
+    """Run with `workers` that generate beside training, each step of which takes a random time."""
     reward = folder / "slow_reward.py"
     reward.write_text(SLOW_REWARD)
     keys = (
         f"trainer.resource_pools={{train: [1], generate: [{workers}]}}",
         "trainer.controller=ray",
         "trainer.placement={rollout: generate}",
-        f"ray_kwargs.ray_init.num_cpus={workers + 1}",
         "actor_rollout_ref.model.external_lib=random_sleeps",
         f"reward.custom_reward_function.path={reward}",
         "reward.num_workers=2",
-        "trainer.heartbeat_timeout=600",  # on a busy machine
-        "trainer.startup_timeout=900",
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return Command(
-        "hybridflow.trainer.main_ppo", [*arguments, *keys], folder / "log", environment=environment
-    )
+    done = under_ray(folder / "log", [*arguments, *keys], cpus=workers + 1).wait()
+    assert done.returncode == 0, done.output
 
 
 @pytest.mark.slow
@@ -75,10 +66,7 @@ def test_timing_and_number_of_workers_change_nothing(
     keys = [f"data.val_files={inputs.val}", *KEYS, "trainer.schedule=exact_async"]
     keys.append(f"trainer.async.run_ahead={ahead}")
     assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
-    done = under_ray(
-        tmp_path, small_run(inputs, tmp_path / "many", *keys, steps=STEPS), workers=workers
-    ).wait()
-    assert done.returncode == 0, done.output
+    beside_training(tmp_path, small_run(inputs, tmp_path / "many", *keys, steps=STEPS), workers=workers)
     ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
     assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=OF_ITS_OWN)
 
@@ -92,8 +80,7 @@ def test_a_replay_buffer_has_the_same_bits_under_ray(inputs: Inputs, tmp_path: P
     keys += ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.max_age=2"]
     assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
     many = small_run(inputs, tmp_path / "many", *keys, steps=STEPS)
-    done = under_ray(tmp_path, many, workers=1).wait()
-    assert done.returncode == 0, done.output
+    beside_training(tmp_path, many, workers=1)
     ignored = (*OF_EACH_PROCESS, "reward/", "rollout/")
     assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=OF_ITS_OWN)
     draws = [
@@ -111,8 +98,7 @@ def test_nothing_ahead_is_the_synchronous_run_beside_training_too(inputs: Inputs
     ahead = ["trainer.schedule=fully_async", "trainer.async.run_ahead=0"]
     assert main(small_run(inputs, tmp_path / "one", *keys, steps=STEPS)) == 0
     many = small_run(inputs, tmp_path / "many", *keys, *ahead, steps=STEPS)
-    done = under_ray(tmp_path, many, workers=2).wait()
-    assert done.returncode == 0, done.output
+    beside_training(tmp_path, many, workers=2)
     ignored = (*OF_EACH_PROCESS, "reward/", "rollout/", "training/num_gen_batches")
     assert not differences(tmp_path / "many", tmp_path / "one", ignored, last_files_without=OF_ITS_OWN)
 
@@ -125,8 +111,7 @@ def test_a_run_without_a_pause_accounts_for_every_group_and_holds_its_bound(
 ) -> None:
     ahead = ["trainer.schedule=fully_async", "trainer.async.run_ahead=1.5", "trainer.async.max_staleness=3"]
     many = small_run(inputs, tmp_path / "many", *KEYS, *ahead, steps=STEPS)
-    done = under_ray(tmp_path, many, workers=2).wait()
-    assert done.returncode == 0, done.output
+    beside_training(tmp_path, many, workers=2)
     with Ledger(tmp_path / "many" / LEDGER_FILE) as ledger:
         state = ledger.state
     assert state.trained_per_step == [4] * STEPS and state.num_admitted == 4 * STEPS

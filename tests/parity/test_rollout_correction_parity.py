@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import reference_corrections as reference
@@ -14,11 +13,11 @@ from hypothesis import strategies as st
 from ragged_batches import SEEDS, Ragged, each_seed, ragged
 from torch import Tensor
 
-from hybridflow.algorithms import rollout_correction as maths
+from corrections_by_keys import correction_metrics, rejection, rollout_weights
 from hybridflow.algorithms.aggregation import LossScale, Ratio
 from hybridflow.algorithms.policy_losses import LossInputs
 from hybridflow.algorithms.policy_losses.vanilla import vanilla
-from hybridflow.config.thresholds import OPTIONS, parse_is_threshold, parse_rejection
+from hybridflow.config.thresholds import OPTIONS
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 THRESHOLDS: list[tuple[float | str, float | None, float]] = [
@@ -41,21 +40,6 @@ CASES: list[tuple[str, str, Rule]] = [
     for option in OPTIONS
     for text, low, high in BOUNDS[option[-2:]]
 ]
-
-
-def rollout_weights(*rows: Tensor, threshold: float | str, **how: Any) -> Tensor:
-    """The weights by a threshold as users write it."""
-    return maths.rollout_weights(*rows, bounds=parse_is_threshold(threshold), **how)
-
-
-def rejection(*rows: Tensor, options: str, thresholds: float | str | None) -> Tensor:
-    """The tokens that stay by rules as users write them."""
-    return maths.rejection(*rows, parse_rejection(options, thresholds))
-
-
-def correction_metrics(*rows: Tensor, threshold: float | str = 2.0, **how: Any) -> dict[str, Ratio | float]:
-    """The metrics by a threshold as users write it."""
-    return maths.correction_metrics(*rows, bounds=parse_is_threshold(threshold), **how)
 
 
 def exactly(found: Tensor, expected: object) -> None:

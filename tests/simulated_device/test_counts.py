@@ -93,7 +93,7 @@ def test_a_quiet_decode_step_does_not_wait_to_learn_whether_the_leaders_suffice(
         own(session, rows)
 
     monkeypatch.setattr(Session, "_take_back", take_back)
-    quick_run(f"actor_rollout_ref.rollout.{limit}")
+    quick_run(f"actor_rollout_ref.rollout.{limit}", steps=2)
     assert each("quiet decode step")[0] == 1
     if leaders == 1024:
         assert not taken_back and each("quiet decode step")[1] <= 16
@@ -120,5 +120,5 @@ def test_packed_rows_in_bfloat16_are_one_call_of_attention_a_layer() -> None:
 
 
 def test_launches_of_two_layers_that_are_not_recorded() -> None:
-    quick_run("actor_rollout_ref.rollout.enforce_eager=true")
+    quick_run("actor_rollout_ref.rollout.enforce_eager=true", steps=2)
     assert each("quiet decode step")[1] <= 135

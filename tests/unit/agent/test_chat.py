@@ -107,6 +107,14 @@ class Slow(Environment):
         async with self.lock:
             return Step(done=True, reward=2.0)
 '''
+TOOLS = '''
+from hybridflow.tools import tool
+
+@tool
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+'''
 Answer = Callable[[str], str]
 
 
@@ -127,6 +135,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shop(world: Path) -> str:
     return f"{world}:Shop"
+
+
+@pytest.fixture(scope="module")
+def doubling(tmp_path_factory: pytest.TempPathFactory) -> Toolset:
+    """The tools of a run, which double a number."""
+    file = tmp_path_factory.mktemp("tools") / "tools.py"
+    file.write_text(TOOLS)
+    return Toolset.load(MultiTurnConfig(function_tool_path=str(file)))
 
 
 def played(
@@ -424,26 +440,24 @@ def test_another_format_is_warned_of_once_a_run(
         assert f"multi_turn.format={name}" in caplog.text
 
 
-def test_a_prompt_that_ends_in_thinking(tmp_path: Path, hosts: Hosts) -> None:
+def test_a_prompt_that_ends_in_thinking(doubling: Toolset, hosts: Hosts) -> None:
     """A call before `</think>` is a draft, though no `<think>` stands in the response."""
-    (tmp_path / "tools.py").write_text(TOOLS)
-    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
     prompt = "<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     asked = {"prompt": TOKENIZER(prompt)["input_ids"], "raw_prompt": prompt}
     draft = call("double", number=5)
     more: dict[str, Any] = {"max_tokens": 200, "max_model_len": 1000, **asked}
     answer = shopping(f"{draft}\n</think>\n{call('double', number=21)}", "42")
-    (found,) = played(answer, tools=tools, hosts=hosts, **more)
+    (found,) = played(answer, tools=doubling, hosts=hosts, **more)
     assert found.metrics["tools/tool_calls"] == 1 and "42" in text_of(found, sampled=False)[0]
-    (found,) = played(shopping(draft, "42"), tools=tools, hosts=hosts, **more)
+    (found,) = played(shopping(draft, "42"), tools=doubling, hosts=hosts, **more)
     assert found.metrics["tools/tool_calls"] == 0 and found.metrics["tools/malformed"] == 1
     assert "no end (</think>)" in text_of(found, sampled=False)[0]
 
 
-def test_tags_that_are_special_tokens_are_found_and_others_are_left_out(tmp_path: Path, hosts: Hosts) -> None:
+def test_tags_that_are_special_tokens_are_found_and_others_are_left_out(
+    doubling: Toolset, hosts: Hosts
+) -> None:
     """Which tokens are special is the tokenizer's to say, not the format's."""
-    (tmp_path / "tools.py").write_text(TOOLS)
-    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
     tokenizer = create_tiny_tokenizer()
     tags = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<other>"]
     tokenizer.add_tokens(tags, special_tokens=True)
@@ -455,7 +469,7 @@ def test_tags_that_are_special_tokens_are_found_and_others_are_left_out(tmp_path
     ]
     (found,) = played(
         shopping(*turns),
-        tools=tools,
+        tools=doubling,
         hosts=hosts,
         tokenizer=tokenizer,
         raw_prompt=[{"role": "user", "content": "twice 21?"}],
@@ -493,12 +507,10 @@ def test_the_end_of_a_turn_is_given_after_a_stop_text(world: Path, hosts: Hosts)
     )
 
 
-def test_a_templated_text_begins_a_conversation_with_tools(tmp_path: Path, hosts: Hosts) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
+def test_a_templated_text_begins_a_conversation_with_tools(doubling: Toolset, hosts: Hosts) -> None:
     (found,) = played(
         shopping(call("double", number=21), "42"),
-        tools=tools,
+        tools=doubling,
         hosts=hosts,
         prompt=TOKENIZER("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n")["input_ids"],
         raw_prompt="<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n",
@@ -544,23 +556,11 @@ def test_a_conversation_without_room_ends_as_truncated(world: Path, hosts: Hosts
     assert len(row.prompt) + len(row.response_ids) <= 80 and row.segments[-1].sampled
 
 
-TOOLS = '''
-from hybridflow.tools import tool
-
-@tool
-def double(number: int) -> int:
-    """Double a number."""
-    return 2 * number
-'''
-
-
-def test_tools_of_the_run_without_an_environment(tmp_path: Path, hosts: Hosts) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    tools = Toolset.load(MultiTurnConfig(function_tool_path=str(tmp_path / "tools.py")))
+def test_tools_of_the_run_without_an_environment(doubling: Toolset, hosts: Hosts) -> None:
     question = [{"role": "user", "content": "twice 21?"}]
     (found,) = played(
         shopping(call("double", number=21), "#### 42"),
-        tools=tools,
+        tools=doubling,
         hosts=hosts,
         raw_prompt=question,
         max_tokens=200,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.advantages.gae import gae
 from hybridflow.algorithms.advantages.on_policy_distillation import on_policy_distillation
 from hybridflow.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
@@ -99,6 +100,7 @@ def test_no_rows_no_columns_and_no_tokens(shape: tuple[int, int]) -> None:
         torch.zeros(shape[0], dtype=torch.int64),
     )
     for out in (
+        gae(junk, junk, mask, gamma=1.0, lam=1.0),
         reinforce_plus_plus(junk, mask, gamma=1.0),
         remax(junk, mask, torch.ones(shape[0])),
         on_policy_distillation(junk, junk, mask),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
 import torch
 
@@ -15,22 +12,13 @@ from hybridflow.algorithms.advantages import (
     register_adv_est,
 )
 from hybridflow.algorithms.advantages.gae import gae
-from hybridflow.algorithms.advantages.grpo import grpo
 from hybridflow.errors import ConfigError
-
-NAN = float("nan")
 
 
 @pytest.mark.parametrize("mask", [[[False, False]], [[True, False]], [[False, True]]])
 def test_gae_whitens_nothing_or_one_token_to_zero(mask: list[list[bool]]) -> None:
     out = gae(torch.ones(1, 2), torch.zeros(1, 2), torch.tensor(mask), gamma=1.0, lam=1.0)
     assert out.advantages.tolist() == [[0.0, 0.0]] and out.returns.tolist() == [[float(m) for m in mask[0]]]
-
-
-def test_gae_on_no_rows_and_no_columns() -> None:
-    for shape in ((0, 3), (2, 0)):
-        empty = torch.zeros(shape)
-        assert gae(empty, empty, empty.bool(), gamma=1.0, lam=1.0).advantages.shape == shape
 
 
 def test_gae_of_equal_advantages_is_zero_in_float32() -> None:
@@ -40,61 +28,16 @@ def test_gae_of_equal_advantages_is_zero_in_float32() -> None:
     assert float(out.advantages.abs().max()) < 1e-6
 
 
+def test_gae_of_half_precision_is_computed_in_float32() -> None:
+    half = torch.ones(1, 2, dtype=torch.bfloat16)
+    assert gae(half, half, half.bool(), gamma=1.0, lam=1.0).advantages.dtype == torch.float32
+
+
 def scores(*values: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One row a score, given on the last of two tokens."""
     rewards = torch.zeros(len(values), 2)
     rewards[:, 1] = torch.tensor(values)
     return rewards, torch.ones(len(values), 2, dtype=torch.bool)
-
-
-def test_grpo_of_a_row_alone_and_of_equal_scores_is_exactly_zero() -> None:
-    rewards, mask = scores(5.0, *[0.1] * 7)
-    mean = torch.zeros(1).index_add(0, torch.zeros(7, dtype=torch.int64), torch.full((7,), 0.1)) / 7
-    # summed in float32 as groups are, the mean of seven 0.1 is another number
-    assert mean != torch.tensor(0.1)
-    for norm_by_std in (True, False):
-        out = grpo(rewards, mask, torch.tensor([0] + [1] * 7), norm_by_std=norm_by_std).advantages
-        assert bool((out == 0).all())
-
-
-def test_grpo_does_not_count_a_row_without_sampled_tokens() -> None:
-    rewards, mask = scores(1.0, 3.0, 100.0)
-    mask[2] = False
-    out = grpo(rewards, mask, torch.zeros(3, dtype=torch.int64), norm_by_std=False).advantages
-    assert out.tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
-    rewards, mask = scores(1.0, 3.0)
-    mask[1] = False
-    assert not grpo(rewards, mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.any()
-
-
-def test_grpo_on_no_rows() -> None:
-    out = grpo(
-        torch.zeros(0, 3),
-        torch.zeros(0, 3, dtype=torch.bool),
-        torch.zeros(0, dtype=torch.int64),
-        norm_by_std=True,
-    )
-    assert out.advantages.shape == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("given", "computed"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
-)
-def test_estimators_compute_in_float32_or_better(given: torch.dtype, computed: torch.dtype) -> None:
-    rewards, mask = scores(1.0, 2.0)
-    assert gae(rewards.to(given), rewards.to(given), mask, gamma=1.0, lam=1.0).advantages.dtype == computed
-    assert (
-        grpo(rewards.to(given), mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.dtype
-        == computed
-    )
-
-
-def test_every_docstring_opens_with_its_equation_and_ends_with_what_was_left_out() -> None:
-    for name, entry in ADVANTAGE_ESTIMATORS.items():
-        text = inspect.getdoc(entry.function) or ""
-        assert re.match(r"\S+ = ", text) and re.search(r"\bA(_\w)? = ", text.split("\n\n")[0]), name
-        assert "Left out: " in text, name
-        assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(entry.function).__doc__ or "")), name
 
 
 def test_an_entry_takes_what_it_names_out_of_all_there_is() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms import preference
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, register_policy_loss
 from hybridflow.algorithms.policy_losses.dpo import dpo, in_a_pair
@@ -119,20 +120,6 @@ def test_vanilla_by_hand(
     assert float(out.metrics["actor/ppo_kl"][1]) == 1
 
 
-def test_vanilla_teaches_only_log_prob() -> None:
-    parts = [torch.randn(2, 2).requires_grad_() for _ in range(4)]
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    vanilla(LossInputs(*parts[:3], mask, LossScale.count(mask), parts[3])).loss.backward()
-    assert [p.grad is not None for p in parts] == [True, False, False, False]
-
-
-def test_vanilla_in_half_precision_computes_in_float32() -> None:
-    half = torch.zeros(1, 1, dtype=torch.bfloat16)
-    out = vanilla(LossInputs(half, half, half, torch.ones(1, 1, dtype=torch.bool), LossScale(1, 1)))
-    assert out.loss.dtype == torch.float32
-    assert all(not t.requires_grad for pair in out.metrics.values() for t in pair)
-
-
 @pytest.mark.parametrize(
     ("value", "clip", "loss", "slope", "clipped"),
     [
@@ -168,18 +155,19 @@ def test_rows_in_a_pair_by_hand() -> None:
 
 
 def test_every_docstring_opens_with_its_equation_and_says_what_was_left_out() -> None:
-    of_pairs = {
-        name: getattr(preference, name) for name in preference.__all__ if name != "kto_reference_point"
-    }
-    others = {f.__name__: f for f in (value_loss, positive_example_loss, process_reward_loss)}
-    for name, function in (
-        {key: record.function for key, record in POLICY_LOSSES.items()}.items()
-        | of_pairs.items()
-        | others.items()
-    ):
+    estimators = [entry.function for entry in ADVANTAGE_ESTIMATORS.values()]
+    for function in estimators:
+        equation = (inspect.getdoc(function) or "").split("\n\n")[0]
+        assert re.match(r"\S+ = ", equation) and re.search(r"\bA(_\w)? = ", equation), function
+    losses = [record.function for record in POLICY_LOSSES.values()]
+    losses += [getattr(preference, name) for name in preference.__all__ if name != "kto_reference_point"]
+    losses += [value_loss, positive_example_loss, process_reward_loss]
+    for function in losses:
+        assert re.search(r"[−·²Σσ]", (inspect.getdoc(function) or "").split("\n\n")[0]), function
+    for function in [*estimators, *losses]:
         text = inspect.getdoc(function) or ""
-        assert re.search(r"[−·²Σσ]", text.split("\n\n")[0]) and "Left out: " in text, name
-        assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(function).__doc__ or "")), name
+        assert "Left out: " in text, function
+        assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(function).__doc__ or "")), function
 
 
 def test_a_loss_of_ones_own_is_a_record_and_a_taken_name_is_refused() -> None:

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from estimators_of_groups import BY_SCORE, Scored
+from estimators_of_groups import BY_SCORE
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.gae import gae
-from hybridflow.algorithms.advantages.grpo import grpo
-from hybridflow.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from hybridflow.algorithms.aggregation import LossScale, aggregate
 from hybridflow.algorithms.catalog import KL_ESTIMATORS
@@ -26,15 +24,7 @@ from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 
 NAN = float("nan")
-GROUPED: dict[str, Scored] = {
-    **BY_SCORE,
-    "grpo": lambda r, m, g: grpo(r, m, g, norm_by_std=True),
-    "dr_grpo": lambda r, m, g: grpo(r, m, g, norm_by_std=False),
-    "optimal_token_baseline": lambda r, m, g: optimal_token_baseline(
-        r, m, g, torch.full(r.shape, -0.5), torch.full(r.shape, 0.6)
-    ),
-}
-each = pytest.mark.parametrize("name", GROUPED)
+each = pytest.mark.parametrize("name", BY_SCORE)
 
 
 def scored(*scores: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -45,7 +35,7 @@ def scored(*scores: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 
 def of(name: str, scores: list[float], groups: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    return GROUPED[name](*scored(*scores, dtype=dtype), torch.tensor(groups)).advantages
+    return BY_SCORE[name](*scored(*scores, dtype=dtype), torch.tensor(groups)).advantages
 
 
 # Groups
@@ -87,11 +77,11 @@ def test_a_row_without_a_token_is_in_no_mean(name: str, score: float) -> None:
     rewards, mask = scored(100.0, 1.0, 2.0)
     mask[0] = False
     groups = torch.tensor([0, 0, 0])
-    wanted = GROUPED[name](rewards[1:], mask[1:], groups[1:]).advantages
+    wanted = BY_SCORE[name](rewards[1:], mask[1:], groups[1:]).advantages
     rewards[0] = score
-    found = GROUPED[name](rewards, mask, groups).advantages
+    found = BY_SCORE[name](rewards, mask, groups).advantages
     assert torch.equal(found[1:], wanted) and not found[0].any()
-    alone = GROUPED[name](rewards[:2], mask[:2], groups[:2]).advantages
+    alone = BY_SCORE[name](rewards[:2], mask[:2], groups[:2]).advantages
     assert not alone.any(), "the one row with a token is alone"
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from corrections_by_keys import correction_metrics, rejection, rollout_weights
 from hybridflow.algorithms import rollout_correction as maths
-from hybridflow.algorithms.aggregation import Ratio
 from hybridflow.config.thresholds import OPTIONS, Rule, parse_is_threshold, parse_rejection
 from hybridflow.errors import ConfigError
 
@@ -19,21 +18,6 @@ RATIOS = torch.tensor([[4.0, 0.5, math.nan], [1.0, math.inf, 7.0], [math.nan, 1.
 """π_old/π_rollout."""
 ROLLOUT = torch.full((3, 3), math.log(0.25))
 OLD = ROLLOUT + RATIOS.log()
-
-
-def rollout_weights(*rows: Tensor, threshold: float | str, **how: Any) -> Tensor:
-    """The weights by a threshold as users write it."""
-    return maths.rollout_weights(*rows, bounds=parse_is_threshold(threshold), **how)
-
-
-def rejection(*rows: Tensor, options: str, thresholds: float | str | None) -> Tensor:
-    """The tokens that stay by rules as users write them."""
-    return maths.rejection(*rows, parse_rejection(options, thresholds))
-
-
-def correction_metrics(*rows: Tensor, threshold: float | str = 2.0, **how: Any) -> dict[str, Ratio | float]:
-    """The metrics by a threshold as users write it."""
-    return maths.correction_metrics(*rows, bounds=parse_is_threshold(threshold), **how)
 
 
 def test_weights_that_are_all_dropped_stay_zero_where_they_are_normalised() -> None:

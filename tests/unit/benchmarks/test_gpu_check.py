@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
 import gpu_check
 import gpu_check_machine as machine
 import gpu_check_page
 import gpu_check_stages as stages
+import pytest
+
+from endings import gone
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -51,13 +50,6 @@ def one_file(folder: Path) -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHON": sys.executable}
-
-
-def gone(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
 
 
 def test_a_stage_that_fails_or_hangs_stops_no_other_and_all_is_in_one_file(tmp_path: Path) -> None:

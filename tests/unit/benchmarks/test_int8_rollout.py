@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import int8_rollout as bench
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-import int8_rollout as bench
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (48, 32)])

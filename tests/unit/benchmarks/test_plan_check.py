@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
 from plan_check import FITTED_NAMES, RESULT, check_page, compare, fit, published, ratios, sources
 
 from hybridflow.planner.costs import FITTED, Efficiency

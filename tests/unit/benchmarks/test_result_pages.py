@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 import bench_models
 import cluster_parity
 import generation
 import grpo_step
+import pytest
 import side_by_side as kit
 import start
 import training

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
+import rollout_precision as bench
 import torch
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import precision_problems, uncorrected_precision
 from hybridflow.config.load import load_config
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-import rollout_precision as bench
 
 
 def test_differences_of_log_probs() -> None:

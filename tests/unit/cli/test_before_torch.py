@@ -66,12 +66,19 @@ def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_t
 
 
 @pytest.mark.timeout(600)
-def test_commands_that_only_look_need_no_model_library() -> None:
-    code = (
-        "import sys, hybridflow.explain.algorithm, hybridflow.cli.doctor\n"
-        "assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import hybridflow", "torch hybridflow.api"),
+        ("from hybridflow import train", "torch"),
+        ("import hybridflow.explain.algorithm, hybridflow.cli.doctor", "transformers"),
+        ("from hybridflow.cli.main import parser; parser()", "torch fastapi uvicorn pydantic"),
+        ("from hybridflow.cli.main import main; main(['try', 'search'])", "torch transformers numpy"),
+    ],
+)
+def test_what_starts_at_once_imports_nothing_heavy(code: str, heavy: str) -> None:
+    look = f"{code}\nimport sys; assert not {set(heavy.split())} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", look], check=True, stdin=subprocess.DEVNULL, timeout=600)
 
 
 def test_the_default_trackers_may_lack_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:

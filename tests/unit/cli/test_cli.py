@@ -13,8 +13,6 @@ import transformers
 import yaml
 
 from hybridflow import __version__
-from hybridflow.checkpoint.sharded import save_shards
-from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli import doctor, doctor_facts
 from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
@@ -398,30 +396,3 @@ def test_a_wrong_folder_is_one_message_and_status_1(
     Path("run", "summary.json").write_text("{}")
     assert main(words) == 1
     assert capsys.readouterr().err.startswith(message)
-
-
-def test_merge_refuses_a_checkpoint_without_a_model_and_a_full_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill = {"actor": lambda folder: save_shards(folder, {"scheduler": {"num_steps": 1}})}
-    step = CheckpointStore(tmp_path / "run").save(1, {}, folders=fill)
-    assert main(run("merge", step, "out")) == 1
-    assert "has no model" in capsys.readouterr().err
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("")
-    assert main(run("merge", step, "full")) == 1
-    assert "exists and is not an empty folder" in capsys.readouterr().err
-
-
-def test_reward_test_scores_rows(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = task(tiny, "actor_rollout_ref.rollout.n=4", "data.task.size=16", "reward.num_workers=0")
-    assert main(run("reward-test", "-n", 3, *words)) == 0
-    assert "3 of 3 rows scored" in capsys.readouterr().out
-    (tmp_path / "mine.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
-        "solution_str['no']\n"
-    )
-    assert main(run("reward-test", "-n", 2, *words, "reward.custom_reward_function.path=mine.py")) == 1
-    shown = capsys.readouterr().out
-    assert "0 of 2 rows scored, 2 failed" in shown and "TypeError" in shown
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["mine.py"]

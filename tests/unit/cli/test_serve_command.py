@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -99,11 +97,3 @@ def test_a_missing_package_names_its_extra(
         "needs fastapi and uvicorn, which is not installed: install the extra 'serve'"
         in capsys.readouterr().err
     )
-
-
-def test_the_grammar_imports_no_server() -> None:
-    code = (
-        "import sys, hybridflow.cli.main as m; m.parser(); assert not {'fastapi', 'uvicorn', 'pydantic', "
-        "'torch'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from endings import gone, wait_until
 from hybridflow.environments.load import open_environment
 from hybridflow.environments.remote import RemoteEnvironment, RemoteError
 from hybridflow.errors import ConfigError
@@ -102,7 +102,7 @@ def test_a_process_that_owes_an_answer_is_ended_and_serves_nobody_else(command: 
         return pid, other
 
     pid, other = asyncio.run(play())
-    assert other != pid and not is_running(pid)
+    assert other != pid and gone(pid)
 
 
 def test_it_stays_with_its_worker_and_its_process_ends_with_it(command: list[str]) -> None:
@@ -125,15 +125,7 @@ def test_it_stays_with_its_worker_and_its_process_ends_with_it(command: list[str
     finally:
         hosts.close()
     assert observation == "abab" and again == [pid, "abab"], "the process is there for the next trajectory"
-    while is_running(pid):
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    assert wait_until(lambda: gone(pid))
 
 
 def test_a_command_that_can_not_be_started_is_named() -> None:

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from endings import gone, wait_until
 from hybridflow.processes.errors import CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.hosts import Hosted, Hosts
 
@@ -123,20 +123,6 @@ def hosts() -> Iterator[Hosts]:
     hosts = Hosts(2)
     yield hosts
     hosts.close()
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 async def counter(hosts: Hosts, file: str, *args: Any) -> Hosted:

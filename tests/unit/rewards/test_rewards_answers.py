@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
@@ -71,17 +70,6 @@ def test_frames_are_taken_whole_and_stray_bytes_refused() -> None:
     for stray in (b"H!", b"\n", MARK + b"\xff" * 12, bytes(spoilt)):
         with pytest.raises(ChannelBroken):
             take_messages(bytearray(stray))
-
-
-@pytest.mark.parametrize(
-    "result",
-    [1e300, -1e300, 3.5e38, np.float64(1e39), 10**400, {"score": 1e300}],
-    ids=["1e300", "-1e300", "3.5e38", "numpy", "int", "dict"],
-)
-def test_a_score_beyond_float32_is_refused(result: Any) -> None:
-    with pytest.raises(RewardError, match=r"wanted a finite number.*\(in float32, at most 3.403e\+38\)"):
-        normalize_result(result)
-    assert normalize_result(3.4028234e38)[0] == 3.4028234e38
 
 
 @pytest.mark.parametrize(

@@ -351,11 +351,15 @@ def test_a_wrong_choice_is_refused_when_it_is_loaded(config: Any, message: str, 
 )
 def test_results_that_are_scores(result: Any) -> None:
     assert normalize_result(result) == (1.0, {})
+    assert normalize_result(3.4028234e38)[0] == 3.4028234e38, "the largest of float32"
 
 
 def test_extra_values_become_plain() -> None:
     _, extras = normalize_result({"score": 0, "a": np.int64(3), "b": np.array([1, 2]), "c": {"d": (1, None)}})
     assert extras == {"a": 3, "b": [1, 2], "c": {"d": [1, None]}} and type(extras["a"]) is int
+
+
+BEYOND = r"wanted a finite number.*\(in float32, at most 3.403e\+38\)"
 
 
 @pytest.mark.parametrize(
@@ -366,6 +370,10 @@ def test_extra_values_become_plain() -> None:
         (math.nan, "nan"),
         (math.inf, "inf"),
         (np.float32("nan"), "nan"),
+        *(
+            (result, BEYOND)
+            for result in (1e300, -1e300, 3.5e38, np.float64(1e39), 10**400, {"score": 1e300})
+        ),
         ({"acc": 1.0}, r"without \"score\" \(keys: \['acc'\]\)"),
         ({"score": None}, 'as "score" None'),
         ([1.0], "list"),

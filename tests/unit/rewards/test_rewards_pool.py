@@ -7,14 +7,14 @@ import math
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from endings import gone, wait_until
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
@@ -177,25 +177,10 @@ def scored(manager: RewardManager, rows: list[ScoreRequest]) -> ScoredBatch:
         return session.result()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def processes(pool: RewardPool) -> set[int]:
     """The process ids of a pool's workers and of their keepers."""
     keepers = [psutil.Process(each.keeper.pid) for hosts in pool._hosts for each in hosts._workers]
     return {each.pid for keeper in keepers for each in [keeper, *keeper.children(recursive=True)]}
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie that nobody reaps has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def test_rows_that_come_one_by_one_are_scored_by_their_places(pool: RewardPool) -> None:

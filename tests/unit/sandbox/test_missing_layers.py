@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from endings import gone, wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("sandbox"),
@@ -93,7 +92,7 @@ def test_it_is_refused_unless_given_up_and_then_the_other_layers_hold(tmp_path: 
     assert "private_root" in refused and "reward.sandbox.give_up=[private_root,namespaces" in refused
     assert layers["namespaces"] and layers["private_root"]
     assert one["stdout"] == "1\n"
-    _must_end(int(left["stdout"]))
+    assert wait_until(lambda: gone(int(left["stdout"]))), "it was left behind"
     assert connecting["stdout"] == "1\n" and "PermissionError" in connecting["stderr"]
     assert (reading["stdout"].split()[1] == str(os.geteuid())) == bool(layers["other_uid"])
     assert "['main.py']" in reading["stdout"]
@@ -115,29 +114,8 @@ def test_its_folder_goes_when_its_owner_is_killed() -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout
     folder = Path(owner.stdout.readline().strip())
-    _wait_until(lambda: (folder / "scratch" / "main.py").exists())
+    assert wait_until(lambda: (folder / "scratch" / "main.py").exists())
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    _wait_until(lambda: not folder.exists())
-
-
-def _wait_until(holds: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if holds():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it does not come to hold")
-
-
-def _must_end(pid: int) -> None:
-    """Wait until a process has ended; its parent may not have noticed."""
-    for _ in range(1000):
-        try:
-            fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except FileNotFoundError:
-            return
-        if fields[0] in "ZX":
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"process {pid} was left behind")
+    assert wait_until(lambda: not folder.exists())

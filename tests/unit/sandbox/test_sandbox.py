@@ -9,13 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from endings import gone, wait_until
 from hybridflow.config.sandbox import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox.sandbox import Sandbox, SandboxPool
@@ -248,12 +248,5 @@ def test_nothing_lives_on_when_its_owner_is_killed(sandbox: Sandbox) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    for _ in range(1000):  # the launcher ends after all that is below it, and is the last of its session
-        try:
-            os.kill(int(launcher), 0)
-            if Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the launcher lives on")
+    # the launcher ends after all that is below it, and is the last of its session
+    assert wait_until(lambda: gone(int(launcher))), "the launcher lives on"

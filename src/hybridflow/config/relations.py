@@ -166,14 +166,19 @@ class Relations:
                 return condition
         return None
 
+    def _written(self, conditions: Iterable[KeyCondition]) -> list[str]:
+        """Return conditions as a command line sets them."""
+        return [
+            f"{each}=true" if not each.sign and self._value(each.path) is False else str(each)
+            for each in conditions
+        ]
+
     def _wanted(self, conditions: tuple[KeyCondition, ...]) -> str:
         """Return conditions that do not hold, and what is in the place of one that stands alone."""
-        values = [self._value(each.path) for each in conditions]
-        wanted = [
-            f"{each}=true" if value is False and not each.sign else str(each)
-            for each, value in zip(conditions, values, strict=True)
-        ]
-        return f"{wanted[0]}, and it is {shown(values[0])}" if len(wanted) == 1 else " or ".join(wanted)
+        wanted = self._written(conditions)
+        if len(wanted) > 1:
+            return " or ".join(wanted)
+        return f"{wanted[0]}, and it is {shown(self._value(conditions[0].path))}"
 
     def _broken(self, info: KeyInfo, relation: KeyRelation, value: Any) -> str:
         """Return the line about a relation that is broken; '' where it is not."""
@@ -190,7 +195,7 @@ class Relations:
             return ""
         ways = [] if own.holds(info.default) else [f"{info.path}={shown(info.default)}"]
         if holding is None:
-            ways = [*map(str, others), *ways]
+            ways = [*self._written(others), *ways]
             clash = f"{got} needs {self._wanted(others)}"
         else:
             theirs = self._keys.get(holding.path)

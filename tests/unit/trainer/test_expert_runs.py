@@ -73,11 +73,11 @@ def test_the_auxiliary_loss_makes_the_load_more_even(model: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (R3[:1], "enable_rollout_routing_replay=true, or neither"),
+        (R3[:1], "set actor_rollout_ref.rollout.enable_rollout_routing_replay=true or "),
         (R3[1:], "generation records routes for R3"),
         ((*R2, R3[1]), "generation records routes for R3"),
         ((*R3, "actor_rollout_ref.rollout.name=vllm"), "its routes are not read"),
-        ((*R2, "algorithm.rollout_correction.bypass_mode=true"), "bypass_mode=true, which leaves it out"),
+        ((*R2, "algorithm.rollout_correction.bypass_mode=true"), "bypass_mode=true: R2 records in the pass"),
         ((*R2, "actor_rollout_ref.rollout.reuse_log_probs_within=0.1"), "reuse_log_probs_within=null"),
         ((*R3, "actor_rollout_ref.actor.fsdp_config.use_torch_compile=true"), "use_torch_compile=false"),
         ((*R3, "trainer.num_collectors=1"), "num_collectors=0"),

@@ -31,6 +31,7 @@ from rich.text import Text
 
 import hybridflow
 from hybridflow.cli.doctor_facts import Distribution, Facts, normalised
+from hybridflow.config.trainer import TRACKER_LIBRARIES
 from hybridflow.distributed.accelerators import features
 from hybridflow.observability.machine import cpu_model
 
@@ -559,13 +560,7 @@ PARTS = (
     ("serving over HTTP", "fastapi", "serve"),
     ("math rewards", "math_verify", "math"),
     ("reasoning-gym tasks", "reasoning_gym", "tasks"),
-    ("TensorBoard", "tensorboard", "tensorboard"),
-    ("Weights & Biases", "wandb", "wandb"),
-    ("MLflow", "mlflow", "mlflow"),
-    ("SwanLab", "swanlab", "swanlab"),
-    ("Trackio", "trackio", "trackio"),
-    ("ClearML", "clearml", "clearml"),
-    ("Weave", "weave", "weave"),
+    *((f"tracker {name}", name, name) for name in TRACKER_LIBRARIES),
     ("S3 files", "s3fs", "remote"),
     ("ModelScope", "modelscope", "remote"),
 )

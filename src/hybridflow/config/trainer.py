@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +14,18 @@ ASYNCHRONOUS = "trainer.schedule=one_step_off, exact_async, fully_async or coloc
 Tracker = Literal[
     "console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab", "trackio", "clearml", "weave"
 ]
+TRACKER_LIBRARIES: Mapping[str, str] = {
+    "tensorboard": "2.17",
+    "wandb": "0.19",
+    "mlflow": "2.16",
+    "swanlab": "0.8",
+    "trackio": "0.20",
+    "clearml": "2.0",
+    "weave": "0.52",
+}
+"""Trackers of other projects, with the oldest version of the library; it, its module and its extra have the
+tracker's name.
+"""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.layout import num_processes
 from hybridflow.config.load import Change
 from hybridflow.config.needs import built_models
+from hybridflow.config.trainer import TRACKER_LIBRARIES
 from hybridflow.config.tree import get_value, keys_of
 from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import (
@@ -24,7 +25,7 @@ from hybridflow.distributed.accelerators import (
     num_by_files,
 )
 from hybridflow.errors import ConfigError
-from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
+from hybridflow.observability.trackers.libraries import check_library, is_installed
 from hybridflow.rollout.installed import check_installed
 
 SIZES = (
@@ -61,7 +62,7 @@ def _generation(config: PPOConfig) -> Iterator[Change]:
 def _trackers(config: PPOConfig | SFTConfig) -> Iterator[Change]:
     names = config.trainer.logger
     chosen = [names] if isinstance(names, str) else list(names)
-    lacking = [name for name in chosen if name in MINIMUM and not _is_usable(name)]
+    lacking = [name for name in chosen if name in TRACKER_LIBRARIES and not _is_usable(name)]
     if lacking:
         left = [name for name in chosen if name not in lacking] or ["console"]
         yield Change("trainer.logger", left, f"{', '.join(lacking)}: not installed here, or not logged in")

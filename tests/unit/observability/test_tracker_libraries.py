@@ -9,11 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from hybridflow.config.trainer import TrainerConfig
+from hybridflow.config.trainer import TRACKER_LIBRARIES, TrainerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers import TRACKERS, libraries
 from hybridflow.observability.trackers.build import IN_PROCESS, check_trackers
-from hybridflow.observability.trackers.libraries import MINIMUM
 
 ROOT = Path(__file__).parents[3]
 KEYS = [
@@ -50,19 +49,19 @@ def install(name: str, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 def test_every_library_has_an_extra_of_its_version_and_a_row_of_the_page() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     page = (ROOT / "docs" / "trackers.md").read_text()
-    assert set(MINIMUM) == set(TRACKERS) - set(IN_PROCESS)
-    for name, version in MINIMUM.items():
+    assert set(TRACKER_LIBRARIES) == set(TRACKERS) - set(IN_PROCESS)
+    for name, version in TRACKER_LIBRARIES.items():
         assert extras[name] == [f"{name}>={version}"]
         assert re.search(rf"^\| `{name}` \|.* {re.escape(version)} \|", page, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("name", MINIMUM)
+@pytest.mark.parametrize("name", TRACKER_LIBRARIES)
 def test_a_library_that_is_too_old_is_refused_with_both_versions(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(name, monkeypatch, "0.0.3")
     with pytest.raises(
-        ConfigError, match=rf"{name} 0\.0\.3 is installed, which is older than {MINIMUM[name]}"
+        ConfigError, match=rf"{name} 0\.0\.3 is installed, which is older than {TRACKER_LIBRARIES[name]}"
     ):
         check_trackers(TrainerConfig(logger=[name]))
 

@@ -393,6 +393,14 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
 
+OF_LIBRARIES = (WandbTracker, MlflowTracker, SwanlabTracker, TrackioTracker, ClearmlTracker, WeaveTracker)
+BY_LIBRARY: Mapping[str, type[Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    **{each.library: each for each in OF_LIBRARIES},
+}
+"""The trackers of other projects, by the names of their libraries."""
+
+
 class WebhookTracker(Tracker):
     """Posts advice on a run to an address (`trainer.alert_webhook`), for a chat or an alert manager.
 

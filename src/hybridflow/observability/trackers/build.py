@@ -10,23 +10,14 @@ from typing import Any
 
 from hybridflow.config.convert import raise_all
 from hybridflow.config.paths import without_password
-from hybridflow.config.trainer import BaseTrainerConfig, PrometheusConfig, TrainerConfig
+from hybridflow.config.trainer import TRACKER_LIBRARIES, BaseTrainerConfig, PrometheusConfig, TrainerConfig
 from hybridflow.errors import ConfigError, install_extra
-from hybridflow.observability.trackers.adapters import (
-    ClearmlTracker,
-    MlflowTracker,
-    SwanlabTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandbTracker,
-    WeaveTracker,
-    WebhookTracker,
-)
+from hybridflow.observability.trackers.adapters import BY_LIBRARY, WebhookTracker
 from hybridflow.observability.trackers.background import BackgroundTracker
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
 from hybridflow.observability.trackers.console import ConsoleTracker
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, TimelineTracker, read_metrics
-from hybridflow.observability.trackers.libraries import MINIMUM, check_library, is_installed
+from hybridflow.observability.trackers.libraries import check_library, is_installed
 from hybridflow.observability.trackers.prometheus import PrometheusTracker, check_port
 
 logger = logging.getLogger(__name__)
@@ -34,13 +25,7 @@ logger = logging.getLogger(__name__)
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "swanlab": SwanlabTracker,
-    "trackio": TrackioTracker,
-    "clearml": ClearmlTracker,
-    "weave": WeaveTracker,
+    **BY_LIBRARY,
 }
 
 BY_KEYS: dict[str, Callable[[RunInfo], Tracker]] = {
@@ -75,7 +60,7 @@ def tracker_problems(trainer: BaseTrainerConfig) -> Iterator[str]:
         )
     for name in chosen:
         allowed = name == "tensorboard" and chosen == TrainerConfig().logger and not is_installed(name)
-        if name not in MINIMUM or allowed:
+        if name not in TRACKER_LIBRARIES or allowed:
             continue
         try:
             check_library(name)

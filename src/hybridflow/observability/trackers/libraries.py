@@ -15,18 +15,8 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
+from hybridflow.config.trainer import TRACKER_LIBRARIES
 from hybridflow.errors import ConfigError, install_extra
-
-MINIMUM: Mapping[str, str] = {
-    "tensorboard": "2.17",
-    "wandb": "0.19",
-    "mlflow": "2.16",
-    "swanlab": "0.8",
-    "trackio": "0.20",
-    "clearml": "2.0",
-    "weave": "0.52",
-}
-"""Oldest version of each tracker's library; the library, its module and its extra have the tracker's name."""
 
 
 def check_library(name: str) -> None:
@@ -39,11 +29,11 @@ def check_library(name: str) -> None:
     try:
         found = version(name)
     except PackageNotFoundError:  # a module that is put in its place has no version
-        found = MINIMUM[name]
-    if Version(found) < Version(MINIMUM[name]):
+        found = TRACKER_LIBRARIES[name]
+    if Version(found) < Version(TRACKER_LIBRARIES[name]):
         raise ConfigError(
             f"trainer.logger lists {name!r}, and {name} {found} is installed, which is older than "
-            f"{MINIMUM[name]}: {install_extra(name)}, or take {name!r} out of trainer.logger"
+            f"{TRACKER_LIBRARIES[name]}: {install_extra(name)}, or take {name!r} out of trainer.logger"
         )
     if missing := _missing_key(name):
         raise ConfigError(f"trainer.logger lists {name!r}, {missing}; or take {name!r} out of trainer.logger")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
-from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS
+from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS, takes_by_place
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.reward import RewardConfig
@@ -95,8 +95,8 @@ def loss_fault(signature: Signature, config: ActorConfig, *, any_column: bool = 
     than `COLUMNS`.
     """
     options = config.policy_loss.options
-    if any(each.kind is Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
-        return ""  # it gets LOSS_ARGUMENTS by position, whatever it calls them
+    if takes_by_place(signature):
+        return ""  # whatever it calls them
     # the driver makes reward_components for the estimator alone
     given = (LOSS_INPUTS, *LOSS_ARGUMENTS)
     available = {*given, *COLUMNS, *argument_keys(ActorConfig), *options} - {"reward_components"}

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from hybridflow.cli.main import main
-from hybridflow.config import PPOConfig
+from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import with_values
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.planner.costs import Rows
 from hybridflow.trainer import why
+from hybridflow.trainer.ppo import run_plan
 from hybridflow.trainer.why import RunTimes, Wait, held, waits_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -241,6 +242,25 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{ROLLOUT}.max_num_seqs=64, forecast to save" in told
     assert main(["why", str(folder), "--tried", str(folder)]) == 0
     assert "no key of these two runs was changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["trainer.device", "actor_rollout_ref.model.path"])
+def test_a_run_whose_device_or_model_is_elsewhere_is_read_without_forecasts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(why, "forecaster", run_plan.forecaster)
+    monkeypatch.setattr("hybridflow.distributed.device._available", lambda name: False)
+    value = {"trainer.device": "cuda", "actor_rollout_ref.model.path": "/no/model"}[key]
+    config = with_values(RunTimes.read(folder).config, {key: value})
+    (folder / "config.yaml").write_text(to_yaml(config))
+    found = {wait.cause: wait.saved for wait in waits_of(RunTimes.read(folder))}
+    assert found["few_rows"] is None and found["tools"] is not None
+
+
+def test_a_run_that_generates_nothing_is_told_in_one_line(folder: Path) -> None:
+    (folder / "config.yaml").write_text(to_yaml(SFTConfig()))
+    with pytest.raises(ConfigError, match="^[^\n]* is no run of `hybridflow train`[^\n]*$"):
+        RunTimes.read(folder)
 
 
 def test_a_folder_that_is_none_or_too_young_is_told(tmp_path: Path, folder: Path) -> None:

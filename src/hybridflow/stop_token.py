@@ -54,8 +54,8 @@ class StopToken:
     def listening(self) -> Iterator[None]:
         """Catch SIGINT and SIGTERM.
 
-        Python gives signals to the main thread alone. In another thread, and within another `listening`, whose
-        signals also end what is done here, nothing changes.
+        Python gives signals to the main thread alone. In another thread, and within another `listening`,
+        whose signals also end what is done here, nothing changes.
         """
         if threading.current_thread() is not threading.main_thread() or self._before:
             yield

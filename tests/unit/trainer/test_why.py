@@ -259,7 +259,7 @@ def test_a_run_whose_device_or_model_is_elsewhere_is_read_without_forecasts(
 
 def test_a_run_that_generates_nothing_is_told_in_one_line(folder: Path) -> None:
     (folder / "config.yaml").write_text(to_yaml(SFTConfig()))
-    with pytest.raises(ConfigError, match="^[^\n]* is no run of `hybridflow train`[^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^[^\n]* is no run of `hybridflow train`[^\n]*$"):
         RunTimes.read(folder)
 
 

@@ -88,14 +88,14 @@ TOOL = [{"generate": 1.0, "environment": 3.0}]
 CASES = [
     (
         "validations",
-        {"trainer.test_freq": 2},
+        {"trainer.test_freq": 1},
         {"timing_s__testing": 3.0, "timing_s__step": 11.0},
         [],
         3 * 7 / 8,
     ),
     (
         "checkpoints",
-        {"trainer.save_freq": 2},
+        {"trainer.save_freq": 1},
         {"timing_s__save_checkpoint": 1.0, "timing_s__step": 9.0},
         [],
         2 / 3,
@@ -161,6 +161,13 @@ def test_each_cause_is_first_where_it_is_the_one(
 def test_every_rule_has_a_case() -> None:
     rules = {rule.__name__ for rule in why.RULES}
     assert {case[0] for case in CASES} == rules | {"log_prob_batches"}
+
+
+@pytest.mark.parametrize(("phase", "key"), [("testing", "test_freq"), ("save_checkpoint", "save_freq")])
+def test_what_the_last_step_does_anyway_is_no_reason_to_do_it_less_often(phase: str, key: str) -> None:
+    config = with_values(PPOConfig(), {**QUIET, f"trainer.{key}": 20})
+    last = {**STEP, f"timing_s/{phase}": 4.0, "timing_s/step": 12.0}
+    assert waits_of(RunTimes(config, [STEP, last], [], [])) == []
 
 
 def test_one_slow_score_is_not_mended_by_more_processes() -> None:

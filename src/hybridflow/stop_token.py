@@ -52,11 +52,17 @@ class StopToken:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch SIGINT and SIGTERM, in the main thread."""
+        """Catch SIGINT and SIGTERM.
+
+        Python gives signals to the main thread alone. In another thread, and within another `listening`,
+        whose signals also end what is done here, nothing changes.
+        """
+        if threading.current_thread() is not threading.main_thread() or self._before:
+            yield
+            return
         self._forget()
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in SIGNALS}
-            self.install()
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.install()
         try:
             yield
         finally:

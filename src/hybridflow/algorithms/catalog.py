@@ -20,6 +20,7 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +35,18 @@ LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "sc
 """
 LOSS_INPUTS = "inputs"
 """The argument by which a policy loss gets all of these as one `LossInputs`, as every built-in one does."""
+
+
+def takes_by_place(signature: Signature) -> bool:
+    """Return whether a policy loss gets `LOSS_ARGUMENTS` by position: it has `*args`, and before that none of
+    their names in another place, nor `inputs`.
+    """
+    kinds = [each.kind for each in signature.parameters.values()]
+    if Parameter.VAR_POSITIONAL not in kinds:
+        return False
+    before = list(signature.parameters)[: kinds.index(Parameter.VAR_POSITIONAL)]
+    given = (*LOSS_ARGUMENTS, LOSS_INPUTS)
+    return all(given.index(name) == place for place, name in enumerate(before) if name in given)
 
 
 @dataclass(frozen=True)

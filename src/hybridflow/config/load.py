@@ -124,6 +124,8 @@ def _load(
     settings.extend(Setting(path, value) for path, value in flatten(values or {}))
     for text in overrides:
         settings.extend(_parse(text, problems, wrong))
+        if re.fullmatch(r"[\w/-]+", text):
+            wrong.update(keys_of(root))  # it may mean a recipe, which sets any key
     settings = _interpolate(root, settings, problems, wrong)
     accepted, notes = _normalise(root, settings, problems, wrong)
     tree = to_tree(root())

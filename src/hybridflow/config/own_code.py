@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
-from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS
+from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS, takes_by_place
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.reward import RewardConfig
@@ -95,8 +95,8 @@ def loss_fault(signature: Signature, config: ActorConfig, *, any_column: bool = 
     than `COLUMNS`.
     """
     options = config.policy_loss.options
-    if any(each.kind is Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
-        return ""  # it gets LOSS_ARGUMENTS by position, whatever it calls them
+    if takes_by_place(signature):
+        return ""  # whatever it calls them
     # the driver makes reward_components for the estimator alone
     given = (LOSS_INPUTS, *LOSS_ARGUMENTS)
     available = {*given, *COLUMNS, *argument_keys(ActorConfig), *options} - {"reward_components"}
@@ -346,12 +346,12 @@ def own_code_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     yield from _reward_problems(config.reward)
     yield from _agent_problems(config)
     data = config.data
-    if data.custom_cls.path:
+    dataset = _joined(data.custom_cls.path, data.custom_cls.name)
+    if dataset:
         form = "__init__(self, files, tokenizer, config)"
-        dataset = _joined(data.custom_cls.path, data.custom_cls.name)
         yield from _called("data.custom_cls", dataset, form, ("files", "tokenizer", "config"))
-    if data.sampler.class_path:
-        sampler = _joined(data.sampler.class_path, data.sampler.class_name)
+    sampler = _joined(data.sampler.class_path, data.sampler.class_name)
+    if sampler:
         yield from _called("data.sampler", sampler, "__init__(self, dataset, seed)", ("dataset", "seed"))
         found = define(sampler)
         lacks = [name for name in SAMPLER_METHODS if found.method(name).kind == "missing"]
@@ -450,9 +450,11 @@ def _said(key: str, spec: str, found: Definition, fault: str = "", wanted: str =
         yield defined_as(f"{key}: {shown(spec)}", name, found.signature, fault, wanted)
 
 
-def _joined(path: str, name: str | None) -> str:
-    """Return path:name, where the path may carry the name."""
+def _joined(path: str | None, name: str | None) -> str:
+    """Return path:name, where the path may carry the name; "" where one of the two is not given."""
+    if not path:
+        return ""
     _, colon, last = path.rpartition(":")
     if colon and "/" not in last and "\\" not in last:
         return path
-    return f"{path}:{name}"
+    return f"{path}:{name}" if name else ""

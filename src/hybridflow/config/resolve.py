@@ -267,7 +267,7 @@ PPO: Steps = (
     (tuple(f"{ACTOR}.clip_ratio_{name}" for name in ("low", "high", "c")), _paper_bounds),
     *(
         (tuple(f"{block}.{name}" for name in FOLLOWED_OF_MODELS), partial(_followed_model, block))
-        for block in ("distillation.teacher_model", "critic.model", f"{PROCESS}.model", f"{REF}.model")
+        for block in MODELS
     ),
 )
 """The keys of each step and what fills them, in this order."""

@@ -69,6 +69,8 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
         with blaming(f"{key}: {shown(spec)}"):
             return function(*args, **kwargs)
 
+    if not hasattr(function, "__name__"):  # a functools.partial, or an object with __call__
+        call.__name__ = spec.rpartition(":")[2]
     return call
 
 

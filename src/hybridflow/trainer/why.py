@@ -183,18 +183,28 @@ class RunTimes:
 
 def validations(run: RunTimes) -> Iterator[Wait]:
     """Find validations that take more of the run than they may."""
-    seconds = run.of_phase("testing")
     every = run.config.trainer.test_freq
-    if every > 0 and seconds > OFTEN * run.seconds:
+    seconds = _regular(run, "testing", every)
+    if seconds > OFTEN * run.seconds:
         yield _rarer("validations", "trainer.test_freq", every, seconds, run.seconds, "validate")
 
 
 def checkpoints(run: RunTimes) -> Iterator[Wait]:
     """Find checkpoints that take more of the run than they may."""
-    seconds = run.of_phase("save_checkpoint")
     every = run.config.trainer.save_freq
-    if every > 0 and seconds > OFTEN * run.seconds:
+    seconds = _regular(run, "save_checkpoint", every)
+    if seconds > OFTEN * run.seconds:
         yield _rarer("checkpoints", "trainer.save_freq", every, seconds, run.seconds, "save a checkpoint")
+
+
+def _regular(run: RunTimes, phase: str, every: int) -> float:
+    """Return the seconds of a mean step that a phase takes because it comes every so many steps.
+
+    A run's last step has it anyway, which is much of a short run.
+    """
+    if every <= 0:
+        return 0.0
+    return min(run.of_phase(phase), run.usual(f"{TIMING}{phase}") / every)
 
 
 def _rarer(cause: str, key: str, every: int, seconds: float, of_step: float, what: str) -> Wait:

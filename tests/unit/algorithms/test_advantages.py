@@ -85,11 +85,20 @@ def test_a_user_can_register_one_but_not_take_a_name() -> None:
         del ADVANTAGE_ESTIMATORS["of_mine"]
 
 
-@pytest.mark.parametrize("result", [None, (torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(2, 2)])
-def test_an_estimator_that_returns_something_else_is_named(result: object) -> None:
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, "a NoneType"),
+        ((torch.zeros(1, 2), torch.zeros(1, 2)), r"a Tensor \(1, 2\) and a Tensor \(1, 2\)"),
+        (torch.zeros(2, 2), r"a Tensor \(2, 2\)"),
+        ((torch.zeros(2, 2), None), r"a Tensor \(2, 2\) and a NoneType"),
+        ((), "nothing"),
+    ],
+)
+def test_an_estimator_that_returns_something_else_is_named(result: object, said: str) -> None:
     def odd(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> object:
         return result
 
     rewards, mask = scores(1.0, 3.0)
-    with pytest.raises(ConfigError, match=r"odd must return Advantages.*\(2, 2\)"):
+    with pytest.raises(ConfigError, match=rf"odd must return Advantages.*\(2, 2\); it returned {said}$"):
         AdvantageEstimator.of(odd)({"token_level_rewards": rewards, "response_mask": mask})

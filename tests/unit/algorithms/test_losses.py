@@ -9,17 +9,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms import preference
 from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, register_policy_loss
+from hybridflow.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    LossInputs,
+    PolicyLoss,
+    register_policy_loss,
+)
 from hybridflow.algorithms.policy_losses.dpo import dpo, in_a_pair
 from hybridflow.algorithms.policy_losses.sppo import sppo
 from hybridflow.algorithms.policy_losses.vanilla import vanilla
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.process_reward import process_reward_loss
 from hybridflow.algorithms.value_loss import value_loss
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.own_code import loss_fault
 from hybridflow.errors import ConfigError
 
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
@@ -168,6 +176,25 @@ def test_every_docstring_opens_with_its_equation_and_says_what_was_left_out() ->
         text = inspect.getdoc(function) or ""
         assert "Left out: " in text, function
         assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(function).__doc__ or "")), function
+
+
+def test_a_loss_with_star_arguments_gets_by_name_what_it_names_in_an_order_of_its_own() -> None:
+    def as_verl(old_log_prob: Tensor, log_prob: Tensor, *args: object, **kwargs: object) -> LossOutput:
+        assert not args and "advantages" in kwargs
+        return LossOutput((log_prob - old_log_prob).sum(), {})
+
+    def whole(inputs: LossInputs, *args: object) -> LossOutput:
+        return LossOutput((inputs.log_prob - inputs.old_log_prob).sum(), {})
+
+    def by_place(new: Tensor, old: Tensor, *args: object) -> LossOutput:
+        return LossOutput((new - old).sum(), {})
+
+    ones = torch.ones(2, 3)
+    inputs = LossInputs(3 * ones, ones, ones, ones.bool(), LossScale.count(ones))
+    for function in (as_verl, whole, by_place):
+        assert loss_fault(inspect.signature(function), ActorConfig()) == ""
+        places, named = PolicyLoss(function).arguments(inputs, {})
+        assert function(*places, **named).loss == 12
 
 
 def test_a_loss_of_ones_own_is_a_record_and_a_taken_name_is_refused() -> None:

@@ -94,3 +94,12 @@ def test_all_of_it_is_told_at_once_and_before_torch(base: list[str], tmp_path: P
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "False"]
     assert "3 problems" in done.stderr and done.stderr.count("did you mean") == 3, done.stderr
+
+
+def test_a_sampler_without_a_name_is_told_once(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Mine: pass\n")
+    said = problem(base, f"data.sampler.class_path={tmp_path}/own.py")
+    assert said == (
+        f"data.sampler.class_path={tmp_path}/own.py without a name: set data.sampler.class_name, or write "
+        f"{tmp_path}/own.py:NAME"
+    )

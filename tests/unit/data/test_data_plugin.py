@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.data.plugin import join_spec, load_class, load_entries, load_object
+from hybridflow.data.plugin import join_spec, load_class, load_entries, load_function, load_object
 from hybridflow.errors import ConfigError
 
 
@@ -30,6 +30,12 @@ def test_changed_file_is_loaded_anew(tmp_path: Path) -> None:
 
 def test_object_from_module() -> None:
     assert load_object("math:sqrt", key="data.custom_cls")(9.0) == 3.0
+
+
+def test_a_function_without_a_name_of_its_own_has_the_one_it_is_asked_for_by(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import functools\nhalf = functools.partial(round, ndigits=1)\n")
+    assert load_function(f"{file}:half", key="algorithm.adv_estimator").__name__ == "half"
 
 
 def test_annotations_of_a_file_are_its_own_objects(tmp_path: Path) -> None:

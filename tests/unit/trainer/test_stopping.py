@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,27 @@ def test_an_awaited_item_is_broken_off_and_its_maker_told_and_other_work_is_not(
         token.check()  # an update is finished first
         token.stop_here()
     token.stop_here()  # nobody asks outside of `listening`
+
+
+def test_a_run_within_a_run_or_beside_it_leaves_the_signals_to_the_outer_one() -> None:
+    token = stop_token.StopToken()
+    before = signal.getsignal(signal.SIGTERM)
+    ended: list[bool] = []
+
+    def beside() -> None:
+        with token.listening():
+            pass
+        ended.append(True)
+
+    with pytest.raises(Stopped), token.listening():
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert ended
+        with token.listening():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from hybridflow.cli.main import main
-from hybridflow.config import PPOConfig
+from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import with_values
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.planner.costs import Rows
 from hybridflow.trainer import why
+from hybridflow.trainer.ppo import run_plan
 from hybridflow.trainer.why import RunTimes, Wait, held, waits_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -87,14 +88,14 @@ TOOL = [{"generate": 1.0, "environment": 3.0}]
 CASES = [
     (
         "validations",
-        {"trainer.test_freq": 2},
+        {"trainer.test_freq": 1},
         {"timing_s__testing": 3.0, "timing_s__step": 11.0},
         [],
         3 * 7 / 8,
     ),
     (
         "checkpoints",
-        {"trainer.save_freq": 2},
+        {"trainer.save_freq": 1},
         {"timing_s__save_checkpoint": 1.0, "timing_s__step": 9.0},
         [],
         2 / 3,
@@ -160,6 +161,13 @@ def test_each_cause_is_first_where_it_is_the_one(
 def test_every_rule_has_a_case() -> None:
     rules = {rule.__name__ for rule in why.RULES}
     assert {case[0] for case in CASES} == rules | {"log_prob_batches"}
+
+
+@pytest.mark.parametrize(("phase", "key"), [("testing", "test_freq"), ("save_checkpoint", "save_freq")])
+def test_what_the_last_step_does_anyway_is_no_reason_to_do_it_less_often(phase: str, key: str) -> None:
+    config = with_values(PPOConfig(), {**QUIET, f"trainer.{key}": 20})
+    last = {**STEP, f"timing_s/{phase}": 4.0, "timing_s/step": 12.0}
+    assert waits_of(RunTimes(config, [STEP, last], [], [])) == []
 
 
 def test_one_slow_score_is_not_mended_by_more_processes() -> None:
@@ -241,6 +249,25 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{ROLLOUT}.max_num_seqs=64, forecast to save" in told
     assert main(["why", str(folder), "--tried", str(folder)]) == 0
     assert "no key of these two runs was changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["trainer.device", "actor_rollout_ref.model.path"])
+def test_a_run_whose_device_or_model_is_elsewhere_is_read_without_forecasts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(why, "forecaster", run_plan.forecaster)
+    monkeypatch.setattr("hybridflow.distributed.device._available", lambda name: False)
+    value = {"trainer.device": "cuda", "actor_rollout_ref.model.path": "/no/model"}[key]
+    config = with_values(RunTimes.read(folder).config, {key: value})
+    (folder / "config.yaml").write_text(to_yaml(config))
+    found = {wait.cause: wait.saved for wait in waits_of(RunTimes.read(folder))}
+    assert found["few_rows"] is None and found["tools"] is not None
+
+
+def test_a_run_that_generates_nothing_is_told_in_one_line(folder: Path) -> None:
+    (folder / "config.yaml").write_text(to_yaml(SFTConfig()))
+    with pytest.raises(ConfigError, match=r"^[^\n]* is no run of `hybridflow train`[^\n]*$"):
+        RunTimes.read(folder)
 
 
 def test_a_folder_that_is_none_or_too_young_is_told(tmp_path: Path, folder: Path) -> None:

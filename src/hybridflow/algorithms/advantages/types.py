@@ -66,21 +66,25 @@ class AdvantageEstimator:
         if self.takes_all:
             names = list(available)
         result = self.function(**{name: available[name] for name in names})
-        if isinstance(result, tuple) and len(result) == 2:  # a user's own may return a plain pair
-            result = Advantages(*result)
         shape = available["response_mask"].shape
-        if (
-            not isinstance(result, Advantages)
-            or result.advantages.shape != shape
-            or result.returns.shape != shape
-        ):
+        parts = result if isinstance(result, tuple) else (result,)
+        if isinstance(result, Advantages):
+            parts = (result.advantages, result.returns)
+        if len(parts) != 2 or any(getattr(part, "shape", None) != shape for part in parts):
             raise ConfigError(
                 f"advantage estimator {self.name} must return Advantages(advantages, returns), both "
-                f"{tuple(shape)}"
+                f"{tuple(shape)}; it returned {' and '.join(map(_kind, parts)) or 'nothing'}"
             )
-        return result
+        return Advantages(*parts)  # a user's own may return a plain pair
 
     @property
     def name(self) -> str:
         """Name of the function."""
         return str(getattr(self.function, "__name__", self.function))
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is: its type, and its shape where it has one."""
+    shape = getattr(value, "shape", None)
+    name = f"a {type(value).__name__}"
+    return name if shape is None else f"{name} {tuple(shape)}"

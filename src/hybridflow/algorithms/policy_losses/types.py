@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import Parameter
+from inspect import Parameter, Signature
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS
+from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS, takes_by_place
 from hybridflow.algorithms.policy_losses.inputs import LossInputs
 from hybridflow.errors import ConfigError
 
@@ -46,9 +46,8 @@ class PolicyLoss:
         return _named(self.function)
 
     @cached_property
-    def _kinds(self) -> frozenset[Any]:
-        parameters = inspect.signature(self.function).parameters.values()
-        return frozenset(argument.kind for argument in parameters)
+    def _signature(self) -> Signature:
+        return inspect.signature(self.function)
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -60,8 +59,9 @@ class PolicyLoss:
         position and by name.
 
         `**rest` takes all that is available. A function that takes `*args`, such as one that wraps another,
-        gets `LOSS_ARGUMENTS` by position. One that takes `inputs` has a `loss_agg_mode` of its own where the
-        run sets none. Raises ConfigError where an argument without a default is not there.
+        gets `LOSS_ARGUMENTS` by position, unless it names them in another order. One that takes `inputs` has
+        a `loss_agg_mode` of its own where the run sets none. Raises ConfigError where an argument without a
+        default is not there.
         """
         available = {**others, **{name: getattr(inputs, name) for name in LOSS_ARGUMENTS}}
         named = self._named
@@ -70,7 +70,7 @@ class PolicyLoss:
             if available.get("loss_agg_mode") is None:
                 available.pop("loss_agg_mode", None)
         places: list[Any] = []
-        if Parameter.VAR_POSITIONAL in self._kinds:
+        if takes_by_place(self._signature):
             places = [available[name] for name in LOSS_ARGUMENTS]
             named = {name: each for name, each in named.items() if each.kind is Parameter.KEYWORD_ONLY}
         needed = [name for name, each in named.items() if each.default is each.empty]
@@ -81,7 +81,8 @@ class PolicyLoss:
                 f"{', '.join(sorted(available))}"
             )
         names = [name for name in named if name in available]
-        if Parameter.VAR_KEYWORD in self._kinds and not places:
+        kinds = {each.kind for each in self._signature.parameters.values()}
+        if Parameter.VAR_KEYWORD in kinds and not places:
             names = list(available)
         return places, {name: available[name] for name in names}
 

@@ -153,17 +153,20 @@ def controller_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 def frozen_adapters(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each adapter of a model that does not train."""
+    reward = config.reward.reward_model
     frozen = {
         "teacher": ("distillation.teacher_model", config.distillation.teacher_model),
         "reference": ("actor_rollout_ref.ref.model", config.actor_rollout_ref.ref.model),
-        "reward model": ("reward.reward_model.model", config.reward.reward_model.model),
     }
+    if reward.enable:
+        frozen["reward model"] = ("reward.reward_model.model", reward.model)
     for role, (block, model) in frozen.items():
-        if model.lora_rank or model.lora_adapter_path:
-            yield (
-                f"{block}.lora_rank: the {role} does not train; merge its adapter into its folder "
-                "(hybridflow merge)"
-            )
+        for name in ("lora_rank", "lora_adapter_path"):
+            if getattr(model, name):
+                yield (
+                    f"{block}.{name}={getattr(model, name)}: the {role} does not train; merge its adapter "
+                    "into its folder (hybridflow merge)"
+                )
     if has_own_reference(config) and config.algorithm.ref_update_freq:
         yield (
             f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} would replace the weights of "

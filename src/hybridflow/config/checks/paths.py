@@ -29,19 +29,9 @@ def no_data(config: PPOConfig | SFTConfig) -> Iterator[str]:
         )
 
 
-def data_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line where files and task are both set, and for each missing local file.
-
-    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
-    data set of a hub.
-    """
-    data = config.data
-    own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
-    task = data.task
-    given = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    for key, files in given.items():
-        if files and task.name:
-            yield f"{key}={files} and data.task.name={task.name} are both set: leave one out"
+def task_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for a task that there is not, and for the file of one's own that there is not."""
+    task = config.data.task
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield (
             f"data.task.name={task.name}: there is {', '.join(TASKS)}, reasoning_gym:NAME, "
@@ -49,20 +39,40 @@ def data_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         )
     if task.name and not task.name.startswith(("reasoning_gym:", "environment:")):
         yield from plugin_problem("data.task.name", task.name)
-    for key, files in given.items():
-        for file in [files] if isinstance(files, str) else files:
-            if not file or is_remote(file):
-                continue
-            if own_class:
-                named_as_file = is_written_as_path(file) or local(file).suffix.lower() in DATA_SUFFIXES
-                if named_as_file and not local(file).exists():
-                    yield f"{key}: there is no {file}"
-            elif not local(file).is_file():
-                yield f"{key}: there is no file {file}" + (
-                    " ($HOME is for the shell to fill in)" if "$" in file else ""
-                )
-            if not own_class and local(file).suffix.lower() not in DATA_SUFFIXES:
-                yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
+
+
+def train_file_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each problem of the files of training data."""
+    yield from _file_problems("data.train_files", config.data.train_files, config)
+
+
+def val_file_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each problem of the files of validation data."""
+    yield from _file_problems("data.val_files", config.data.val_files, config)
+
+
+def _file_problems(key: str, files: str | list[str], config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each missing local file, and one where files and task are both set.
+
+    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
+    data set of a hub.
+    """
+    own_class = isinstance(config, PPOConfig) and bool(config.data.custom_cls.path)
+    for file in [files] if isinstance(files, str) else files:
+        if not file or is_remote(file):
+            continue
+        if own_class:
+            named_as_file = is_written_as_path(file) or local(file).suffix.lower() in DATA_SUFFIXES
+            if named_as_file and not local(file).exists():
+                yield f"{key}: there is no {file}"
+        elif not local(file).is_file():
+            yield f"{key}: there is no file {file}" + (
+                " ($HOME is for the shell to fill in)" if "$" in file else ""
+            )
+        if not own_class and local(file).suffix.lower() not in DATA_SUFFIXES:
+            yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
+    if files and config.data.task.name:
+        yield f"{key}={files} and data.task.name={config.data.task.name} are both set: leave one out"
 
 
 def plugin_problem(

@@ -233,7 +233,9 @@ def columns(config: SFTConfig) -> Iterator[str]:
 
 SHARED_FILES: tuple[Rule, ...] = (
     own_code_problems,
-    paths.data_problems,
+    paths.task_problems,
+    paths.train_file_problems,
+    paths.val_file_problems,
     paths.resume_problems,
     paths.folder_problems,
 )

@@ -22,7 +22,7 @@ from hybridflow.controller import Placement
 from hybridflow.controller.worker import Worker
 from hybridflow.distributed.device import measured_cpu, resolve_device
 from hybridflow.distributed.facilities import facilities
-from hybridflow.errors import ModelError
+from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import shape_of
 from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Rows
@@ -152,10 +152,15 @@ def make_predictor(config: PPOConfig, roles: Roles) -> Predictor | None:
 
 def forecaster(config: PPOConfig) -> Callable[[PPOConfig, Rows], dict[str, float]] | None:
     """Return a function that predicts the seconds of each phase of a step with such rows, for `config` with
-    other keys and the same models and devices; None where `make_predictor` gives none.
+    other keys and the same models and devices; None where `make_predictor` gives none, and where the devices
+    or the models are not on this machine.
     """
-    costs = costs_of(config, plan_of(config).devices)
-    shapes = shapes_if_known(config)
+    try:
+        costs = costs_of(config, plan_of(config).devices)
+        shapes = shapes_if_known(config)
+    except ConfigError as error:
+        logger.info("no forecasts by the planner's model: %s", error)
+        return None
     if costs is None or shapes is None:
         return None
     return lambda changed, rows: plan_of(changed).predict(rows, shapes, costs)

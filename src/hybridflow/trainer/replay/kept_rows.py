@@ -24,6 +24,7 @@ import torch
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.config.recipes import read_recipe
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.columns import BatchError
@@ -69,11 +70,13 @@ class KeptStep:
 
 def config_of(run: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> PPOConfig:
     """Return the configuration of a run folder, checked for what it needs to train where it `trains`.
-    ConfigError for a folder that is none.
+    ConfigError for a folder that is none, or of a run that generates nothing.
     """
     recipe = run / "config.yaml"
     if not recipe.is_file():
         raise ConfigError(f"{run} is no run folder: config.yaml is missing")
+    if "actor_rollout_ref" not in read_recipe(recipe):
+        raise ConfigError(f"{run} is no run of `hybridflow train`: its config.yaml has no actor_rollout_ref")
     return prepare_config(
         PPOConfig, overrides, recipe=recipe, runs=trains, needs_model=trains, needs_files=trains
     ).config

@@ -6,6 +6,7 @@ import atexit
 import errno
 import functools
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
         except HybridFlowError as error:
             sys.stderr.write("\n".join([*_lines_of(error), ""]))
             return 1
+        except BrokenPipeError:  # as `hybridflow … | head` makes it: whoever read has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
+            return SIGNALLED + signal.SIGPIPE
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.relations import shown
 from hybridflow.config.tree import flatten, get_value, to_tree, with_values
 from hybridflow.errors import DataError
 from hybridflow.observability.report.files import Lines
@@ -63,12 +65,34 @@ class Wait:
         """The key with the value to try, as a command line takes it."""
         if not self.key:
             return ""
-        words = {None: "null", True: "true", False: "false"}
-        return f"{self.key}={words.get(self.value, self.value) if _is_word(self.value) else self.value}"
+        return f"{self.key}={shown(self.value)}"
 
 
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+def _lines(file: Path, steps: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the objects of a run's file that are about these steps."""
+    lines = Lines(file)
+    lines.poll(1)
+    yield from ((step, line) for step, line in lines.by_step.items() if step in steps)
+
+
+def _lengths(line: Mapping[str, Any]) -> list[float]:
+    """Return the tokens of the responses of a line; none where it has something else in their place."""
+    tokens = line.get("num_tokens")
+    if not isinstance(tokens, list) or not all(isinstance(each, int | float) for each in tokens):
+        return []
+    return [max(float(each), 1.0) for each in tokens]
+
+
+def _trajectories(spans: Any) -> dict[str, dict[str, float]]:
+    """Return the seconds of each trajectory of a step by what it waited for."""
+    lanes: dict[str, dict[str, float]] = {}
+    for span in spans if isinstance(spans, list) else []:
+        with suppress(TypeError, ValueError, AttributeError):  # a line of another program
+            lane, name, begins, ends = span
+            if lane.startswith("trajectory "):
+                found = lanes.setdefault(lane, {})
+                found[name] = found.get(name, 0.0) + ends - begins
+    return lanes
 
 
 @dataclass(frozen=True)
@@ -90,26 +114,21 @@ class RunTimes:
         """
         config = config_of(run, trains=False)
         metrics = read_metrics(run / METRICS_FILE)
-        numbers = [number for number in sorted(metrics) if f"{TIMING}step" in metrics[number]]
+        numbers = [step for step in sorted(metrics) if isinstance(metrics[step].get(f"{TIMING}step"), float)]
         if len(numbers) < 2:
             raise DataError(f"{run} has {len(numbers)} finished steps, and the times of two are needed")
         counted = numbers[1:]
-        responses = Lines(run / "rollouts.jsonl")
-        responses.poll(1)
-        lengths = [
-            [max(float(tokens), 1.0) for tokens in line["num_tokens"]]
-            for number, line in responses.by_step.items()
-            if number in counted and line.get("num_tokens")
+        steps = [
+            {name: value for name, value in metrics[step].items() if isinstance(value, int | float)}
+            for step in counted
         ]
-        timeline = Lines(run / "timeline.jsonl")
-        timeline.poll(1)
-        lanes: dict[tuple[int, str], dict[str, float]] = {}
-        for number, line in timeline.by_step.items():
-            for lane, name, begins, ends in line.get("spans", []) if number in counted else []:
-                if lane.startswith("trajectory "):
-                    found = lanes.setdefault((number, lane), {})
-                    found[name] = found.get(name, 0.0) + ends - begins
-        return cls(config, [metrics[number] for number in counted], lengths, list(lanes.values()))
+        lengths = [found for _, line in _lines(run / "rollouts.jsonl", counted) if (found := _lengths(line))]
+        waits = [
+            lane
+            for _, line in _lines(run / "timeline.jsonl", counted)
+            for lane in _trajectories(line.get("spans")).values()
+        ]
+        return cls(config, steps, lengths, waits)
 
     @property
     def seconds(self) -> float:
@@ -147,7 +166,7 @@ class RunTimes:
         return Rows(count, self.usual("prompt_length/mean"), lengths, group)
 
     @cached_property
-    def _predict(self) -> Callable[[PPOConfig, Rows], Mapping[str, float]] | None:
+    def predict(self) -> Callable[[PPOConfig, Rows], Mapping[str, float]] | None:
         return forecaster(self.config)
 
     @cached_property
@@ -170,7 +189,7 @@ class RunTimes:
         """Return the seconds that a phase would save with these keys, by the planner's model; None where that
         does not know the model or the device.
         """
-        predict = self._predict
+        predict = self.predict
         if predict is None:
             return None
         now = predict(self.config, self.rows).get(phase, 0.0)
@@ -352,14 +371,14 @@ def idle_reference(run: RunTimes) -> Iterator[Wait]:
 def dropped_groups(run: RunTimes) -> Iterator[Wait]:
     """Find dynamic sampling that generates several batches one after the other."""
     batches = run.usual("training/num_gen_batches")
-    if batches <= 1 or run._predict is None:
+    if batches <= 1 or run.predict is None:
         return
     data = run.config.data
     size = data.gen_batch_size or data.train_batch_size
     value = math.ceil(size * batches)
     each = Rows(run.rows.count / batches, run.rows.prompt, run.rows.lengths, run.rows.group)
-    apart = batches * run._predict(run.config, each)["gen"]
-    together = run._predict(run.config, run.rows)["gen"]
+    apart = batches * run.predict(run.config, each)["gen"]
+    together = run.predict(run.config, run.rows)["gen"]
     seconds = run.by_model
     text = (
         f"a batch takes {batches:.0f} generation batches, each with its own longest response: one of "

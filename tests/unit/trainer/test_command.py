@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,15 @@ ends_in_status(lambda: print("last word") or 0)()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["last word", "frozen True"]
+
+
+def test_a_reader_that_has_read_enough_ends_the_command_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prints() -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert ends_in_status(prints)() == 141
+    assert not capsys.readouterr().err

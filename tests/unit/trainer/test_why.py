@@ -276,3 +276,14 @@ def test_a_folder_that_is_none_or_too_young_is_told(tmp_path: Path, folder: Path
     (folder / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 1.0}\n')
     with pytest.raises(DataError, match="1 finished steps"):
         RunTimes.read(folder)
+
+
+def test_lines_of_another_form_are_passed_over(folder: Path) -> None:
+    odd: list[Any] = [{"num_tokens": ["a"]}, {"num_tokens": 3}, {"spans": [["a"]]}, {"spans": [[1, 2, 3, 4]]}]
+    for name in ("rollouts.jsonl", "timeline.jsonl"):
+        (folder / name).write_text("".join(json.dumps({"step": 2, **line}) + "\n" for line in odd))
+    (folder / "metrics.jsonl").write_text(
+        (folder / "metrics.jsonl").read_text() + '\n{"step": 9, "timing_s/step": "a"}\n'
+    )
+    run = RunTimes.read(folder)
+    assert run.seconds == 8.0 and not run.lengths and not run.trajectories

@@ -44,6 +44,7 @@ class Slow(Guess):
 """
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+TINY_BATCH = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
 SMALL_BATCH = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8")
 
 
@@ -64,7 +65,7 @@ PLANTS = {
         "rewards", ("reward.function=FOLDER/slow.py:compute_score", "reward.num_workers=1", *SMALL_BATCH)
     ),
     "validations": Plant("validations", ("trainer.test_freq=1",)),
-    "checkpoints": Plant("checkpoints", ("trainer.save_freq=1", *SMALL_BATCH)),
+    "checkpoints": Plant("checkpoints", ("trainer.save_freq=1", *TINY_BATCH)),
     "recomputation": Plant("recomputation", ("actor_rollout_ref.model.enable_gradient_checkpointing=true",)),
     "log_probs_again": Plant(
         "log_probs_again",
@@ -123,17 +124,16 @@ def measure(model: Path, name: str, folder: Path, steps: int) -> dict[str, Any]:
     train(model, plant, folder / name, keys, steps)
     found = why(str(folder / name))
     first = found["waits"][0]
-    value = {None: "null", True: "true", False: "false"}.get(first["value"], first["value"])
-    tried = f"{first['key']}={value}"
+    tried = first["overrides"]
     kept = [key for key in keys if key.partition("=")[0] != first["key"]]
-    train(model, plant, folder / f"{name}-tried", [*kept, tried], steps)
+    train(model, plant, folder / f"{name}-tried", [*kept, *tried], steps)
     after = why(str(folder / name), "--tried", str(folder / f"{name}-tried"))
     before, now = after["seconds"]
     return {
         "plant": name,
         "cause": first["cause"],
         "found": first["cause"] == plant.cause,
-        "tried": tried,
+        "tried": " ".join(tried),
         "before": before,
         "after": now,
         "forecast": first["saved"],

@@ -71,9 +71,12 @@ class StopToken:
             self._forget()
 
     def install(self) -> None:
-        """Set the handlers, again where a library has set its own (Ray does when it connects)."""
-        for number in self._before:
-            signal.signal(number, self._on_signal)
+        """Set the handlers, again where a library has set its own (Ray does when it connects, which it can in
+        the main thread alone).
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                signal.signal(number, self._on_signal)
 
     def stop_here(self) -> None:
         """Raise Stopped if a signal has come; called where all that was done can be saved."""
@@ -136,12 +139,13 @@ class StopToken:
     def leavable(self) -> Iterator[None]:
         """Work that can be thrown away: weights, optimizers and data position are not those of its middle."""
         self.stop_here()
+        before = self._may_leave
         self._may_leave = True
         try:
             yield
             self.stop_here()
         finally:
-            self._may_leave = False
+            self._may_leave = before
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -6,7 +6,10 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.why import Wait
 
 MOST = 8
 """Waits that are shown."""
@@ -34,13 +37,13 @@ def why_command(options: argparse.Namespace) -> int:
         tried = RunTimes.read(Path(options.tried))
         found, others = held(run, tried)
         if options.json:
-            forecasts = [{**asdict(each.wait), "became": each.became} for each in found]
+            forecasts = [{**_plain(each.wait), "became": each.became} for each in found]
             print(json.dumps({"seconds": [run.seconds, tried.seconds], "tried": forecasts, "others": others}))
             return 0
         print(f"a mean step took {run.seconds:.3g} s, and takes {tried.seconds:.3g} s")
         for each in found:
             forecast = "no forecast" if each.wait.saved is None else f"forecast {each.wait.saved:.3g} s"
-            print(f"{each.wait.override}: {forecast}, it became {each.became:.3g} s")
+            print(f"{each.wait.overrides[0]}: {forecast}, it became {each.became:.3g} s")
         if not found:
             print("no key of these two runs was changed to a value that was advised")
         if others:
@@ -48,7 +51,7 @@ def why_command(options: argparse.Namespace) -> int:
         return 0
     waits = waits_of(run)
     if options.json:
-        print(json.dumps({"seconds": run.seconds, "waits": [asdict(wait) for wait in waits]}))
+        print(json.dumps({"seconds": run.seconds, "waits": [_plain(wait) for wait in waits]}))
         return 0
     print(f"a mean step takes {run.seconds:.3g} s (of {len(run.steps)} steps after the first)")
     for number, wait in enumerate(waits[:MOST], 1):
@@ -57,7 +60,11 @@ def why_command(options: argparse.Namespace) -> int:
             gain = f", forecast to save {wait.saved:.3g} s ({wait.saved / run.seconds:.0%} of a step)"
         print(f"{number}. {wait.cause}: {wait.text}")
         if wait.key:
-            print(f"   {wait.override if wait.saved is not None else wait.key}{gain}")
+            print(f"   {' '.join(wait.overrides) if wait.saved is not None else wait.key}{gain}")
     if not waits:
         print("nothing stands out: no wait is worth a key")
     return 0
+
+
+def _plain(wait: Wait) -> dict[str, Any]:
+    return {**asdict(wait), "overrides": wait.overrides}

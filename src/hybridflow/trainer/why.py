@@ -59,13 +59,15 @@ class Wait:
     """Value to try."""
     saved: float | None = None
     """Seconds of a mean step that this value is forecast to save; None where nothing can be counted."""
+    also: tuple[str, ...] = ()
+    """Further overrides without which a run refuses the value."""
 
     @property
-    def override(self) -> str:
-        """The key with the value to try, as a command line takes it."""
+    def overrides(self) -> tuple[str, ...]:
+        """The key with the value to try, and what it needs, as a command line takes them."""
         if not self.key:
-            return ""
-        return f"{self.key}={shown(self.value)}"
+            return ()
+        return (f"{self.key}={shown(self.value)}", *self.also)
 
 
 def _lines(file: Path, steps: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -151,7 +153,8 @@ class RunTimes:
     @property
     def replicas(self) -> int:
         """Engines that share a step's requests."""
-        return max(1, plan_of(self.config).generating // plan_of(self.config).ranks_of_replica)
+        plan = plan_of(self.config)
+        return max(1, plan.generating // plan.ranks_of_replica)
 
     @cached_property
     def rows(self) -> Rows:
@@ -309,13 +312,17 @@ def tail(run: RunTimes) -> Iterator[Wait]:
     if run.config.trainer.schedule != "sync":
         return
     key = "trainer.schedule"
-    saved = run.saving("gen", {key: "colocated_async"})
+    schedule = "fully_async" if plan_of(run.config).apart else "colocated_async"
+    saved = run.saving("gen", {key: schedule})
     text = (
         f"the longest response has {lengths.quantile(1):.0f} tokens and the mean one {lengths.mean:.0f}: "
         "engines run half empty until it ends. Groups that are generated ahead fill them; their tokens are "
-        "some steps old, so choose algorithm.rollout_correction too, or cut the longest"
+        "some steps old, which is corrected for. Or cut the longest"
     )
-    yield Wait("tail", run.by_model, text, key, "colocated_async", saved)
+    correction = run.config.algorithm.rollout_correction
+    corrected = correction.corrects or correction.bypass_mode
+    also = () if corrected else (f"{CORRECTION}.rollout_is=token",)
+    yield Wait("tail", run.by_model, text, key, schedule, saved, also)
 
 
 def micro_batches(run: RunTimes) -> Iterator[Wait]:

@@ -296,3 +296,30 @@ def test_the_exit_status_names_the_signal(
 
     assert ends_in_status(main)() == status
     assert capsys.readouterr().err == "interrupted in step 3/8\n"
+
+
+def test_handlers_are_set_again_in_the_main_thread_alone() -> None:
+    token = stop_token.StopToken()
+    failed: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            token.install()
+        except ValueError as error:
+            failed.append(error)
+
+    with token.listening():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert not failed
+
+
+def test_work_that_can_be_thrown_away_leaves_what_may_be_left_as_it_was() -> None:
+    token = stop_token.StopToken()
+    with token.leavable(), token.leavable():
+        pass
+    with pytest.raises(Stopped), token.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            token.check()

@@ -201,9 +201,9 @@ def test_a_forecast_that_was_tried_stands_beside_what_it_became() -> None:
 
 
 def test_overrides_are_written_as_a_command_takes_them() -> None:
-    assert Wait("a", 1.0, "", "x.y", None).override == "x.y=null"
-    assert Wait("a", 1.0, "", "x.y", True).override == "x.y=true"
-    assert Wait("a", 1.0, "", "x.y", 512).override == "x.y=512"
+    assert Wait("a", 1.0, "", "x.y", None).overrides == ("x.y=null",)
+    assert Wait("a", 1.0, "", "x.y", True, also=("z=1",)).overrides == ("x.y=true", "z=1")
+    assert Wait("a", 1.0, "", "x.y", 512).overrides == ("x.y=512",)
 
 
 @pytest.fixture
@@ -287,3 +287,12 @@ def test_lines_of_another_form_are_passed_over(folder: Path) -> None:
     )
     run = RunTimes.read(folder)
     assert run.seconds == 8.0 and not run.lengths and not run.trajectories
+
+
+def test_what_is_advised_for_the_tail_is_no_refused_configuration() -> None:
+    (wait,) = [each for each in waits_of(run_with(response_length__max=80.0)) if each.cause == "tail"]
+    words = [*wait.overrides, "data.train_batch_size=64"]
+    prepare_config(PPOConfig, words, recipe="tiny/grpo", runs=False, needs_model=False)
+    corrected = run_with({"algorithm.rollout_correction.bypass_mode": True}, response_length__max=80.0)
+    (wait,) = [each for each in waits_of(corrected) if each.cause == "tail"]
+    assert wait.overrides == ("trainer.schedule=colocated_async",)

@@ -29,6 +29,7 @@ from hybridflow.config.checks.root import find_notes, find_problems
 from hybridflow.config.convert import convert_what_fits, raise_all, suggest, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
+from hybridflow.config.relations import shown
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.thresholds import quote_bounds
@@ -73,8 +74,8 @@ class Change(NamedTuple):
         """The change as a word of the command line."""
         value = self.value
         if isinstance(value, list):
-            value = f"[{','.join(map(_shown, value))}]"
-        return f"{self.key}={_shown(value)}"
+            value = f"[{','.join(map(shown, value))}]"
+        return f"{self.key}={shown(value)}"
 
     def __str__(self) -> str:
         return f"{self.word}: {self.reason} (trainer.on_missing=fallback)"
@@ -354,31 +355,31 @@ def _normalise(
         if place is not None:
             notes |= dict.fromkeys(_lost(setting, settings[place], result.path))
             continue
-        shown = f"{setting.path}={_shown(setting.value)}"
+        told = f"{setting.path}={shown(setting.value)}"
         if result.kind == "unknown":
             problems.append(_entry_of_a_list(root, setting.path) or unknown_key(setting.path, known))
             wrong.update(suggest(setting.path, known))
         elif result.kind == "refused":
-            refused.setdefault(result.reason, []).append(shown)
+            refused.setdefault(result.reason, []).append(told)
             wrong.add(result.path)
         elif result.kind == "no effect":
             block, _, name = setting.path.rpartition(".")
             named = ignored.setdefault((block, result.reason), {})
-            named[f"{name}={_shown(setting.value)}"] = None
+            named[f"{name}={shown(setting.value)}"] = None
         elif result.kind == "alias" and result.path == setting.path:
-            notes[f"{shown} is now {_shown(result.value)}"] = None
+            notes[f"{told} is now {shown(result.value)}"] = None
             accepted.append(Setting(setting.path, result.value))
         elif result.kind == "alias":
             now = result.path
             if not setting.delete and result.value != setting.value:
-                now += f"={_shown(result.value)}"
+                now += f"={shown(result.value)}"
             notes[f"{setting.path} is now {now}"] = None
             if not _leaves_open(setting, result):
                 accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
     # a reason that many keys share is said once
-    problems.extend(f"{', '.join(shown)}: {reason}" for reason, shown in refused.items())
+    problems.extend(f"{', '.join(told)}: {reason}" for reason, told in refused.items())
     return accepted, [*_ignored_notes(ignored), *notes]
 
 
@@ -430,17 +431,9 @@ def _lost(setting: Setting, later: Setting, key: str) -> Iterator[str]:
     if later.path == setting.path or later.delete or null or setting.value == later.value:
         return
     yield (
-        f"{setting.path}={_shown(setting.value)} and {later.path}={_shown(later.value)} both set {key}: the "
-        f"last one counts, {_shown(later.value)}"
+        f"{setting.path}={shown(setting.value)} and {later.path}={shown(later.value)} both set {key}: the "
+        f"last one counts, {shown(later.value)}"
     )
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
 
 
 def _plain(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ PLANTS = {
     "recomputation": Plant("recomputation", ("actor_rollout_ref.model.enable_gradient_checkpointing=true",)),
     "log_probs_again": Plant(
         "log_probs_again",
-        (f"{ROLLOUT}.exact=false", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=64"),
+        (f"{ROLLOUT}.exact=false", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=80"),
     ),
     "idle_reference": Plant("idle_reference", (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0")),
     "tools": Plant(

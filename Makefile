@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format help clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -155,6 +155,9 @@ docs: setup  ## the documentation site, in site/; internal links and anchors are
 
 docs-test: setup  ## every block of the documents is run or checked, the site is built, the tables are fresh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs -n 2
+
+help:  ## what there is to make
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | sort | expand -t 20
 
 format: setup
 	$(BIN)/ruff check --fix .

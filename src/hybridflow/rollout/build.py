@@ -49,7 +49,6 @@ def build_rollout_engine(
             enforce_eager=config.enforce_eager,
             cudagraph_capture_sizes=config.cudagraph_capture_sizes,
             kv_cache=config.kv_cache,
-            enable_torch_compile=config.enable_torch_compile,
             records_routes=config.enable_rollout_routing_replay,
             source=source,
             replica=replica,

@@ -59,8 +59,8 @@ class NativeEngine(SessionEngine):
     `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`:
     tokens of a block. `look_ahead`: begin a step before the host has seen the tokens of the one before;
     `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
-    `enable_torch_compile`: fuse the small operations of decoding, not in exact mode. `records_routes`:
-    outputs have the experts that their tokens went to, kept beside keys and values; no graphs then.
+    `records_routes`: outputs have the experts that their tokens went to, kept beside keys and values; no
+    graphs then.
     `rounded`: generate with its copy of the policy, whose weights are rounded anew when they have changed.
     """
 
@@ -83,7 +83,6 @@ class NativeEngine(SessionEngine):
         block_size: int = BLOCK_SIZE,
         look_ahead: bool | None = None,
         reserve_cache: bool | None = None,
-        enable_torch_compile: bool = False,
         records_routes: bool = False,
         rounded: RoundedTwin | None = None,
     ) -> None:
@@ -92,7 +91,6 @@ class NativeEngine(SessionEngine):
         self.rounded = rounded
         self.model = policy if rounded is None else rounded.policy
         """The module that generates."""
-        self.model.compiles_decoding = enable_torch_compile
         self.records_routes = records_routes
         if records_routes:
             self.model.follow_routes()

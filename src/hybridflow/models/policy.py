@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.distributed.mesh import Column
-    from hybridflow.models.rounded_weights import RoundedWeight
+    from hybridflow.models.quantized_weights import QuantizedWeight
     from hybridflow.protocol.packing import PackedBatch, PlacedMedium
 
 
@@ -98,9 +98,9 @@ class PolicyModel(nn.Module):
         """Whether the model has experts, and lets the kernel be chosen that computes them."""
         return self._experts.usual is not None
 
-    def round_experts(self, rounded: Mapping[str, Mapping[str, Sequence[RoundedWeight]]]) -> None:
-        """Compute experts with rounded weights: by module and parameter, one for each expert."""
-        self._experts.use_rounded(rounded)
+    def quantize_experts(self, quantized: Mapping[str, Mapping[str, Sequence[QuantizedWeight]]]) -> None:
+        """Compute experts with quantized weights: by module and parameter, one for each expert."""
+        self._experts.use_quantized(quantized)
 
     @property
     def config(self) -> PretrainedConfig:
